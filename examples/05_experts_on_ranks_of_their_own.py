@@ -21,7 +21,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.runner.data import BYTES, Windows, load_corpus, standard_library
+from gtp_jax.runner.data import BYTES, Rows, load_corpus, standard_library
 
 BATCH, SEQ = 16, 64
 SMALL = LlamaConfig(
@@ -58,7 +58,7 @@ RUNS = {
 }
 
 
-def train(config: LlamaConfig, rate: float, ep: int, windows: Windows, steps: int) -> list[tuple[float, float]]:
+def train(config: LlamaConfig, rate: float, ep: int, windows: Rows, steps: int) -> list[tuple[float, float]]:
     """Returns loss and load of every step."""
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
     with jax.set_mesh(gtp.make_mesh(gtp=1, ep=ep, devices=jax.devices()[:ep])):
@@ -108,7 +108,7 @@ def main() -> None:
     args = flags.parse_args()
     if not jax.config.jax_platforms:
         jax.config.update("jax_num_cpu_devices", 4)
-    windows = Windows(load_corpus(standard_library(), BYTES).train, SEQ, 0)
+    windows = load_corpus(standard_library(), BYTES).rows(SEQ, 0)
     base, rate = SIZES[args.size]
     print(
         f"{base.param_count():,} parameters, of which a token is multiplied with {base.matmul_params():,}", flush=True

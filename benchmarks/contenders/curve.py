@@ -66,8 +66,8 @@ def main() -> None:
         state = gtp.TrainState.create(gtp.init(lambda rngs: build(config, rngs=rngs), rngs), optimizer)
         step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, recipe=variant.recipe, view="local")
         evaluate = gtp.eval_step(loss, recipe=variant.recipe, view="local")
-        train = Loader(Windows(corpus.train, args.seq, args.seed), args.batch, mesh)
-        held_out = Loader(Windows(corpus.held_out, args.seq, args.seed), args.batch, mesh)
+        train = Loader(corpus.rows(args.seq, args.seed), args.batch, mesh)
+        held_out = Loader(Windows(corpus.held_out[0].tokens, args.seq, args.seed), args.batch, mesh)
         tests = list(held_out.steps(0, _HELD_OUT_BATCHES))
 
         waiting: list[tuple[int, jax.Array]] = []

@@ -315,6 +315,20 @@ class Checkpoints:
         _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
+    def restore_part(self, like: dict[str, Any], part: str, step: int | None = None) -> dict[str, Any]:
+        """Restores the arrays whose names begin with `part`.
+
+        Args:
+            like: nested dict of them, from the root of the state on, as in `restore`.
+            part: the beginning of their names, such as `opt_state/0/mu/`.
+            step: which step; the latest by default.
+
+        Raises:
+            FileNotFoundError, ValueError: as in `restore`.
+        """
+        _, arrays = self._read(like, step, part=part)
+        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
     def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
         """Returns a step's manifest, and those of its arrays whose names begin with `part`."""
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]

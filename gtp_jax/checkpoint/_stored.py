@@ -14,7 +14,8 @@ from ._sums import naming_damage
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A logical array of a checkpoint that is not in memory. A row is one index of its first dimension.
+    """A logical array of a checkpoint that is not in memory. A row is one index of its first dimension; a scalar is one
+    row.
 
     Attributes:
         name: the path of the array in the state, as in the manifest.
@@ -40,7 +41,8 @@ class StoredArray:
             ValueError: if files cannot be read.
         """
         with naming_damage(self.directory):
-            return self.open()[begin:end].read().result()
+            array = self.open()
+            return array[begin:end].read().result() if self.shape else array.read().result().reshape(1)[begin:end]
 
     def open(self) -> Any:
         """Opens the array in orbax's layout."""

@@ -1,4 +1,4 @@
-"""Movements between ranks, with their sums: one file for each. All run inside a `shard_map`."""
+"""Collectives, one per file. All run inside a `shard_map`."""
 
 from ._bits import WIRE as WIRE
 from ._bits import in_bits as in_bits

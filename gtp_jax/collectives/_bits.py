@@ -1,4 +1,4 @@
-"""Floating-point numbers of 16 bits, moved as integers."""
+"""Sends 16-bit floating-point numbers as integers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
 def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """Returns `move(x, *others)`, with 16-bit floats moved as integers; see `WIRE`.
+    """Returns `move(x, *others)`, with 16-bit floats sent as integers; see `WIRE`.
 
-    Integers have no derivative. Where a gradient is differentiated again, that of `x` moves in float32.
+    Integers have no derivative. If a gradient is differentiated again, the tangent of `x` is sent in float32.
 
     Args:
-        move: linear in `x`, of any dtype: collectives, and choices of elements.
-        x: what moves.
+        move: a function that is linear in `x`, for any dtype: collectives, and selections of elements.
+        x: the array that is sent.
         others: pytrees of integers.
     """
     wire, dtype = WIRE.get(x.dtype), x.dtype

@@ -1,10 +1,10 @@
-"""A gather and its transpose, a reduce-scatter, that are right between processes on CPUs too.
+"""An all-gather and its transpose, a reduce-scatter, that are also correct between CPU processes.
 
-Under `jax.distributed` XLA's CPU backend computes collectives by gloo, whose reduce-scatter sends from a buffer that
-it overwrites: at times the end of the first rank's result is wrong, without an error (jax-ml/jax#40830). It also gives
-up when a process comes 30 s late (jax-ml/jax#40831). Both are written as an all-to-all there, which also adds in order
-of rank. JAX transposes an all-gather to a reduce-scatter, so a gather through which JAX differentiates is written so,
-too.
+Under `jax.distributed`, XLA's CPU backend computes collectives with gloo. Its reduce-scatter sends from a buffer that
+it overwrites: sometimes the end of the first rank's result is wrong, without an error (jax-ml/jax#40830). It also gives
+up if a process is 30 s late (jax-ml/jax#40831). There, a reduce-scatter is therefore written as an all-to-all, which
+also adds in order of rank. So is an all-gather through which JAX differentiates, because JAX transposes an all-gather
+to a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Axes = str | tuple[str, ...]
 
 
 def all_gather(x: Shaped[jax.Array, "*shape"], axes: Axes, *, dim: int) -> Shaped[jax.Array, "*result"]:
-    """Returns the parts of all ranks of `axes`, joined along a dimension. Its transpose is `reduce_scatter`."""
+    """Gathers the parts of all ranks of `axes`, joined along a dimension. Its transpose is `reduce_scatter`."""
     if not _over_gloo():
         return lax.all_gather(x, axes, axis=dim, tiled=True)
     copies = jnp.broadcast_to(x, (_ranks(axes), *x.shape))
@@ -29,7 +29,7 @@ def all_gather(x: Shaped[jax.Array, "*shape"], axes: Axes, *, dim: int) -> Shape
 
 
 def reduce_scatter(x: Shaped[jax.Array, "*shape"], axes: Axes, *, dim: int) -> Shaped[jax.Array, "*result"]:
-    """Sums what the ranks of `axes` have, and returns this rank's part along a dimension, which the ranks divide."""
+    """Sums the arrays of all ranks of `axes`, and returns this rank's part along a dimension that the ranks divide."""
     if not _over_gloo():
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     parts = jnp.moveaxis(jnp.reshape(x, (*x.shape[:dim], _ranks(axes), -1, *x.shape[dim + 1 :])), dim, 0)

@@ -1,4 +1,4 @@
-"""The sum of gradients over the mesh axes that do not shard a parameter. Called inside a `shard_map`."""
+"""Sums gradients over the mesh axes that do not shard a parameter. Called inside a `shard_map`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..mesh import axes_of, degree
 
 
 def replica_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes in scope, of more than one rank, that a partition does not name."""
+    """Returns the axes of the mesh in scope that have more than one rank, and are not in a partition spec."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tuple(a for a in names if a not in axes_of(spec) and degree(a) > 1)
 
 
 def sum_over_replicas(gradients: Any, specs: Any) -> Any:
-    """Adds up each leaf over every axis in scope that its partition does not name.
+    """Sums each leaf over every axis of the mesh in scope that is not in its partition spec.
 
-    Leaves that need the same axes share one all-reduce.
+    Leaves that are summed over the same axes share one all-reduce.
 
     Args:
-        gradients: pytree of arrays.
-        specs: same structure, `PartitionSpec` leaves.
+        gradients: a pytree of arrays.
+        specs: a pytree of the same structure, with `PartitionSpec` leaves.
     """
     leaves, tree = jax.tree.flatten(gradients)
     partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -1,14 +1,15 @@
-"""Matmuls and the sequence's movements over tp in one, each under the other (Wang et al., ASPLOS 2023).
+"""Overlaps matmuls with the communication of the sequence over tp, part by part (Wang et al., ASPLOS 2023).
 
-Ahead of a column-parallel matmul the sequence is gathered, behind a row-parallel one summed and sharded again, and each
-waits for the other. Cut by rank they need not: a part is multiplied while another goes from neighbour to neighbour.
-Parts are counted from this rank backwards: part 0 is its own, part s that of the rank s before it. What is done to each
-token by itself needs no other order; attention does, see `join_parts`. Called inside a `shard_map`.
+Before a column-parallel matmul, the sequence is gathered; after a row-parallel matmul, it is summed and sharded again.
+As single operations, the matmul and the collective wait for each other. Cut into the parts of the ranks, they overlap:
+one part is multiplied while another is sent from neighbor to neighbor. Parts are counted backwards from this rank: part
+0 is its own, and part s is that of the rank s positions before it. Operations on single tokens do not depend on this
+order; attention does, see `join_parts`. Called inside a `shard_map`.
 
 [Note: turns]
-XLA's scheduler would send everything ahead of the first matmul, or multiply first what arrives last. So each matmul is
-tied, through an optimization barrier, to the part that travels meanwhile: the next takes, and sends on, what both have
-left. Gradients go through the same two loops, each the other's transpose.
+XLA's scheduler would send everything before the first matmul, or first multiply the part that arrives last. So each
+matmul is tied, through an optimization barrier, to the part that is sent at the same time. The next step takes the
+results of both, and sends the part on. Gradients use the same two loops, each of which is the transpose of the other.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def gather_linear(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     axis: str,
 ) -> tuple[Float[jax.Array, "batch part *inner features_out"], ...]:
-    """Returns `linear` of every rank's part of the sequence, of which `x` is this rank's.
+    """Returns `linear` of every rank's part of the sequence. `x` is this rank's part.
 
-    Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
-    two parts is added up in the dtype of the weight, or of its slot, of more in float32 at least, as every addition
-    rounds.
+    Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). With two
+    parts, that gradient is summed in the dtype of the weight or of its slot; with more, in at least float32, because
+    every addition rounds.
 
     Args:
         x: `(batch, sequence / tp, ..., features_in)`.
@@ -78,12 +79,13 @@ def linear_scatter(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     axis: str,
 ) -> Float[jax.Array, "batch part *inner features_out"]:
-    """Returns the sum over ranks of `linear` of every rank's part, of which each rank gets its own.
+    """Applies `linear` to every part of the sequence, sums over ranks, and returns this rank's part of the result.
 
-    Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
+    The sum is computed in the dtype of the product, as in a reduce-scatter; the weight's gradient as in
+    `gather_linear`.
 
     Args:
-        parts: `(batch, sequence / tp, ..., features_in)` each.
+        parts: the parts of the sequence, `(batch, sequence / tp, ..., features_in)` each.
         weight: `(features_out, features_in)`.
         axis: the tensor axis, which shards the sequence.
     """
@@ -124,7 +126,7 @@ _linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
 def join_parts(
     parts: tuple[Shaped[jax.Array, "batch part *features"], ...], axis: str
 ) -> Shaped[jax.Array, "batch sequence *features"]:
-    """Returns the sequence in its order, whole, from its parts `(batch, sequence / ranks, ...)`."""
+    """Returns the whole sequence in its order, given its parts `(batch, sequence / ranks, ...)`."""
     return _join(parts, axis)
 
 
@@ -140,10 +142,10 @@ def _join(parts: Parts, axis: str) -> jax.Array:
 def split_parts(
     x: Shaped[jax.Array, "batch sequence *features"], axis: str
 ) -> tuple[Shaped[jax.Array, "batch part *features"], ...]:
-    """Returns the parts of a sequence, of which this rank has the whole.
+    """Returns the parts of a whole sequence, counted backwards from this rank; the inverse of `join_parts`.
 
     Raises:
-        ValueError: if the axis does not divide it.
+        ValueError: if the axis does not divide the sequence.
     """
     return _split(x, axis)
 
@@ -158,14 +160,15 @@ def _split(x: jax.Array, axis: str) -> Parts:
     return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length, axis))
 
 
-# Each is the other's inverse and transpose. JAX's own, which second derivatives take, add up arrays that are zero
-# outside of one part.
+# Each of the two is the inverse and the transpose of the other. JAX's own transposes, which second derivatives use, add
+# up arrays that are zero outside of one part.
 join_parts.defvjp(lambda parts, axis: (_join(parts, axis), None), lambda axis, _, gradient: (_split(gradient, axis),))
 split_parts.defvjp(lambda x, axis: (_split(x, axis), None), lambda axis, _, gradients: (_join(gradients, axis),))
 
 
 def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:
-    """Returns `make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
+    """Returns `make(part, s)` of every part, where `x` is part 0. Each is computed while the next part is being sent
+    [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
         x, made[-1] = _at_once(_send(x, 1, axis), made[-1])
@@ -174,10 +177,11 @@ def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], a
 
 
 def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
-    """Returns the sum over ranks of `make` of this rank's part, each made while the sum for another is on its way."""
+    """Returns the sum over ranks of `make` of this rank's part. Each term is computed while the sum of another part is
+    being sent."""
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
-        # it is not added within the matmul, which would wait for it
+        # this keeps the addition out of the matmul, which would otherwise wait for the sum to arrive
         part, total = _at_once(part, total)
         total, made = _at_once(_send(total, -1, axis), make(part))
         total = total + made
@@ -186,8 +190,8 @@ def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis:
 
 @jax.custom_jvp
 def _at_once(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both, neither sooner than the other. Their derivatives are not tied: JAX (0.12) transposes no barrier of
-    which an operand is a constant, as a tangent of zero is."""
+    """Returns both arrays, neither of which is available before the other. Their derivatives are not tied, because JAX
+    (0.12) cannot transpose a barrier with a constant operand, such as a zero tangent."""
     return lax.optimization_barrier((one, other))
 
 
@@ -195,7 +199,8 @@ _at_once.defjvp(lambda primals, tangents: (_at_once(*primals), tangents))
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
-    """Returns what one part adds to the weight's gradient, which is to have this dtype."""
+    """Returns the term of one part in the weight's gradient. The gradient will have this dtype; the terms are wider if
+    there are more than two."""
     return to_weight(gradient, part, dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32))
 
 

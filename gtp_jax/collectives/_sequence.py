@@ -1,9 +1,9 @@
-"""The activation's collectives on the tensor axis, at once (Korthikanti et al. 2022, arXiv 2205.05198). Called inside a
-`shard_map`. Around a plain matmul the sequence moves part by part instead, see `_ring`.
+"""The collectives of activations on the tensor axis, for the whole sequence at once (Korthikanti et al. 2022, arXiv
+2205.05198). Called inside a `shard_map`. Around a plain matmul, the sequence is sent part by part instead, see `_ring`.
 
-Gradients are those of the sum of every rank's loss with respect to every rank's copy (the convention of `shard_map`
-with `check_vma=False`). So `psum` transposes to `psum`, nothing is added at the entrance of a column-parallel layer,
-and a parameter that a mesh axis does not shard gets its gradient summed over that axis, once, at the end.
+Gradients are those of the sum of all ranks' losses with respect to each rank's copy (the convention of `shard_map` with
+`check_vma=False`). Therefore `psum` transposes to `psum`, no collective is needed at the entrance of a column-parallel
+layer, and the gradient of a parameter that a mesh axis does not shard is summed over that axis once, at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._over_gloo import all_gather, reduce_scatter
 def gather_sequence(
     x: Float[jax.Array, "batch *part features"], axis: str | None, *, sequence_parallel: bool
 ) -> Float[jax.Array, "batch *sequence features"]:
-    """Maps `(batch, sequence / ranks, features)` to `(batch, sequence, features)`, ahead of a column-parallel
+    """Gathers `(batch, sequence / ranks, features)` to `(batch, sequence, features)`, before a column-parallel
     matmul."""
     if axis is None or degree(axis) == 1 or not sequence_parallel:
         return x
@@ -29,10 +29,10 @@ def gather_sequence(
 def reduce_scatter_sequence(
     y: Float[jax.Array, "batch *sequence features"], axis: str | None, *, sequence_parallel: bool
 ) -> Float[jax.Array, "batch *part features"]:
-    """Sums the partial products behind a row-parallel matmul, and shards the sequence again if it was sharded.
+    """Sums the partial products after a row-parallel matmul, and shards the sequence again if it was sharded.
 
     Raises:
-        ValueError: if the axis does not divide a sequence that is to be sharded.
+        ValueError: if the sequence is to be sharded, and the axis does not divide it.
     """
     if axis is None or degree(axis) == 1:
         return y

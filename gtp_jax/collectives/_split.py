@@ -1,4 +1,4 @@
-"""What tensor ranks own of a dimension, joined on all of them."""
+"""Gathers the parts of a dimension that tensor ranks own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._over_gloo import all_gather
 
 
 def join_split(part: Shaped[jax.Array, "*own"], split: Split, dim: int) -> Shaped[jax.Array, "*whole"]:
-    """Gathers all ranks' parts of a dimension and returns the whole of it, without padding."""
+    """Gathers all ranks' parts of a dimension, and returns the whole dimension without padding."""
     if len(split.owners) == 1:
         return part
     assert split.axis is not None

@@ -1,13 +1,13 @@
-"""The order of collectives that do not depend on one another. Called inside a `shard_map`.
+"""Orders collectives that do not depend on one another. Called inside a `shard_map`.
 
-XLA joins collectives of the same ranks that are ready at the same time into one launch, and runs all launches one
-after another on one stream. A turn is a number, always 0, that exists only once something else has happened: what is
-tied to it can neither be joined with that nor start ahead of it.
+XLA combines collectives of the same ranks that are ready at the same time into one launch, and runs all launches one
+after another on one stream. A turn is a number, always 0, that is available only after another operation has completed.
+A collective that is tied to the turn can neither be combined with that operation nor start before it.
 
-A chain hands each layer a turn with `use_turn`. In forward it follows the gather of the next layer's weights, so that
-an exchange of tokens begins on an idle stream; in backward its gradient follows the layer's last exchange, and what a
-chain gathers and reduces under that layer waits for it. So weights travel under attention in both passes, and tokens
-under experts.
+A chain gives each layer a turn with `use_turn`. In forward, the turn follows the gather of the next layer's weights, so
+that an exchange of tokens begins on an idle stream. In backward, the gradient of the turn follows the layer's last
+exchange, and the weights that a chain gathers and reduces during that layer wait for it. So in both passes, weights are
+sent during attention, and tokens during the experts.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def no_turn() -> Turn:
 
 
 def turn_after(*values: Any) -> Turn:
-    """Returns a turn that exists once these values do."""
+    """Returns a turn that is available only after these values are."""
     leaves = [leaf for leaf in jax.tree.leaves(values) if leaf.dtype != jax.dtypes.float0]
     return lax.optimization_barrier((no_turn(), leaves))[0]
 
 
 def tied(value: Any, turn: Turn) -> Any:
-    """Returns the same, no sooner than a turn.
+    """Returns the value unchanged, but not before a turn is available.
 
-    Of what is tied together XLA drops what has no other reader, and with it the tie: hence two of them.
+    XLA removes an output of a barrier that nothing else reads, and the tie with it. Therefore there are two barriers.
     """
     for _ in range(2):
         value, _ = lax.optimization_barrier((value, turn))
@@ -49,7 +49,7 @@ def tied(value: Any, turn: Turn) -> Any:
 
 @jax.custom_vjp
 def in_turn(x: jax.Array, turn: Turn) -> jax.Array:
-    """Returns `x`, no sooner than a turn. The turn's gradient exists once that of `x` does."""
+    """Returns `x`, but not before a turn is available. The gradient of the turn is available only after that of `x`."""
     return tied(x, turn)
 
 
@@ -66,7 +66,7 @@ in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
 
 @contextlib.contextmanager
 def use_turn(turn: Turn | None) -> Iterator[None]:
-    """Puts a layer's turn in scope; `None` for none, as within a `shard_map` of a layer's own."""
+    """Puts the turn of a layer in scope; `None` for no turn, as within a layer's own `shard_map`."""
     token = _OF_LAYER.set(turn)
     try:
         yield
@@ -75,6 +75,6 @@ def use_turn(turn: Turn | None) -> Iterator[None]:
 
 
 def turn_in_scope() -> Turn:
-    """Returns the layer's turn; one that follows nothing if a chain gave none."""
+    """Returns the turn of the layer, or one that follows nothing if there is none in scope."""
     turn = _OF_LAYER.get()
     return no_turn() if turn is None else turn

@@ -41,7 +41,7 @@ def write_config(
     """
     # one that is empty says nothing, and transformers 4 fails on it
     imported = {name: value for name, value in imported.items() if not (name in _SCALINGS and value == {})}
-    family = hugging_face_of(config)
+    family = hugging_face_of(config, imported.get("model_type"))
     own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
     changed = _changed(family, own, imported)
     if _ROTARY & changed.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..models import ModelConfig, Origin, Tensor, array_shapes, hugging_face_of, saved_config
+from ..checkpoint import Checkpoints
+from ..models import (
+    EvaluationArray,
+    ModelConfig,
+    Origin,
+    Tensor,
+    array_shapes,
+    evaluation_arrays,
+    hugging_face_of,
+    saved_config,
+)
 from ..ops import multi_amax
 from ._config import check_sizes, write_config
 from ._converted import Converted
@@ -36,7 +44,8 @@ def export_llama(
     max_positions: int | None = None,
     progress: bool = False,
 ) -> Converted:
-    """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
+    """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json. Where a run
+    averages weights, they are the averaged ones, which it evaluates.
 
     One tensor is in memory at a time, or the experts of one layer. What was read is checked against the checkpoint's
     digests, and `out` appears at the end, complete. What the model was imported with comes back: the other fields of
@@ -71,10 +80,10 @@ def export_llama(
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     check_sizes(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
-    tensors = hugging_face_of(config).tensors(config)
     where = f"step {manifest['step']} in {checkpoint}"
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
-    stored = _parameters(checkpoints.arrays(manifest["step"]), config, tensors, where)
+    tensors = hugging_face_of(config, origin.config.get("model_type")).tensors(config)
+    stored = _parameters(evaluation_arrays(checkpoints, manifest), config, tensors, where)
     encoding.check(tensors)
     entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]
     parts = list(shard(entries, shard_bytes))
@@ -100,12 +109,11 @@ def export_llama(
 
 
 class _Values:
-    """Tensors' values, read from our arrays, with a digest of all that was read."""
+    """Tensors' values, read from our arrays."""
 
-    def __init__(self, stored: dict[str, StoredArray], tensors: list[Tensor]) -> None:
+    def __init__(self, stored: dict[str, EvaluationArray], tensors: list[Tensor]) -> None:
         self._stored = stored
         self._tensors = tensors
-        self._digests: dict[str, Digest] = collections.defaultdict(Digest)
         self._row: dict[str, tuple[int, np.ndarray]] = {}  # of stacked experts, the layer that was read last
         self._fused = ""
         self._amax = np.float32(0)
@@ -117,8 +125,7 @@ class _Values:
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
         """Compares what was read with what was saved."""
-        wrong = [a.name for path, a in self._stored.items() if self._digests[path].text() != a.digest]
-        if wrong:
+        if wrong := [name for array in self._stored.values() for name in array.damaged()]:
             raise ValueError(checkpoints.damage_report(step, wrong))
 
     def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
@@ -126,18 +133,15 @@ class _Values:
         if tensor.expert is not None:
             return self._of_expert(tensor, array)
         begin, end = (0, array.shape[0]) if tensor.layer is None else (tensor.layer, tensor.layer + 1)
-        part = array.read(begin, end)
-        if digest:
-            self._digests[tensor.path].add(begin, part)
+        part = array.read(begin, end, digest=digest)
         whole = part if tensor.layer is None else part[0]
         return whole.T if tensor.transposed else whole
 
-    def _of_expert(self, tensor: Tensor, array: StoredArray) -> np.ndarray:
+    def _of_expert(self, tensor: Tensor, array: EvaluationArray) -> np.ndarray:
         assert tensor.layer is not None
         layer, row = self._row.get(tensor.path, (None, None))
         if layer != tensor.layer or row is None:
             row = array.read(tensor.layer, tensor.layer + 1)
-            self._digests[tensor.path].add(tensor.layer, row)
             self._row[tensor.path] = (tensor.layer, row)
         return row[0, tensor.expert]
 
@@ -163,11 +167,11 @@ def _config(extra: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _parameters(
-    arrays: dict[str, StoredArray], config: ModelConfig, tensors: list[Tensor], where: str
-) -> dict[str, StoredArray]:
+    arrays: dict[str, EvaluationArray], config: ModelConfig, tensors: list[Tensor], where: str
+) -> dict[str, EvaluationArray]:
     """Returns a checkpoint's parameters by path, if they are those of such a model."""
     prefix = "params/"
-    has = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    has = {name.removeprefix(prefix): array for name, array in arrays.items()}
     wants = array_shapes(tensors)
     shapes: dict[str, Any] = {path: array.shape for path, array in has.items()}
     lines = [

@@ -1,4 +1,4 @@
-"""Number formats: what they are, and how their arrays lie in memory."""
+"""Number formats: their definitions, and how their arrays are laid out in memory."""
 
 from ._array import QuantizedArray as QuantizedArray
 from ._array import codes_shape as codes_shape

@@ -19,22 +19,23 @@ from ._spec import Format
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:
-    """Codes of an array of logical shape `(*lead, M, K)`.
+    """The quantized form of an array of logical shape `(*lead, M, K)`.
 
-    A pytree: only the arrays carry the leading dimensions, so that it may be stacked, scanned over and vmapped.
-    With R x C = M x K, or K x M for a transposed column-wise copy, and b_r x b_c the format's block, the invariants are
+    A pytree. Only the arrays carry the leading dimensions, so it can be stacked, scanned over and vmapped.
+    Let R x C be M x K, or K x M for a transposed column-wise copy, and b_r x b_c the format's block. The invariants are
+
 
         codes.shape  = (*lead, R, C) for 8-bit elements, (*lead, R, ceil(C / 2)) for 4-bit ones
         scales.shape = (*lead, ceil(R / b_r), ceil(C / b_c)), or None if the format has no blocks;
                        (*lead, ceil(M / b_c), K) for a column-wise copy that is not transposed
-        amax.shape   = the first dimensions of lead, () at least; None if the format has no amax
+        amax.shape   = a prefix of lead, possibly (); None if the format has no amax
 
-    `codes` and `scales` are uint8, `amax` is float32. In a 4-bit row of odd length the last high nibble is 0.
+    `codes` and `scales` are uint8; `amax` is float32. In a 4-bit row of odd length, the last high nibble is 0.
 
     Attributes:
-        codes: the elements, the even one of a pair in the low nibble.
-        scales: one a block.
-        amax: largest finite magnitude of the tensor, the one that its scale was made from.
+        codes: the codes of the elements; of two 4-bit codes in a byte, the even element's is in the low nibble.
+        scales: the block scales, one per block.
+        amax: the largest finite magnitude of the tensor, from which its scale was computed.
         format: the number format.
         matrix: `(M, K)`, the logical shape of one matrix.
         columns: whether blocks run along M (the column-wise copy) instead of K.
@@ -49,12 +50,12 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape, `(*lead, M, K)`."""
+        """The logical shape, `(*lead, M, K)`."""
         return (*self.codes.shape[:-2], *self.matrix)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three arrays."""
+        """The size of all three arrays together, in bytes."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.codes, self.scales, self.amax) if leaf is not None)
 
 
@@ -78,16 +79,16 @@ def validate(q: QuantizedArray) -> None:
     """Checks the invariants of `QuantizedArray`.
 
     Raises:
-        TypeError: if `q` is something else, or one of its arrays has another dtype than it must have.
-        ValueError: if one of its arrays is missing, is too many, or has a shape that breaks an invariant.
+        TypeError: if `q` is not a `QuantizedArray`, or one of its arrays is not an array or has the wrong dtype.
+        ValueError: if an array is missing or does not belong to the format, or its shape breaks an invariant.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` is a {type(q).__name__}; it must be a QuantizedArray, which `gtp_jax.quantize` makes.")
+        raise TypeError(f"`q` is a {type(q).__name__}; it must be a QuantizedArray, as `gtp_jax.quantize` returns.")
     for name in ("codes", "scales", "amax"):
         array = getattr(q, name)
         if array is not None and not (hasattr(array, "dtype") and hasattr(array, "shape")):
             raise TypeError(
-                f"`{name}` is a {type(array).__name__}; it must be an array, as `gtp_jax.quantize` makes it."
+                f"`{name}` is a {type(array).__name__}; it must be an array, as `gtp_jax.quantize` returns."
             )
     codes, scales = codes_shape(q.format, q.matrix, q.columns), scales_shape(q.format, q.matrix, q.columns)
     lead = () if q.codes is None else q.codes.shape[:-2]
@@ -103,7 +104,7 @@ def _expect(
     kind = f"{'column' if q.columns else 'row'}-wise {q.format.name} matrix of shape {q.matrix}"
     if needed != (array is not None):
         raise ValueError(
-            f"`{name}` is {'missing' if needed else 'too many'} in a {kind}; build it with `gtp_jax.quantize`."
+            f"`{name}` is {'missing' if needed else 'not allowed'} in a {kind}; build it with `gtp_jax.quantize`."
         )
     if array is None:
         return

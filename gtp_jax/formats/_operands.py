@@ -9,14 +9,14 @@ from ._spec import Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """How the operands of a dense layer's three products are quantized: forward, dgrad and wgrad.
+    """How the operands of a dense layer's three matmuls (forward, dgrad and wgrad) are quantized.
 
     Attributes:
-        weight: of forward and dgrad.
-        activation: of forward and wgrad.
-        gradient: of dgrad and wgrad, the one that comes in.
+        weight: the format of the weight, an operand of forward and dgrad.
+        activation: the format of the activation, an operand of forward and wgrad.
+        gradient: the format of the incoming gradient, an operand of dgrad and wgrad.
         hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.hadamard`).
-        stochastic: whether the gradient is rounded stochastically, so that it is right on average.
+        stochastic: whether the gradient is rounded stochastically, so that rounding is unbiased.
     """
 
     weight: Format
@@ -27,11 +27,11 @@ class Operands:
 
     @property
     def rounds_input_once(self) -> bool:
-        """Says whether a row may be rounded once: forward's and wgrad's operands are both made of its codes, which may
-        travel.
+        """Whether a row can be rounded once, so that its codes, which can also be sent, yield the operands of both
+        forward and wgrad.
 
-        FP8 is multiplied in wgrad as it is. MXFP8's values are rounded again, in blocks along the rows, whose scales
-        are powers of two as well: nothing is lost of a value that does not underflow. Values of four bits would be
-        rounded twice, and wgrad's operand is transformed before it is rounded.
+        Wgrad multiplies FP8 codes unchanged. MXFP8 values are rounded again for wgrad, in blocks along the rows, but
+        those block scales are powers of two too, so values that do not underflow lose nothing. 4-bit values would
+        lose precision in a second rounding, and wgrad's operand must be transformed before it is rounded.
         """
         return self.activation.block is None or not self.activation.has_amax

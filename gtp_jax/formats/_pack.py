@@ -1,4 +1,4 @@
-"""The wire format of a layer: where each weight's codes and scales lie in one buffer of bytes."""
+"""The wire format of a layer: where the codes and scales of each weight are in one buffer of bytes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from collections import Counter
 from ._array import codes_shape, scales_shape
 from ._spec import Format
 
-# Every section of a buffer starts at a multiple of this, and its length is one, so that the sections of a gathered
-# buffer are aligned for the widest loads of a GPU.
+# Every section of a buffer starts at a multiple of this, and so does the end of the buffer, so that the sections of a
+# gathered buffer are aligned for a GPU's widest loads.
 SECTION_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One weight's shard within a layer.
+    """The shard of one weight of a layer.
 
     Attributes:
-        rows: rows of a shard, padding included; a multiple of the format's alignment where there are several shards.
-        cols: contraction size. Blocks run along it.
-        transposed: whether the shard is stored `(cols, rows)` instead of `(rows, cols)`.
-        total_rows: logical rows of all shards together; what lies beyond is padding and is stripped.
-        out: which output array it becomes part of.
-        out_row: the row of that output at which it starts; in a plan `by_shard`, of a shard's part of it.
-        source: which of the arrays that `pack` takes holds it, and at which index of the array, as with an expert among
-            others; `None` if the piece is an array of its own, in the order of pieces.
+        rows: the number of rows of a shard, padding included; a multiple of the format's alignment if there are several
+            shards.
+        cols: the contraction size. Blocks run along it.
+        transposed: whether the shard is stored as `(cols, rows)` instead of `(rows, cols)`.
+        total_rows: the number of logical rows of all shards together. Rows beyond it are padding, and are stripped.
+        out: the number of the output array that the piece becomes part of.
+        out_row: the row of that output at which the piece starts; in a plan with `by_shard`, the row within one shard's
+            part of that output.
+        source: `(array, index)`: which of the arrays passed to `pack` holds the piece, and at which index along its
+            first dimension, as for one expert of several. `None` if each piece is an array of its own, in the order of
+            the pieces.
     """
 
     rows: int
@@ -40,39 +43,44 @@ class Piece:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Shape of a shard as stored."""
+        """The shape of a shard as stored."""
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A run of bytes that holds a matrix of `shape`."""
+    """A range of bytes in a buffer, which holds a uint8 matrix.
+
+    Attributes:
+        start: the offset of the first byte.
+        shape: the shape of the matrix.
+    """
 
     start: int
     shape: tuple[int, int]
 
     @property
     def bytes(self) -> int:
-        """Length, without the padding up to the next section."""
+        """The length in bytes, without the padding up to the next section."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackPlan:
-    """How one layer's weights share a buffer: all pieces' codes in order, then all pieces' scales in order.
+    """How the weights of one layer share a buffer: the codes of all pieces in order, then the scales of all pieces.
 
-    The pieces of an output lie one after another, without gaps: piece by piece in order of `out_row`, each starts
-    where the last one ends. The amax does not travel, for it is the same on every rank.
+    The pieces of an output are contiguous: in order of `out_row`, each starts where the previous one ends. The amax is
+    not sent, because it is the same on every rank.
 
     Attributes:
-        pieces: the weights.
-        by_shard: whether an output is shard after shard, each with the rows of all its pieces, padding included, as a
-            gather of the weights themselves would leave them; instead of piece after piece without padding. Then
-            `total_rows` is `rows`.
+        pieces: the pieces, one per weight.
+        by_shard: whether an output is ordered by shard, each shard with the rows of all its pieces, padding included,
+            as a gather of unquantized weights would leave them. Otherwise it is ordered by piece, without padding. In a
+            plan with `by_shard`, the `total_rows` of each piece is its `rows`.
 
     Raises:
-        TypeError: if a number of a piece is no integer.
-        ValueError: if the pieces do not make whole outputs.
+        TypeError: if a number of a piece is not an integer.
+        ValueError: if a number is negative, or the pieces do not form whole outputs or whole source arrays.
     """
 
     pieces: tuple[Piece, ...]
@@ -90,13 +98,13 @@ class PackPlan:
                     raise ValueError(f"piece {index}: `{name}` is {number}; it must be 0 or more.")
             if self.by_shard and piece.total_rows != piece.rows:
                 raise ValueError(
-                    f"piece {index}: `total_rows` is {piece.total_rows}, but by shard nothing is stripped; it must be "
-                    f"{piece.rows}, the rows of a shard."
+                    f"piece {index}: `total_rows` is {piece.total_rows}, but with `by_shard` nothing is stripped; it "
+                    f"must be {piece.rows}, the rows of a shard."
                 )
         outs = sorted({piece.out for piece in self.pieces})
         if outs != list(range(len(outs))):
             raise ValueError(
-                f"the pieces name the outputs {outs}; outputs are numbered 0, 1, 2 and so on, without gaps."
+                f"the outputs of the pieces are {outs}; number the outputs 0, 1, 2 and so on, without gaps."
             )
         for out in outs:
             self._check_output(out)
@@ -108,21 +116,21 @@ class PackPlan:
             return
         if len(named) < len(self.pieces):
             raise ValueError(
-                f"piece {named[0]} names a `source`, but not every piece does; give one to all of them, or to none."
+                f"piece {named[0]} has a `source`, but not every piece does; give one to all of them, or to none."
             )
         held = sorted(self.sources)
         counts = Counter(array for array, _ in held)
         if held != [(array, index) for array in range(len(counts)) for index in range(counts[array])]:
             raise ValueError(
-                f"the pieces lie in arrays at {held}; arrays are numbered 0, 1, 2 and so on, and the pieces of each "
-                "likewise, without gaps."
+                f"the `(array, index)` sources of the pieces are {held}; number the arrays 0, 1, 2 and so on, without "
+                "gaps, and the pieces within each array the same way."
             )
         for index, piece in enumerate(self.pieces):
             shape = self.arrays[self.sources[index][0]][1:]
             if piece.stored != shape:
                 raise ValueError(
-                    f"piece {index} is stored {piece.stored}, but lies in an array of pieces of {shape}. Pieces of one "
-                    "array have the same shape."
+                    f"piece {index} is stored with shape {piece.stored}, but the other pieces of its array have shape "
+                    f"{shape}. All pieces of an array must have the same shape."
                 )
 
     def _check_output(self, out: int) -> None:
@@ -133,23 +141,23 @@ class PackPlan:
             if piece.out_row != row:
                 raise ValueError(
                     f"piece {index} starts at row {piece.out_row} of output {out}, but the pieces before it end at row "
-                    f"{row}. Let `out_row` be the sum of `total_rows` of the pieces before."
+                    f"{row}. Set `out_row` to the sum of `total_rows` of the pieces before it."
                 )
             if piece.cols != self.pieces[members[0]].cols:
                 raise ValueError(
                     f"pieces {members[0]} and {index} have {self.pieces[members[0]].cols} and {piece.cols} columns, "
-                    f"but share output {out}. Pieces of one output have the same `cols`."
+                    f"but share output {out}. All pieces of an output must have the same `cols`."
                 )
             row += piece.total_rows
 
     @property
     def sources(self) -> tuple[tuple[int, int], ...]:
-        """Of each piece, which array holds it, and at which index."""
+        """For each piece, the number of the array that holds it, and its index in that array."""
         return tuple((index, 0) if piece.source is None else piece.source for index, piece in enumerate(self.pieces))
 
     @functools.cached_property
     def arrays(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays that `pack` takes: `(pieces, *stored)`, or `stored` where each piece is an array."""
+        """The shapes of the arrays that `pack` takes: `(pieces, *stored)`, or `stored` if each piece is an array."""
         if self.pieces[0].source is None:
             return tuple(piece.stored for piece in self.pieces)
         counts = Counter(array for array, _ in self.sources)
@@ -157,12 +165,12 @@ class PackPlan:
         return tuple((counts[array], *first[array]) for array in sorted(counts))
 
     def members(self, out: int) -> tuple[int, ...]:
-        """Returns the pieces that make an output, from its first row to its last."""
+        """Returns the indices of the pieces that form an output, from its first row to its last."""
         indices = [index for index, piece in enumerate(self.pieces) if piece.out == out]
         return tuple(sorted(indices, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
 
     def outputs(self, shards: int) -> tuple[tuple[int, int], ...]:
-        """Returns the shape `(rows, cols)` of each output, of so many shards."""
+        """Returns the shape `(rows, cols)` of each output, for this number of shards."""
         times = shards if self.by_shard else 1
         return tuple(
             (times * sum(self.pieces[index].total_rows for index in members), self.pieces[members[0]].cols)
@@ -170,11 +178,11 @@ class PackPlan:
         )
 
     def sections(self, format: Format) -> tuple[tuple[Section, Section | None], ...]:
-        """Returns where the codes and the scales of each piece lie in the buffer of one shard."""
+        """Returns the sections of the codes and the scales of each piece in the buffer of one shard."""
         return self._lay_out(format)[0]
 
     def bytes(self, format: Format) -> int:
-        """Returns the length of the buffer of one shard; a multiple of 16."""
+        """Returns the length of the buffer of one shard in bytes, a multiple of 16."""
         return self._lay_out(format)[1]
 
     def _lay_out(self, format: Format) -> tuple[tuple[tuple[Section, Section | None], ...], int]:

@@ -1,4 +1,5 @@
-"""The number formats, as data. Every other file reads these facts; `ffi/include/gtp/formats.h` repeats them for C++."""
+"""Defines the number formats as data. All other Python files use these definitions; `ffi/include/gtp/formats.h` repeats
+them for C++."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from typing import Protocol, runtime_checkable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Element:
-    """A number of 8 bits or fewer: sign, exponent, mantissa, with subnormals.
+    """A floating-point element of 8 bits or fewer: sign, exponent and mantissa, with subnormals.
 
     Attributes:
-        name: as the OCP specification of microscaling formats calls it.
-        bits: width.
-        mantissa_bits: explicit bits of the mantissa.
-        min_exponent: exponent of the smallest normal number; the step of the subnormals is
-            `2**(min_exponent - mantissa_bits)`.
-        max: largest finite number; conversions saturate there.
+        name: the name in the OCP specification of microscaling formats.
+        bits: the width in bits.
+        mantissa_bits: the number of explicit bits of the mantissa.
+        min_exponent: the exponent of the smallest normal number; subnormals are
+            `2**(min_exponent - mantissa_bits)` apart.
+        max: the largest finite number, at which conversions saturate.
     """
 
     name: str
@@ -31,7 +32,7 @@ E2M1 = Element(name="e2m1", bits=4, mantissa_bits=1, min_exponent=0, max=6.0)
 E4M3 = Element(name="e4m3", bits=8, mantissa_bits=3, min_exponent=-6, max=448.0)
 E5M2 = Element(name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344.0)
 
-# Elements that share the 16 random bytes of one Philox call, and rows that a Hadamard transform mixes.
+# The number of elements that share the 16 random bytes of one Philox call, and of rows that a Hadamard transform mixes.
 RUN = 16
 
 ELEMENTS = {element.name: element for element in (E2M1, E4M3, E5M2)}
@@ -39,8 +40,7 @@ ELEMENTS = {element.name: element for element in (E2M1, E4M3, E5M2)}
 
 @runtime_checkable
 class WireFormat(Protocol):
-    """Names what weights are encoded in on the wire: a `Format`, or a format of your own, see
-    `gtp_jax.weights.OwnFormat`."""
+    """A format in which weights are sent: a `Format`, or a format of your own (see `gtp_jax.weights.OwnFormat`)."""
 
     @property
     def name(self) -> str: ...
@@ -48,17 +48,18 @@ class WireFormat(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a matrix is written with few bits: codes, a scale a block of them, and perhaps an amax of the tensor.
+    """How a matrix is quantized: its codes, optionally a scale per block, and optionally an amax of the tensor.
 
     Attributes:
-        name: upper case, the name of the instance.
-        code: the number by which native code knows it.
-        element: name of the code's number format, a key of `ELEMENTS`.
-        block: `(rows, columns)` that share a scale, columns along the contraction; `None`: no block scales.
-        scale: `"e4m3"`, `"e8m0"` (a power of two) or `None`: number format of the block scales, one byte each.
-        scale_max: largest block scale, where that bounds the tensor's scale.
-        has_amax: whether a float32 amax of the tensor belongs to it.
-        alignment: rows of a shard are a multiple of this, so that no block straddles two shards.
+        name: the name of the instance, in upper case.
+        code: the number that identifies the format in native code.
+        element: the name of the elements' number format, a key of `ELEMENTS`.
+        block: the `(rows, columns)` of a block whose elements share a scale, with columns along the contraction; `None`
+            if there are no block scales.
+        scale: the number format of the block scales, one byte each: `"e4m3"`, `"e8m0"` (a power of two) or `None`.
+        scale_max: the largest block scale, if it bounds the tensor's scale; otherwise `None`.
+        has_amax: whether the format includes a float32 amax of the tensor.
+        alignment: the number that the rows of a shard are a multiple of, so that no block straddles two shards.
         transposed_columns: whether the column-wise copy is stored transposed.
     """
 
@@ -74,22 +75,22 @@ class Format:
 
     @property
     def element_max(self) -> float:
-        """The element's largest magnitude."""
+        """The largest magnitude of an element."""
         return ELEMENTS[self.element].max
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of an element times a block scale."""
+        """The largest magnitude of the product of an element and a block scale."""
         return self.element_max * (self.scale_max or 1.0)
 
     @property
     def element_bits(self) -> int:
-        """The element's width; two codes of four bits share a byte, the even one in the low nibble."""
+        """The width of an element in bits. Two 4-bit codes share a byte, with the even element in the low nibble."""
         return ELEMENTS[self.element].bits
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes an element takes in a large array: its code and its share of a block scale."""
+        """The number of bytes per element in a large array: its code and its share of a block scale."""
         codes = self.element_bits / 8
         return codes if self.block is None else codes + 1 / math.prod(self.block)
 

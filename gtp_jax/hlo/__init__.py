@@ -1,4 +1,4 @@
-"""Reads what a step costs from its compiled program: traffic, order, operations, memory. Makes no arrays."""
+"""Reads the costs of a step from its compiled program: traffic, order, operations and memory. Makes no arrays."""
 
 from ._chips import CHIPS as CHIPS
 from ._chips import Fact as Fact

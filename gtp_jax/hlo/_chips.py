@@ -1,4 +1,4 @@
-"""Facts about chips: every number with its unit and its source."""
+"""Facts about chips, each number with its unit and source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MEASURED = "measured on 8 x H200 joined by NVLink, jax 0.11.2"
 
 
 class Fact(NamedTuple):
-    """A number, what it counts, and where it comes from."""
+    """A number with its unit and source."""
 
     value: float
     unit: str
     source: str
 
 
-# `ceiling` is what a matmul reached, `peak` what the datasheet promises. Rates of a link are those of one direction.
+# `ceiling` is the rate that a measurement reached, `peak` the rate of the datasheet. Rates of links are per direction.
 CHIPS: Mapping[str, Mapping[str, Fact]] = {
     "h200": {
         "bf16_peak": Fact(989e12, "FLOP/s", _H200 + _DENSE),
@@ -42,10 +42,11 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
 
 
 def fact(chip: str, *names: str) -> Fact:
-    """Returns the first of these facts that is known of a chip: a measured one before a promised one, if named so.
+    """Returns the first of the named facts that is known for a chip. To prefer a measured rate to that of the
+    datasheet, pass its name first.
 
     Raises:
-        ValueError: if the chip is unknown, or none of the facts is known of it.
+        ValueError: if the chip is unknown, or none of the facts is known for it.
     """
     if chip not in CHIPS:
         raise ValueError(f"unknown chip {chip!r}; known are {', '.join(sorted(CHIPS))}.")
@@ -53,4 +54,4 @@ def fact(chip: str, *names: str) -> Fact:
     for name in names:
         if name in known:
             return known[name]
-    raise ValueError(f"none of {', '.join(names)} is known of {chip!r}; known are {', '.join(known)}.")
+    raise ValueError(f"none of {', '.join(names)} is known for {chip!r}; known are {', '.join(known)}.")

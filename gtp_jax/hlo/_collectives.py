@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what moves, how much of it, how often, and between whom."""
+"""Finds the collectives of a compiled program: what they send, how much, how often, and between which ranks."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ KINDS = (
 
 Direction = Literal["forward", "backward"]
 
-# A part of the name of every traced operation that belongs to a backward pass.
+# A substring of the name of every traced operation that belongs to a backward pass.
 BACKWARD = "transpose("
 
-# Bytes that leave a device, as a multiple of (n - 1) / n times the larger of operand and result, in a ring of n.
+# The bytes that leave a device in a ring of n ranks, as a multiple of (n - 1) / n times the larger of operand and
+# result; 1 for other kinds.
 _RING_PASSES = {"all-reduce": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program; a combined one is one record with several shapes.
+    """One collective of a program. A combined collective is one record with several shapes.
 
     Attributes:
-        name: of the instruction that launches it.
+        name: the name of the instruction that launches it.
         kind: one of `KINDS`.
-        operands: shapes on one device of what goes in.
-        results: shapes on one device of what comes out.
-        group: number of ranks that take part together.
-        axes: mesh axes it runs over; empty if the program does not say.
+        operands: the shapes of the operands on one device.
+        results: the shapes of the results on one device.
+        group: the number of ranks that take part together.
+        axes: the mesh axes it runs over; empty if the program does not name them.
         asynchronous: whether the program may do other work between its start and its end.
-        times: how often it runs in one call of the program.
+        times: the number of times it runs in one call of the program.
         exact: whether `times` is certain (see `Module.trip_count`).
-        direction: forward or backward pass.
-        op_name: the traced operation it came from; where XLA drops that, as of a ragged exchange on GPUs, that of the
-            first operand: what made it, or the name of a parameter.
+        direction: the forward or backward pass.
+        op_name: the traced operation from which it was compiled. If XLA drops that name, as for a ragged all-to-all on
+            GPUs, the name of its first operand: the operation that computed it, or a parameter.
     """
 
     name: str
@@ -64,22 +65,22 @@ class Collective:
 
     @property
     def dtype(self) -> str:
-        """Element type on the wire; several are joined by `+`."""
+        """The element type on the wire; several types are joined by `+`."""
         return "+".join(sorted({shape.dtype for shape in self.operands}))
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes on one device of what goes in, each time."""
+        """The size of the operands on one device, in bytes per run."""
         return sum(shape.bytes for shape in self.operands)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes on one device of what comes out, each time."""
+        """The size of the results on one device, in bytes per run."""
         return sum(shape.bytes for shape in self.results)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that leave each device, each time, if the ranks form a ring."""
+        """The number of bytes that leave each device per run, if the ranks form a ring."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.operand_bytes
         whole = max(self.operand_bytes, self.result_bytes)
@@ -91,14 +92,14 @@ def collectives(program: str | Module, *, backward: str = BACKWARD) -> list[Coll
 
     Args:
         program: the text of a compiled module, or the parsed module.
-        backward: what the name of a traced operation contains if it belongs to the backward pass.
+        backward: a substring of the names of traced operations that belong to the backward pass.
     """
     module = parse(program) if isinstance(program, str) else program
     return [c for visit in module.walk() for c in launched(module, visit, backward=backward)]
 
 
 def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Iterator[Collective]:
-    """Yields the collectives that an instruction launches: one, none, or those within the fusion that it runs."""
+    """Yields the collectives that an instruction launches: one, none, or those in the fusion that it runs."""
     instruction = visit.instruction
     start = instruction.opcode.endswith("-start")
     if instruction.opcode.removesuffix("-start") in KINDS:
@@ -126,7 +127,7 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
 
 
 def done(start: Instruction, scope: Computation) -> Instruction | None:
-    """Returns the instruction that waits for an asynchronous one, or `None` if another computation does."""
+    """Returns the instruction that waits for an asynchronous one, or `None` if it is in another computation."""
     waiting = {start.name}
     for instruction in scope.values():
         if waiting.isdisjoint(instruction.operands):
@@ -139,7 +140,8 @@ def done(start: Instruction, scope: Computation) -> Instruction | None:
 
 
 def summary(collectives: Iterable[Collective]) -> list[tuple[Collective, int]]:
-    """Collectives that differ neither in kind, direction, axes, synchrony nor shapes: one of each, and how many."""
+    """Groups collectives of the same kind, direction, axes, synchrony and shapes. Returns one collective per group, and
+    the number of times that the group runs."""
     groups: dict[tuple[object, ...], list[Collective]] = collections.defaultdict(list)
     for c in collectives:
         groups[c.kind, c.direction, c.axes or c.group, c.asynchronous, c.exact, c.operands, c.results].append(c)
@@ -148,8 +150,8 @@ def summary(collectives: Iterable[Collective]) -> list[tuple[Collective, int]]:
 
 
 def table(collectives: Iterable[Collective]) -> str:
-    """Returns the collectives of a program as a table: one line for those alike, and the sum of what leaves a
-    device."""
+    """Returns the collectives of a program as a table, with one line per group of `summary`, and the total number of
+    bytes that leave a device."""
     rows = summary(collectives)
     if not rows:
         return "no collectives"
@@ -169,10 +171,10 @@ def table(collectives: Iterable[Collective]) -> str:
         )
         for c, times in rows
     ]
-    header = ("count", "kind", "pass", "over", "", "dtype", "operands a device", "in", "out", "sent in all")
+    header = ("count", "kind", "pass", "over", "", "dtype", "operands per device", "in", "out", "sent in total")
     total = sum(times * c.wire_bytes for c, times in rows)
     count = sum(times for _, times in rows)
-    return f"{columns(header, cells, right=(0, 7, 8, 9))}\n{count} in all, {quantity(total, 'B')} leave each device"
+    return f"{columns(header, cells, right=(0, 7, 8, 9))}\n{count} in total; {quantity(total, 'B')} leave each device"
 
 
 def _name_of_first(instruction: Instruction, scope: Computation) -> str:
@@ -212,7 +214,7 @@ def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], i
 
 
 def _ring(pairs: list[tuple[int, int]]) -> set[int]:
-    """Returns the ranks that the first of a permutation's pairs is connected with."""
+    """Returns the ranks that are connected with the first pair of a permutation."""
     reached = set(pairs[0]) if pairs else set()
     for _ in pairs:
         reached |= {rank for pair in pairs if not reached.isdisjoint(pair) for rank in pair}
@@ -220,7 +222,7 @@ def _ring(pairs: list[tuple[int, int]]) -> set[int]:
 
 
 def _axes(ranks: set[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which a group of ranks lies, if it is all there are along them."""
+    """Returns the axes along which the ranks of a group differ, if the group contains all ranks along those axes."""
     places: dict[str, set[int]] = {axis: set() for axis in mesh}
     for rank in ranks:
         for axis, size in reversed(list(mesh.items())):

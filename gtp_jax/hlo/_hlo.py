@@ -1,7 +1,7 @@
-"""The text of a compiled XLA module, parsed: computations, instructions, shapes, and how often a loop runs.
+"""Parses the text of a compiled XLA module: computations, instructions, shapes, and the trip counts of loops.
 
-Reads what `jax.stages.Compiled.as_text()` prints, for CPU and GPU (jax 0.11). Only what the planner asks for is
-kept: names, opcodes, operands, shapes without layouts, and the attributes as text.
+Reads the output of `jax.stages.Compiled.as_text()`, for CPU and GPU (jax 0.11). Keeps only what the other modules of
+this package use: names, opcodes, operands, shapes without layouts, and attributes as text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-# Bits of an element, by the name XLA prints. Tokens and opaque values weigh nothing.
+# The number of bits of an element, by the name that XLA prints. Tokens and opaque values have no size.
 BITS = {
     **dict.fromkeys(("s2", "u2"), 2),
     **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
@@ -36,19 +36,19 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type, as XLA names it, and its dimensions on one device."""
+    """The element type of an array, by XLA's name, and its dimensions on one device."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device, sub-byte elements packed."""
+        """The size on one device in bytes, with sub-byte elements packed."""
         return -(-self.elements * BITS.get(self.dtype, 0) // 8)
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-        name: unique within the module.
-        opcode: as printed, `all-gather-start` for instance.
-        shapes: shapes of the result; of all leaves if it is a tuple.
-        arguments: what stands between the parentheses.
-        attributes: what follows them.
-        root: whether it is its computation's result.
+        name: the name, unique within the module.
+        opcode: the opcode as printed, such as `all-gather-start`.
+        shapes: the shape of the result, or the shapes of all leaves if it is a tuple.
+        arguments: the text between the parentheses.
+        attributes: the text after the parentheses.
+        root: whether it is the result of its computation.
     """
 
     name: str
@@ -77,40 +77,41 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands."""
+        """The names of the operands."""
         return tuple(re.findall(r"%([^\s,)]+)", self.arguments))
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations it calls; of a `while` the condition and the body."""
+        """The names of the computations that it calls; for a `while`, the condition and the body."""
         branches = _BRANCHES.search(self.attributes)
         names = _CALLED.findall(self.attributes)
         return (*names, *re.findall(r"%([^\s,]+)", branches[1] if branches else ""))
 
     @property
     def op_name(self) -> str:
-        """The traced operation it came from, `jit(step)/transpose(jvp())/all_gather` for instance."""
+        """The traced operation from which it was compiled, such as `jit(step)/transpose(jvp())/all_gather`."""
         return self.attribute("op_name")
 
     def attribute(self, name: str) -> str:
-        """Returns a quoted attribute such as `custom_call_target`; empty if absent."""
+        """Returns a quoted attribute, such as `custom_call_target`; empty if there is none."""
         match = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
         return match[1] if match else ""
 
 
-Computation = dict[str, Instruction]  # by name, in the order printed: in a scheduled module, of execution
+Computation = dict[str, Instruction]  # by name, in printed order, which is execution order in a scheduled module
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """An instruction met on a walk through the program.
+    """A visit to an instruction on a walk through the program.
 
     Attributes:
         instruction: the instruction.
         scope: the computation that it belongs to.
-        depth: loops around it.
-        times: how often it runs in one call of the program.
-        exact: whether `times` is known; otherwise a loop around it prints no trip count and `times` is an estimate.
+        depth: the number of loops around it.
+        times: the number of times it runs in one call of the program.
+        exact: whether `times` is known. Otherwise a loop around it has no printed trip count, and `times` is an
+            estimate.
     """
 
     instruction: Instruction
@@ -125,10 +126,10 @@ class Module:
     """A compiled program.
 
     Attributes:
-        computations: all of them, by name.
-        entry: name of the one that runs.
-        devices: number of devices it runs on.
-        mesh: sizes of their mesh's axes, if collectives name one mesh; empty otherwise.
+        computations: all computations, by name.
+        entry: the name of the computation that runs first.
+        devices: the number of devices that the program runs on.
+        mesh: the sizes of the mesh axes, if all named replica groups are of the same mesh; empty otherwise.
         scheduled: whether the order of instructions is the order in which they are launched.
     """
 
@@ -139,11 +140,12 @@ class Module:
     scheduled: bool
 
     def walk(self) -> Iterator[Visit]:
-        """Instructions in program order: loop bodies once, with their trip count, and every branch of a conditional."""
+        """Yields the instructions in program order: loop bodies once, with their trip count, and every branch of a
+        conditional."""
         yield from self._walk(self.entry, depth=0, times=1, exact=True)
 
     def inside(self, instruction: Instruction) -> Iterator[Visit]:
-        """Instructions of what a fusion or an asynchronous wrapper calls, at any depth."""
+        """Yields the instructions that a fusion or an asynchronous wrapper calls, at any depth."""
         for name in instruction.called:
             scope = self.computations.get(name, {})
             for inner in scope.values():
@@ -151,10 +153,10 @@ class Module:
                 yield from self.inside(inner)
 
     def trip_count(self, loop: Instruction) -> tuple[int, bool]:
-        """Returns how often a `while` runs its body, and whether that is certain.
+        """Returns how often a `while` runs its body, and whether that number is certain.
 
-        Certain if XLA printed it. Otherwise the constant that the condition compares with, as if counting up
-        from zero by one; 1 if there is none.
+        It is certain if XLA printed it. Otherwise it is the only positive constant of the condition, as if the loop
+        counted from zero in steps of one; 1 if there is not exactly one such constant.
         """
         known = _TRIP_COUNT.search(loop.attributes)
         if known:
@@ -182,7 +184,7 @@ def parse(text: str) -> Module:
     """Parses the text of a compiled module.
 
     Raises:
-        ValueError: if the text holds no entry computation.
+        ValueError: if the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
     scope: Computation | None = None
@@ -201,24 +203,24 @@ def parse(text: str) -> Module:
                 scope[instruction.name] = instruction
     if not entry:
         raise ValueError(
-            "the text holds no `ENTRY` computation, so it is not that of a compiled XLA module. "
+            "the text has no `ENTRY` computation, so it is not the text of a compiled XLA module. "
             "Pass `jax.jit(f).lower(...).compile().as_text()`."
         )
     top = text.partition("\n")[0]
     devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", top))
-    # with devices in another order than theirs, more stands between mesh and axes
+    # if devices are permuted, there is more text between the mesh and the axes, so such a mesh does not match
     meshes = set(re.findall(r"replica_groups=mesh\[([^\]]*)\] *\{", text))
     mesh = mesh_sizes(meshes.pop()) if len(meshes) == 1 else {}
     return Module(computations, entry, devices, mesh, "is_scheduled=true" in top)
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Sizes of a mesh's axes by name, `'gtp'=4,'tp'=2` as XLA prints them."""
+    """Returns the sizes of mesh axes by name, parsed from XLA's form `'gtp'=4,'tp'=2`."""
     return {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", text)}
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """Returns the array shapes in a printed type, in order: `(f32[2,3]{1,0}, s32[])` has two."""
+    """Returns the array shapes in a printed type, in order. For example, `(f32[2,3]{1,0}, s32[])` has two."""
     return tuple(
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text))
@@ -253,7 +255,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """Returns where the parenthesis that opens at `start` closes."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1

@@ -1,7 +1,7 @@
-"""The order of a scheduled GPU program: its collectives, matmuls and attention, and what runs under what.
+"""Finds the launch order of a scheduled GPU program (its collectives, matmuls and attention), and what overlaps.
 
-The order is XLA's forecast for the machine that the program is compiled for. Instructions of the compute stream run
-one after another; a collective is in flight from its start until the instruction that waits for it. Elementwise
+The order is that of XLA's schedule for the machine that the program is compiled for. Instructions of the compute stream
+run one after another. A collective is in flight from its start until the instruction that waits for it. Elementwise
 work is left out.
 """
 
@@ -16,38 +16,38 @@ from ._collectives import BACKWARD, Collective, done, launched
 from ._hlo import Instruction, Module, Shape, Visit, parse
 from ._text import alike, columns, quantity
 
-# Calls into libraries that do the work of a matmul or of attention, by how their target begins.
+# Library calls that compute a matmul or attention, by the prefix of their target.
 _LIBRARY_CALLS = {
     "__cublas$": "matmul",
     "__cudnn$blockScaledDot": "matmul",
     "__cudnn$fmha": "attention",
-    "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls, of which nothing says how much they compute
+    "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls, whose number of operations is unknown
     "gtp_grouped_": "matmul",
 }
 
-# Instructions that run as one kernel or call, whatever computations they name.
+# Instructions that run as a single kernel or call, even if they call computations.
 _UNITS = frozenset(("dot", "custom-call", "custom-call-start", "fusion", "fusion-start", "async-start"))
 
 COMPUTE = ("matmul", "attention")
 
-# Matmuls of a flash attention: scores and output forward; scores again and four gradients backward.
+# The number of matmuls of flash attention: scores and output in forward; scores again and four gradients in backward.
 _ATTENTION_MATMULS = {"forward": 2, "backward": 5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that takes time on a device.
+    """An operation that takes time on a device.
 
     Attributes:
         kind: `matmul`, `attention`, or the kind of the collective.
-        name: of the instruction.
-        start: position at which it is launched.
-        end: position at which the program waits for it; equal to `start` unless it is asynchronous.
-        shapes: of the result.
-        depth: loops around it.
-        times: how often it runs in one call of the program.
-        direction: forward or backward pass.
-        flops: operations each time, of a matmul or attention.
+        name: the name of the instruction.
+        start: the position at which it is launched.
+        end: the position at which the program waits for it; equal to `start` unless it is asynchronous.
+        shapes: the shapes of the result.
+        depth: the number of loops around it.
+        times: the number of times it runs in one call of the program.
+        direction: the forward or backward pass.
+        flops: for a matmul or attention, the number of operations per run.
         collective: the collective, if it is one.
     """
 
@@ -70,20 +70,22 @@ class LaunchOrder:
     events: tuple[Event, ...]
 
     def collectives(self, *kinds: str) -> tuple[Event, ...]:
-        """Returns the collectives, or those of some kinds."""
+        """Returns the collectives of the given kinds; all collectives by default."""
         return tuple(e for e in self.events if e.collective is not None and (not kinds or e.kind in kinds))
 
     def under(self, event: Event, kinds: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
-        """Returns what is launched while a collective is in flight: by default matmuls and attention."""
+        """Returns the events of the given kinds that are launched while a collective is in flight; by default, matmuls
+        and attention."""
         chosen = frozenset(kinds)
         return tuple(e for e in self.events if e.kind in chosen and event.start < e.start < event.end)
 
     def exposed(self, *kinds: str, under: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
-        """Collectives that nothing runs under: the synchronous ones, and those with no compute before their end.
+        """Returns the collectives that no compute overlaps: synchronous ones, and those that end before any compute is
+        launched.
 
         Args:
-            kinds: kinds of collectives to look at; all by default.
-            under: what counts as compute.
+            kinds: the kinds of collectives to consider; all by default.
+            under: the kinds of events that count as compute.
         """
         return tuple(e for e in self.collectives(*kinds) if not self.under(e, under))
 
@@ -93,10 +95,10 @@ def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOr
 
     Args:
         program: the text of a compiled module, or the parsed module.
-        backward: what the name of a traced operation contains if it belongs to the backward pass.
+        backward: a substring of the names of traced operations that belong to the backward pass.
 
     Raises:
-        ValueError: if the program is not scheduled, so that its order means nothing.
+        ValueError: if the program is not scheduled, because its order then has no meaning.
     """
     module = parse(program) if isinstance(program, str) else program
     if not module.scheduled:
@@ -107,10 +109,10 @@ def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOr
 
 
 def render(program: LaunchOrder) -> str:
-    """Returns the order as a table, a line an event, with bars for what is in flight.
+    """Returns the order as a table, with one line per event, and bars for collectives in flight.
 
-    `┌` and `└` stand where an asynchronous collective starts and ends, `│` while it is in flight, `■` for a
-    synchronous one. Exposed collectives are marked.
+    `┌` and `└` mark the start and the end of an asynchronous collective, `│` marks the lines while it is in flight, and
+    `■` marks a synchronous collective. Exposed collectives are labeled.
     """
     exposed = {e.name for e in program.exposed()}
     points = [(e.start, True, e) for e in program.events] + [
@@ -133,7 +135,8 @@ def render(program: LaunchOrder) -> str:
 
 
 def _bars(lanes: list[Event | None], event: Event, starting: bool) -> str:
-    """Marks of what is in flight, a column each; enters an event into `lanes` and takes it out again."""
+    """Returns the marks of the collectives in flight, one column each. Adds an event to `lanes` when it starts, and
+    removes it when it ends."""
     mark = "" if event.collective is None else "■" if event.end == event.start else "┌" if starting else "└"
     if mark in ("■", "┌"):
         free = lanes.index(None) if None in lanes else len(lanes)
@@ -145,7 +148,7 @@ def _bars(lanes: list[Event | None], event: Event, starting: bool) -> str:
 
 
 def _end(e: Event, visits: list[Visit]) -> int:
-    """Returns where the program waits for an event; where it starts if that is nowhere in its computation."""
+    """Returns the position at which the program waits for an event, or its start if its computation does not wait."""
     start = visits[e.start]
     waiting = done(start.instruction, start.scope) if e.collective and e.collective.asynchronous else None
     if waiting is None:
@@ -163,7 +166,7 @@ def _events(module: Module, visit: Visit, at: int, backward: str) -> Iterator[Ev
         if kind:
             direction = "backward" if backward in (inner.instruction.op_name or i.op_name) else "forward"
             flops = _attention_flops(inner) if kind == "attention" else _matmul_flops(inner)
-            result = inner.instruction.shapes[:1]  # a library call returns its workspace beside it
+            result = inner.instruction.shapes[:1]  # a library call also returns its workspace
             yield Event(kind=kind, shapes=result, direction=direction, flops=flops, **where)
 
 
@@ -177,7 +180,7 @@ def _work(instruction: Instruction) -> str:
 
 
 def _matmul_flops(visit: Visit) -> int:
-    """Returns 2 * elements of the result * size of what is contracted; in a grouped matmul each row has one group."""
+    """Returns 2 * elements of the result * size of the contraction; in a grouped matmul, each row has one group."""
     i = visit.instruction
     operand = visit.scope.get(i.operands[0]) if i.operands else None
     if operand is not None and (i.attribute("custom_call_target") or "").startswith("gtp_grouped_"):
@@ -190,7 +193,7 @@ def _matmul_flops(visit: Visit) -> int:
 
 
 def _attention_flops(visit: Visit) -> int:
-    """2 * elements of the score matrix * head size a matmul; half of it under a causal mask."""
+    """Returns 2 * elements of the score matrix * head size per matmul; half of that with a causal mask."""
     i = visit.instruction
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]', i.attributes)
     operand = visit.scope.get(i.operands[0]) if i.operands else None

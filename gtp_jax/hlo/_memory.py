@@ -14,17 +14,17 @@ from ._text import columns, quantity
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """The memory of a step on one device, in bytes.
 
     Attributes:
         weights_bytes: the shards of the parameters.
-        optimizer_bytes: the rest of the state: moments, counters.
-        other_bytes: what else is passed in: the batch, padding of the arguments.
-        gradients_bytes: one shard-sized gradient a parameter, a part of the temporary memory.
-        activations_bytes: the rest of the temporary memory at its peak: saved activations, gathered weights,
+        optimizer_bytes: the rest of the state: moments and counters.
+        other_bytes: the other arguments: the batch, and the padding of arguments.
+        gradients_bytes: one gradient of the size of a shard per parameter, which is part of the temporary memory.
+        activations_bytes: the rest of the temporary memory at its peak: saved activations, gathered weights and
             workspace.
-        output_bytes: results that reuse no argument's memory.
-        peak_bytes: the sum of all, which is what the program needs.
+        output_bytes: the results that do not reuse the memory of an argument.
+        peak_bytes: the sum of all of these, which the program needs.
     """
 
     weights_bytes: int
@@ -39,24 +39,24 @@ class Memory:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def table(self) -> str:
-        """Returns the parts and their sum, a line each."""
+        """Returns a table of the parts and their sum, one per line."""
         rows = [
             ("weights", self.weights_bytes, "shards, as the optimizer holds them"),
-            ("optimizer", self.optimizer_bytes, "moments and counters, sharded alike"),
+            ("optimizer", self.optimizer_bytes, "moments and counters, sharded the same way"),
             ("batch", self.other_bytes, "and other arguments"),
-            ("gradients", self.gradients_bytes, "one shard a weight"),
+            ("gradients", self.gradients_bytes, "one shard per weight"),
             ("activations", self.activations_bytes, "saved for backward; gathered weights, workspace"),
-            ("outputs", self.output_bytes, "that reuse no argument's memory"),
-            ("in all", self.peak_bytes, ""),
+            ("outputs", self.output_bytes, "that do not reuse the memory of an argument"),
+            ("in total", self.peak_bytes, ""),
         ]
-        return columns(("memory", "a device", ""), [(n, quantity(b, "B"), note) for n, b, note in rows], right=(1,))
+        return columns(("memory", "per device", ""), [(n, quantity(b, "B"), note) for n, b, note in rows], right=(1,))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes that the arrays of a pytree take on one device.
+    """Returns the number of bytes that the arrays of a pytree take on one device.
 
     Args:
-        tree: pytree of arrays or `jax.ShapeDtypeStruct`s; a leaf without a sharding is counted whole.
+        tree: a pytree of arrays or `jax.ShapeDtypeStruct`s. A leaf without a sharding counts in full.
     """
     return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
 
@@ -65,20 +65,20 @@ def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = ()) -
     """Returns the memory of a compiled step.
 
     Args:
-        compiled: the step, with `params` and `opt_state` among its arguments.
-        params: pytree of the parameters: arrays or `jax.ShapeDtypeStruct`s with shardings.
-        opt_state: the same of the optimizer's state.
+        compiled: the compiled step, whose arguments include `params` and `opt_state`.
+        params: a pytree of the parameters: arrays or `jax.ShapeDtypeStruct`s with shardings.
+        opt_state: the same for the optimizer state.
 
     Raises:
-        ValueError: if the step was compiled without any of that state, so that its arguments are smaller.
+        ValueError: if the arguments of the step are smaller than that state, which was then not among them.
     """
     stats: Any = compiled.memory_analysis()
     weights, optimizer = bytes_per_device(params), bytes_per_device(opt_state)
     other = stats.argument_size_in_bytes - weights - optimizer
     if other < 0:
         raise ValueError(
-            f"the step's arguments take {stats.argument_size_in_bytes} bytes a device, but `params` and `opt_state` "
-            f"{weights + optimizer}. Pass the state that the step was lowered with, with the same shardings."
+            f"the step's arguments take {stats.argument_size_in_bytes} bytes per device, but `params` and `opt_state` "
+            f"take {weights + optimizer}. Pass the state that the step was lowered with, with the same shardings."
         )
     gradients = min(weights, stats.temp_size_in_bytes)
     return Memory(

@@ -1,9 +1,9 @@
-"""Devices of a machine that is not there: compile for GPUs on a laptop.
+"""Describes the devices of another machine, in order to compile for GPUs on a laptop.
 
-XLA compiles for a GPU that it only has a description of. Needed beside jax: the CUDA plugin, `ptxas` and `libdevice`
-to assemble kernels, and cuDNN for its version where a program calls its attention; no driver and no GPU. What comes
-out can be looked at, not run. The schedule is that of XLA's cost model; as nothing can be timed, matmuls are not
-autotuned, and the peak of memory may differ by some 10 % from that on the machine.
+XLA can compile for a GPU from a description alone. In addition to jax, this needs the CUDA plugin; `ptxas` and
+`libdevice`, to assemble kernels; and cuDNN, for its version if a program calls its attention. It needs no driver and no
+GPU. The compiled program can be inspected, but not run. The schedule is that of XLA's cost model. Because nothing can
+be timed, matmuls are not autotuned, and the peak of memory may differ by about 10 % from that on the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from ._chips import CHIPS, fact
 
-# Distributions that compiling for a GPU needs, and for what. The extra `gtp_jax[target]` installs them.
+# The distributions that compiling for a GPU needs, and their purpose. The extra `gtp_jax[target]` installs them.
 REQUIRED = {
     "jax-cuda13-plugin": "XLA's CUDA compiler",
     "nvidia-cuda-nvcc": "ptxas",
@@ -26,8 +26,8 @@ REQUIRED = {
     "nvidia-cudnn-cu13": "cuDNN attention",
 }
 
-# Options of `lower(...).compile(...)` for a target. Triton's tiles are chosen by timing them, which needs a GPU:
-# without, it would split matmuls that nobody would split. FFI kernels are taken on trust.
+# The options of `lower(...).compile(...)` for a target. Triton chooses its tiles by timing them, which needs a GPU.
+# Without one, it would split matmuls that should not be split. XLA does not check that FFI kernels exist.
 COMPILE_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_mock_custom_calls": True,
@@ -35,9 +35,10 @@ COMPILE_OPTIONS: Mapping[str, bool] = {
 
 _DEVICES_PER_HOST = 8
 _RUNTIME = "13.0.0"
-_SYNTAX = "CHIP:DEVICES, `h200:8` for instance: a part of one host, or whole hosts of 8"
+_SYNTAX = "CHIP:DEVICES, such as `h200:8`: a part of one host, or whole hosts of 8"
 
-# Rates of the units of a Hopper SM, by XLA's number of the element type: units in an SM, operations a clock of each.
+# The rates of the units of a Hopper SM, by XLA's number of the element type: the number of units per SM, and the
+# operations per clock of each.
 _SCALAR_CLOCK_GHZ = 1.98
 _SCALAR_UNITS = {
     4: (64, 1),  # s32
@@ -59,7 +60,7 @@ _MATRIX_UNITS = {
     20: (4, 1024),  # f8e4m3fn
 }
 
-# Facts of a Hopper GPU of the SXM form, by the fields of XLA's `GpuDeviceInfoProto`; sizes in bytes.
+# Facts of a Hopper GPU in the SXM form factor, by the fields of XLA's `GpuDeviceInfoProto`. Sizes are in bytes.
 _HOPPER = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -97,8 +98,8 @@ class Target(NamedTuple):
 
     Attributes:
         chip: a key of `CHIPS`.
-        hosts: number of hosts.
-        devices: number of devices, over all hosts.
+        hosts: the number of hosts.
+        devices: the number of devices of all hosts together.
     """
 
     chip: str
@@ -107,7 +108,7 @@ class Target(NamedTuple):
 
 
 def parse_target(text: str) -> Target:
-    """Parses `h200:8`, or `h200:512` for 64 hosts of 8.
+    """Parses a target such as `h200:8`, or `h200:512` for 64 hosts of 8.
 
     Raises:
         ValueError: if the text is not of this form, the chip is unknown, or the devices do not fill their hosts.
@@ -121,24 +122,24 @@ def parse_target(text: str) -> Target:
     if devices > _DEVICES_PER_HOST and devices % _DEVICES_PER_HOST:
         raise ValueError(
             f"`target` {text!r} has {devices} devices, which do not fill hosts of {_DEVICES_PER_HOST}. "
-            f"Take up to {_DEVICES_PER_HOST}, or a multiple of it."
+            f"Choose up to {_DEVICES_PER_HOST} devices, or a multiple of that."
         )
     return Target(chip, -(-devices // _DEVICES_PER_HOST), devices)
 
 
 def missing_packages() -> dict[str, str]:
-    """Packages that compiling for a GPU needs and that are not installed, with what each is for."""
+    """Returns the packages that compiling for a GPU needs and that are not installed, with the purpose of each."""
     installed = {d.metadata["Name"].lower().replace("_", "-") for d in importlib.metadata.distributions()}
     return {name: use for name, use in REQUIRED.items() if name not in installed}
 
 
 @functools.cache
 def topology_devices(target: Target) -> tuple[Any, ...]:
-    """Returns the devices of a target, to build a mesh of; compile for them with `COMPILE_OPTIONS`.
+    """Returns the devices of a target, from which a mesh can be built. Compile for them with `COMPILE_OPTIONS`.
 
     Raises:
-        ModuleNotFoundError: if packages are missing; without them the compiler could end the process.
-        RuntimeError: if jax was not told to run on the CPU, so that its plugin looked for a driver and gave up.
+        ModuleNotFoundError: if packages are missing, because without them the compiler could abort the process.
+        RuntimeError: if jax was not told to run on the CPU, so its plugin looked for a driver and failed.
     """
     missing = missing_packages()
     if missing:
@@ -153,8 +154,8 @@ def topology_devices(target: Target) -> tuple[Any, ...]:
         described = topologies.get_topology_desc(platform="cuda", target_config=description, topology=shape)
     except NotImplementedError as error:
         raise RuntimeError(
-            "jax's CUDA plugin is installed but did not start, as on a machine without a driver. Compiling needs none: "
-            'set JAX_PLATFORMS=cpu, or `jax.config.update("jax_platforms", "cpu")` before jax is first used.'
+            "jax's CUDA plugin is installed but did not start, as on a machine without a driver. Compiling needs no "
+            'driver: set JAX_PLATFORMS=cpu, or `jax.config.update("jax_platforms", "cpu")` before jax is first used.'
         ) from error
     return tuple(described.devices)
 

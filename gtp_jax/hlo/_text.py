@@ -1,4 +1,4 @@
-"""Tables and sizes in plain text."""
+"""Formats tables and quantities as plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SMALL = ("", "m", "µ", "n")
 
 
 def quantity(value: float, unit: str) -> str:
-    """Returns a value with three digits and a decimal prefix: `33.6 MB`, `1.20 ms`."""
+    """Returns a value with three digits and a decimal prefix, such as `33.6 MB` or `1.20 ms`."""
     power = 0
     while 0 < abs(value) < 0.9995 and power > 1 - len(_SMALL):
         value, power = value * 1000, power - 1
@@ -23,18 +23,18 @@ def quantity(value: float, unit: str) -> str:
 
 
 def alike(words: Iterable[str]) -> str:
-    """Returns words, those alike counted: `2 x [4096,768] [512]`."""
+    """Returns words with repeated ones counted, such as `2 x [4096,768] [512]`."""
     counts = collections.Counter(words)
     return " ".join(word if count == 1 else f"{count} x {word}" for word, count in counts.items())
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Returns a table in plain text, two blanks between columns.
+    """Returns a table in plain text, with two spaces between columns.
 
     Args:
-        header: names of the columns.
-        rows: cells; anything `str` takes, of which what is not printable is escaped.
-        right: indices of the columns to align to the right.
+        header: the names of the columns.
+        rows: the cells of each row, which are converted by `str`. Characters that are not printable are escaped.
+        right: the indices of the columns that are aligned to the right.
     """
     lines = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]

@@ -1,10 +1,11 @@
-"""Modelled times of a scheduled program: two streams, a compute and a communication one.
+"""Models the times of a scheduled program on two streams, one for compute and one for communication.
 
-A matmul takes its operations over the chip's ceiling, a collective the bytes that leave a device over the link's
-rate, whichever neighbours they go to: a GPU behind an NVLink switch has one rate for all it sends. Each stream does one
-thing at a time, because XLA runs collectives on one stream (openxla/xla#17749), even if several are in flight in its
-schedule; the compute stream waits where the schedule says so. Launches, elementwise work, what the streams take from
-one another and slower links between hosts are left out, so the result ranks schedules and predicts no step time.
+The time of a matmul is its number of operations divided by the chip's ceiling. The time of a collective is the number
+of bytes that leave a device, divided by the rate of its link, for any receivers: a GPU on an NVLink switch has one rate
+for everything that it sends. Each stream runs one operation at a time, because XLA runs collectives on one stream
+(openxla/xla#17749), even if several are in flight in its schedule. The compute stream waits where the schedule does.
+Launches, elementwise work, interference between the streams, and slower links between hosts are not modeled. So the
+result can rank schedules, but does not predict the time of a step.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Lane = Literal["compute", "communication"]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """When an event runs.
+    """The modeled time of an event.
 
     Attributes:
         event: the event.
         lane: the stream that it runs on.
-        start_us: modelled start, in microseconds since the start of the program.
-        end_us: modelled end.
-        exposed_us: how much of its end the compute stream spends waiting for it.
+        start_us: the modeled start, in microseconds since the start of the program.
+        end_us: the modeled end, in microseconds since the start of the program.
+        exposed_us: the time that the compute stream waits for it, in microseconds.
     """
 
     event: Event
@@ -39,10 +40,11 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Modelled times of a program on a chip.
+    """The modeled times of a program on a chip.
 
     Attributes:
-        spans: one an event, in the order of launches. What a loop repeats is one span of the whole duration.
+        spans: one span per event, in the order of launches. An event in a loop is one span with the duration of all its
+            runs.
         flop_rate: the rate assumed for matmuls and attention.
         link_rate: the rate assumed for collectives.
     """
@@ -53,22 +55,22 @@ class Timeline:
 
     @property
     def compute_us(self) -> float:
-        """Time that the compute stream computes."""
+        """The time that the compute stream is busy, in microseconds."""
         return sum(s.end_us - s.start_us for s in self.spans if s.lane == "compute")
 
     @property
     def communication_us(self) -> float:
-        """Time that the communication stream communicates."""
+        """The time that the communication stream is busy, in microseconds."""
         return sum(s.end_us - s.start_us for s in self.spans if s.lane == "communication")
 
     @property
     def exposed_us(self) -> float:
-        """Time that the compute stream waits."""
+        """The time that the compute stream waits for collectives, in microseconds."""
         return sum(s.exposed_us for s in self.spans)
 
     @property
     def total_us(self) -> float:
-        """Time of the program."""
+        """The time of the program, in microseconds."""
         return max((s.end_us for s in self.spans), default=0.0)
 
 
@@ -85,7 +87,7 @@ def timeline(program: LaunchOrder, chip: str) -> Timeline:
     flop_rate = fact(chip, "bf16_ceiling", "bf16_peak")
     link_rate = fact(chip, "link_ceiling", "link_peak")
     spans: dict[int, Span] = {}
-    compute = link = 0.0  # until when each stream is busy, in microseconds
+    compute = link = 0.0  # the time at which each stream becomes idle, in microseconds
     points = [(e.start, 1, i) for i, e in enumerate(program.events)]
     points += [(e.end, 0, i) for i, e in enumerate(program.events) if e.end > e.start]
     for _, starting, i in sorted(points):

@@ -1,4 +1,4 @@
-"""Layouts: how a weight is stored and how it is used, as plain data, with the movements that need no communication."""
+"""Layouts: how a weight is stored and used, as plain data, with the data movements that need no communication."""
 
 from ._array import ArrayLayout as ArrayLayout
 from ._array import layout_of_array as layout_of_array

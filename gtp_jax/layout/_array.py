@@ -1,4 +1,4 @@
-"""The layout of an array of any shape, seen as a matrix whose rows the mesh axes shard."""
+"""The layout of an array of any shape, viewed as a matrix whose rows the mesh axes shard."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ._split import Split
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """A weight of any shape: an array for its users, rows of a matrix on the wire.
+    """The layout of a weight of any shape: an array for its users, and rows of a matrix on the wire.
 
     Attributes:
-        shape: logical shape.
-        order: its dimensions, in the order in which `matrix` has them: that of the tensor axis, unless the others shard
-            it too; that which the others shard, the rows; the rest, joined into columns.
-        matrix: layout of the array in that form.
+        shape: the logical shape.
+        order: the dimensions of the array in the order in which `matrix` has them: first the dimension of the tensor
+            axis, unless the other axes shard that one; then the dimension that the other axes shard, which is the rows;
+            then the remaining dimensions, which are joined into columns.
+        matrix: the layout of the array viewed as that matrix.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class ArrayLayout:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Partition of the stored array."""
+        """The partition spec of the stored array."""
         entries: list[object] = [None] * len(self.shape)
         for dim, entry in zip(self.order, tuple(self.matrix.spec)[:-1], strict=False):
             entries[dim] = entry
@@ -46,7 +47,7 @@ class ArrayLayout:
 
     @property
     def use_spec(self) -> PartitionSpec:
-        """Partition of the gathered array in global view: over the tensor axis, if that divides it evenly."""
+        """The partition spec of the gathered array in global view: over the tensor axis, if that divides it evenly."""
         split, dim = self.matrix.split, self.tensor_dim
         entries: list[object] = [None] * len(self.shape)
         if split is not None and dim is not None and not self.matrix.takes_part:
@@ -55,20 +56,21 @@ class ArrayLayout:
 
     @property
     def use_shape(self) -> tuple[int, ...]:
-        """Shape of the array in use on a rank, padding included."""
+        """The shape of the array in use on a rank, padding included."""
         split = self.matrix.split
         return tuple(split.width if split and d == self.tensor_dim else size for d, size in enumerate(self.shape))
 
     def to_matrix(self, array: jax.Array) -> jax.Array:
-        """Returns an array, whole or a shard, perhaps behind a dimension of layers, in the matrix's form."""
+        """Transposes and reshapes a whole array or a shard, possibly with a leading dimension of layers, to the
+        dimensions of `matrix`."""
         ahead = array.ndim - len(self.shape)
         moved = jnp.transpose(array, (*range(ahead), *(ahead + dim for dim in self.order)))
         sizes, lead = moved.shape[ahead:], len(self.matrix.shape) - 1
         return jnp.reshape(moved, (*moved.shape[:ahead], *(sizes[:lead] or (1,)), math.prod(sizes[lead:])))
 
     def from_fused(self, weight: jax.Array) -> jax.Array:
-        """Returns the array in use, from the fused weight that a gather gives; see [Note: the fused weight]."""
-        if weight.ndim == 4:  # rank after rank: (ranks, tensor dimension, rows, columns)
+        """Returns the array in use, from the fused weight that a gather returns; see [Note: the fused weight]."""
+        if weight.ndim == 4:  # ordered by rank: (ranks, tensor dimension, rows, columns)
             weight = jnp.moveaxis(weight, 0, 1)
         lead = self.matrix.use_shape[:-1]
         rest = [self.shape[dim] for dim in self.order[len(lead) :]]
@@ -79,23 +81,24 @@ class ArrayLayout:
 def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> ArrayLayout:
     """Lays out an array of any shape on the mesh in scope.
 
-    Of its dimensions other than `tensor_dim` the longest that all ranks divide evenly is sharded, else `tensor_dim`.
-    Where none is, the array is gathered over fewer axes, as many ranks as can be, with a warning.
+    Shards the longest dimension other than `tensor_dim` that all ranks divide evenly; if there is none, `tensor_dim`.
+    If no dimension can be divided, the array is gathered over fewer axes, with as many ranks as possible, and a
+    warning is issued.
 
     Args:
-        shape: logical shape.
-        tensor_dim: the dimension that the tensor axis divides, if any; negative ones count from the end.
+        shape: the logical shape.
+        tensor_dim: the dimension that the tensor axis divides, if any. Negative numbers count from the end.
 
     Raises:
-        ValueError: if the array is empty, or has no such dimension.
+        ValueError: if the array is empty, or does not have the dimension `tensor_dim`.
     """
     shape, roles = tuple(shape), current_roles()
     if 0 in shape:
         raise ValueError(f"a weight has shape {shape}; every dimension must be at least 1.")
     if tensor_dim is not None and not -len(shape) <= tensor_dim < len(shape):
         raise ValueError(
-            f"`tensor_dim` is {tensor_dim} of a weight of shape {shape}; it must be one of its {len(shape)} "
-            "dimensions, which the tensor axis divides, or `None`."
+            f"`tensor_dim` of a weight of shape {shape} is {tensor_dim}; it must be the one of its {len(shape)} "
+            "dimensions that the tensor axis divides, or `None`."
         )
     split = None
     if tensor_dim is not None:
@@ -111,7 +114,7 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
             if local[dim] % ranks == 0:
                 warn_of_whole(shape, [axis for axis in roles.weights if axis not in chosen])
                 return _laid_out(shape, dim, tensor_dim, split, chosen, even=even)
-    whole = Layout((1, 1), rows=0, roles=roles)  # of a scalar
+    whole = Layout((1, 1), rows=0, roles=roles)  # the layout of a scalar
     return ArrayLayout(shape, (), whole)
 
 

@@ -1,4 +1,4 @@
-"""The choice of layouts on the mesh in scope: what is sharded, along which dimension, over which axes."""
+"""Chooses layouts on the mesh in scope: what is sharded, along which dimension, and over which axes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ._layout import Layout, listed
 from ._split import Split
 from ._storage import UNDIVIDED, Division
 
-# Blocks of formats have up to 16 rows on the wire and up to 32 elements along a contraction. Where sizes allow it a
-# shard has whole blocks, so that each rank can quantize its own.
+# The blocks of formats have up to 16 rows on the wire and up to 32 elements along a contraction. If sizes allow it, a
+# shard consists of whole blocks, so that each rank can quantize its own shard.
 BLOCK_ROWS, BLOCK = 16, 32
 
-# Elements of a shard up to which no word is lost about a replica of it on each rank of the optimizer's axes.
+# The number of elements of a shard up to which a replica on each rank of the optimizer's axes causes no warning.
 SMALL = 1 << 16
 
 
 def divided(dim: int | None, axes: Sequence[str]) -> Division:
-    """Returns the division of a dimension over these axes of the mesh in scope; none without axes."""
+    """Returns the division of a dimension over these axes of the mesh in scope; `UNDIVIDED` without axes."""
     return Division(dim, tuple(axes), tuple(map(degree, axes))) if axes else UNDIVIDED
 
 
@@ -35,26 +35,28 @@ def layouts_of_kernels(
     axes: tuple[str, ...] | None = None,
     experts_axis: str | None = None,
 ) -> tuple[Layout, ...]:
-    """Lays out kernels that meet the same input, and travel in one gather, on the mesh in scope.
+    """Lays out kernels that have the same input, and are gathered together, on the mesh in scope.
 
-    All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
-    else columns if every shard has, else whichever dimension divides. What is stored is divided further over the
-    optimizer's axes, by the same rule, and stays whole over those that divide neither dimension, with a warning unless
-    it is small. Where the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis
-    too, and gathered over it. Kernels of which the axes divide no dimension are gathered over fewer axes, as many ranks
-    as can be, with a warning.
+    All kernels get the same axes, and are sharded along the same dimension: rows if every shard then has whole blocks;
+    otherwise columns, under the same condition; otherwise whichever dimension the ranks divide. Shards are divided
+    further in storage over the axes of the optimizer, by the same rule. They are replicated over those axes that divide
+    neither dimension, with a warning unless they are small.
+
+    If the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis too, and gathered
+    over it. If the axes divide no dimension, the kernels are gathered over fewer axes, with as many ranks as possible,
+    and a warning is issued.
 
     Args:
-        shapes: logical shapes, equal but for the rows.
+        shapes: the logical shapes, which may differ only in the number of rows.
         rows: the dimension of output features.
         split_dim: the dimension that the tensor axis divides, if any.
-        units: elements a unit of that dimension, for each kernel; 1 by default.
-        axes: gather over these; the roles in scope say which by default.
+        units: the number of elements per unit of that dimension, for each kernel; 1 by default.
+        axes: the axes to gather over; by default those of the roles in scope.
         experts_axis: the axis whose ranks divide the first dimension, if any; see `Storage`.
 
     Raises:
-        ValueError: if `axes` is no tuple of different axes, or has an axis that divides the weight already; or if the
-            ranks of `experts_axis` do not divide the experts.
+        ValueError: if `axes` is not a tuple of different axes, or contains an axis that already divides the weight; or
+            if the ranks of `experts_axis` do not divide the number of experts.
     """
     roles = current_roles()
     axes = (roles.weights if experts_axis is None else roles.over_experts) if axes is None else axes
@@ -64,8 +66,8 @@ def layouts_of_kernels(
     if experts_axis is not None:
         if experts_axis in axes:
             raise ValueError(
-                f"`axes` {axes} of a weight of shape {shapes[0]} has {experts_axis!r}, whose ranks have experts of "
-                "their own, which are not gathered over it. Leave it out."
+                f"`axes` {axes} of a weight of shape {shapes[0]} contains {experts_axis!r}, whose ranks have experts "
+                "of their own, which are not gathered over it. Leave it out."
             )
         if shapes[0][0] % experts:
             raise ValueError(
@@ -76,8 +78,8 @@ def layouts_of_kernels(
     if split_dim is not None:
         if roles.tensor in axes:
             raise ValueError(
-                f"`axes` {axes} of a weight of shape {shapes[0]} has {roles.tensor!r}, which divides its dimension "
-                f"{split_dim} already. Leave it out, or choose `parallel=None`."
+                f"`axes` {axes} of a weight of shape {shapes[0]} contains {roles.tensor!r}, which already divides its "
+                f"dimension {split_dim}. Leave it out, or choose `parallel=None`."
             )
         units = [1] * len(shapes) if units is None else units
         splits = [
@@ -111,7 +113,7 @@ def layouts_of_kernels(
 
 
 def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols: int) -> int | None:
-    """Returns the dimension of all these shapes that so many ranks divide, if any: in whole blocks if they can."""
+    """Returns the dimension that the ranks divide in all these shapes, if any. Prefers a division into whole blocks."""
     for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
         if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in shapes):
             return dim if ranks > 1 else rows
@@ -119,7 +121,7 @@ def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols:
 
 
 def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Returns the layouts, their shards divided over the optimizer's axes, as many ranks as can be."""
+    """Returns the layouts with their shards divided over the axes of the optimizer, with as many ranks as possible."""
     first = layouts[0]
     taken = (*first.axes, *first.experts.axes)
     axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
@@ -134,11 +136,11 @@ def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 
 def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
-    """Returns the axes that a gather may run over: those of most ranks first, down to none.
+    """Returns the combinations of axes that a gather may run over, those with the most ranks first, down to no axes.
 
     Args:
-        axes: which are wanted.
-        tensor: the tensor axis, if it divides a weight unevenly and may shard its storage like the others.
+        axes: the axes to choose from.
+        tensor: the tensor axis, if it divides a weight unevenly and may shard its storage as the other axes do.
     """
     some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
     if tensor is not None and tensor not in axes:
@@ -147,11 +149,11 @@ def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, .
 
 
 def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
-    """Warns of a weight that stays whole over axes of more than one rank."""
+    """Warns that a weight stays whole over those of the axes that have more than one rank."""
     sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
     if sizes:
         warnings.warn(
             f"a weight of shape {shape} stays whole on every rank of {listed(sizes)}, which cannot divide its "
-            "dimensions further. Choose sizes that the degrees divide if it is large.",
+            "dimensions further. If it is large, choose sizes that the degrees divide.",
             stacklevel=4,
         )

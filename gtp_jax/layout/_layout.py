@@ -1,4 +1,4 @@
-"""The layout of one weight on the mesh: logical in storage, possibly padded in use."""
+"""The layout of one weight on the mesh: its logical shape in storage, possibly padded in use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ._storage import UNDIVIDED, Storage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(Storage):
-    """A weight's storage and its use.
+    """How a weight is stored, and how it is used.
 
-    *Use* is what a rank multiplies with: the weight gathered over `axes`; where ranks of the tensor axis own unequal
-    parts of it (`split`), this rank's part, padded to the longest.
+    The weight *in use* is what a rank multiplies by: the weight gathered over `axes`. If the ranks of the tensor axis
+    own parts of different sizes (`split`), it is this rank's part, padded to the longest.
 
     Attributes:
         rows: the dimension of output features, which become the rows of the gathered matrix.
         split_dim: the dimension that the tensor axis divides, or `None`.
-        split: how it divides it, or `None`.
-        roles: of the mesh axes.
+        split: how the tensor axis divides that dimension, or `None`.
+        roles: the roles of the mesh axes.
 
     Raises:
         ValueError: if storage is sharded over a tensor axis that divides the weight unevenly.
@@ -39,23 +39,23 @@ class Layout(Storage):
         if self.split is not None and not self.split.even and self.tensor.dim is not None:
             raise ValueError(
                 f"the tensor axis divides dimension {self.split_dim} of a weight of shape {self.shape} unevenly, "
-                f"{self.split.owners} units a rank, so storage cannot be sharded over it. Leave `tensor` out."
+                f"{self.split.owners} units per rank, so storage cannot be sharded over it. Leave `tensor` out."
             )
         super().__post_init__()
 
     def __repr__(self) -> str:
-        """Returns shape and partition. Layouts that differ only in use have the same text."""
+        """Returns the shape and the partition spec. Layouts that differ only in use have the same text."""
         return f"Layout(shape={self.shape}, spec={self.spec})"
 
     @property
     def takes_part(self) -> bool:
-        """Whether storage is not sharded over the tensor axis, so that each rank takes its part of what was gathered.
-        So it is where the split of any kernel of a gather is uneven."""
+        """Whether each rank of the tensor axis takes its part of the gathered weight, because storage is not sharded
+        over that axis. This is so for all kernels of a gather if the split of any of them is uneven."""
         return self.split is not None and self.split.axis is not None and self.tensor.dim is None
 
     @property
     def tensor_degree(self) -> int:
-        """How many ranks of the tensor axis divide the weight in use."""
+        """The number of ranks of the tensor axis that divide the weight in use."""
         return 1 if self.split is None else len(self.split.owners)
 
     @property
@@ -71,51 +71,52 @@ class Layout(Storage):
 
     @property
     def splits_experts(self) -> bool:
-        """Whether tensor ranks have matrices (experts) of their own, instead of parts of each."""
+        """Whether each tensor rank has whole matrices (experts) of its own, instead of a part of every matrix."""
         return self.split_dim is not None and self.split_dim < len(self.shape) - 2
 
     @property
     def matrix_spec(self) -> PartitionSpec:
-        """Partition of the stored array with the rows of the gathered matrix first: `(*experts, rows, cols)`."""
+        """The partition spec of the stored array, with dimensions in the order of the gathered matrix: `(*experts,
+        rows, cols)`."""
         entries = tuple(self.spec)
         return PartitionSpec(*entries[:-2], entries[self.rows], entries[self.cols])
 
     @property
     def of_shards(self) -> Layout:
-        """The layout of the same weight, stored as shards."""
+        """The layout of the same weight if whole shards are stored, not divided over the axes of the optimizer."""
         return dataclasses.replace(self, optimizer=UNDIVIDED)
 
     @property
     def gathered(self) -> Layout:
-        """The layout of the same weight, stored as what a gather makes of it: the axes of the gather and of the
-        optimizer divide nothing."""
+        """The layout of the same weight if it is stored as gathered, not divided over the axes of the gather and of the
+        optimizer."""
         return dataclasses.replace(self.of_shards, gather=UNDIVIDED)
 
     @property
     def use_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank multiplies with, padding included, in the dimensions' stored order."""
+        """The shape of what one rank multiplies by, padding included, with the dimensions in stored order."""
         width = 0 if self.split is None else self.split.width
         return tuple(width if d == self.split_dim else size for d, size in enumerate(self._own_shape))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of what a gather makes of the shards, before an uneven split takes its part."""
+        """The shape that a gather makes of the shards, before a rank takes its part of an uneven split."""
         return self._own_shape if self.takes_part else self.use_shape
 
     def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns rows and columns of a shape of this weight's kind."""
+        """Returns the numbers of rows and columns of a shape with this weight's dimensions."""
         return shape[self.rows], shape[self.cols]
 
     @property
     def matrices(self) -> int:
-        """Returns how many matrices one rank has: its experts; 1 of a weight that is a matrix itself."""
+        """The number of matrices of one rank: its experts, or 1 if the weight is a single matrix."""
         return math.prod(self.shard_shape[:-2])
 
     def check_mesh(self, name: str) -> None:
-        """Refuses a mesh in scope of other degrees than the weight was laid out for.
+        """Checks that the mesh in scope has the degrees that the weight was laid out for.
 
         Raises:
-            ValueError: naming both, and the remedy.
+            ValueError: if it has other degrees. The message names both, and the remedy.
         """
         tensor = {} if self.split is None or self.split.axis is None else {self.split.axis: self.tensor_degree}
         built = self.degrees | tensor
@@ -128,7 +129,7 @@ class Layout(Storage):
 
     @property
     def _own_shape(self) -> tuple[int, ...]:
-        """Shape of the weight as far as it belongs to this rank's experts."""
+        """The shape of the part of the weight that belongs to this rank's experts."""
         return (self.shape[0] // self.experts.ranks, *self.shape[1:])
 
 
@@ -143,5 +144,5 @@ def axes_in_use(layouts: Sequence[Layout]) -> frozenset[str]:
 
 
 def listed(sizes: dict[str, int]) -> str:
-    """Returns mesh axes and their sizes as a message names them."""
+    """Returns mesh axes and their sizes as text for a message."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "no axes"

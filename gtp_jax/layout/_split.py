@@ -15,22 +15,22 @@ from ..mesh import degree
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A dimension as a row of units, of which each rank of an axis owns a contiguous run.
+    """A dimension as a sequence of units, of which each rank of a mesh axis owns a contiguous run.
 
-    A unit is what must stay together: a column of an MLP's hidden features, a group of heads, a row of a vocabulary, an
-    expert. Runs may differ in length, and may be empty. All ranks run one program, so every rank's part of an array has
-    the width of the longest run, and shorter runs are followed by padding.
+    A unit is what must stay together: a column of an MLP's hidden features, a group of heads, a row of a vocabulary, or
+    an expert. Runs may differ in length, and may be empty. All ranks run the same program, so every rank's part of an
+    array has the width of the longest run, and shorter runs are padded.
 
-    The methods that move data are called inside a `shard_map`.
+    Methods that move data must be called inside a `shard_map`.
 
     Attributes:
-        size: elements of the dimension; a multiple of `unit`.
-        unit: elements a unit.
-        owners: how many units each rank owns, in order of rank.
+        size: the number of elements of the dimension, a multiple of `unit`.
+        unit: the number of elements per unit.
+        owners: the number of units that each rank owns, in order of rank.
         axis: the mesh axis of these ranks; `None` if there is none.
 
     Raises:
-        ValueError: if the runs do not add up to the dimension.
+        ValueError: if a run is negative, or the runs do not add up to the dimension.
     """
 
     size: int
@@ -41,8 +41,8 @@ class Split:
     def __post_init__(self) -> None:
         if sum(self.owners) * self.unit != self.size or min(self.owners) < 0:
             raise ValueError(
-                f"`owners` is {self.owners} units of {self.unit}, but the dimension has {self.size} elements; the "
-                "units of all ranks must add up to it."
+                f"`owners` is {self.owners}, in units of {self.unit}, but the dimension has {self.size} elements; the "
+                "units of all ranks must add up to the dimension, and none may be negative."
             )
 
     @classmethod
@@ -55,31 +55,31 @@ class Split:
 
     @property
     def even(self) -> bool:
-        """Returns whether all ranks own equally much, so that nothing is padded."""
+        """Whether all ranks own the same number of units, so that nothing is padded."""
         return len(set(self.owners)) == 1
 
     @property
     def width(self) -> int:
-        """Elements of every rank's part, padding included."""
+        """The number of elements of each rank's part, padding included."""
         return max(self.owners) * self.unit
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Elements that each rank owns."""
+        """The number of elements that each rank owns."""
         return tuple(units * self.unit for units in self.owners)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first element that each rank owns."""
+        """The index of the first element that each rank owns."""
         return (0, *itertools.accumulate(self.counts[:-1]))
 
     @property
     def padding(self) -> float:
-        """Padding of all ranks together, as a share of the elements."""
+        """The padding of all ranks together, as a fraction of the number of elements."""
         return self.width * len(self.owners) / self.size - 1
 
     def start(self) -> jax.Array | int:
-        """Returns the first element that this rank owns."""
+        """Returns the index of the first element that this rank owns."""
         if self.even and len(self.owners) > 1:
             return lax.axis_index(self.axis) * self.width
         return self._of_rank(self.starts)
@@ -89,14 +89,14 @@ class Split:
         return self.width if self.even else self._of_rank(self.counts)
 
     def take(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns this rank's part of a whole dimension, followed by zeros up to `width`."""
+        """Returns this rank's part of a whole dimension, padded with zeros to `width`."""
         if len(self.owners) == 1:
             return x
         part = lax.dynamic_slice_in_dim(_extended(x, dim, self._reach), self.start(), self.width, dim % x.ndim)
         return self.mask(part, dim) if self._runs_into_next else part
 
     def place(self, part: jax.Array, dim: int) -> jax.Array:
-        """Returns the whole dimension with this rank's part in its place and zeros elsewhere: `take`, transposed.
+        """Returns the whole dimension with this rank's part in its place and zeros elsewhere: the transpose of `take`.
 
         Values in the padding are dropped, even if they are not finite.
         """
@@ -109,7 +109,7 @@ class Split:
         return lax.slice_in_dim(whole, 0, self.size, axis=dim)
 
     def mask(self, part: jax.Array, dim: int, value: float = 0.0) -> jax.Array:
-        """Returns this rank's part with `value` in the padding. Gradients of the padding become zeros."""
+        """Returns this rank's part with `value` in the padding. The gradients of the padding are zero."""
         if self.even:
             return part
         index = lax.broadcasted_iota(jnp.int32, part.shape, dim % part.ndim)
@@ -117,12 +117,12 @@ class Split:
 
     @property
     def _reach(self) -> int:
-        """Elements up to the end of the last part, padding included."""
+        """The number of elements up to the end of the last part, padding included."""
         return max(self.size, max(self.starts) + self.width)
 
     @property
     def _runs_into_next(self) -> bool:
-        """Whether the padding of some rank lies over elements of the next."""
+        """Whether the padding of some rank overlaps elements of the next rank."""
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         return any(count < self.width and end < self.size for count, end in zip(self.counts, ends, strict=True))
 
@@ -133,7 +133,7 @@ class Split:
 
 
 def _extended(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Returns `x` with zeros at the end of a dimension."""
+    """Returns `x` with a dimension padded with zeros at its end, up to `size`."""
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, size - x.shape[dim])
     return jnp.pad(x, widths)

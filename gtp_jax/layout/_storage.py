@@ -1,4 +1,4 @@
-"""How a weight is stored: an array of its logical shape, divided evenly by mesh axes."""
+"""How a weight is stored: as an array of its logical shape, divided evenly by mesh axes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Division(NamedTuple):
 
     Attributes:
         dim: the dimension; `None` if there are no axes.
-        axes: names of the mesh axes, outermost first.
-        degrees: sizes of `axes`.
+        axes: the names of the mesh axes, outermost first.
+        degrees: the sizes of `axes`.
     """
 
     dim: int | None = None
@@ -33,19 +33,20 @@ UNDIVIDED = Division()
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What users, optimizers and checkpoints see of a weight.
+    """A weight as users, optimizers and checkpoints see it.
 
     Each dimension of the array is divided evenly by the axes that shard it. A *shard* is what a rank sends when the
-    weight is gathered: what it stores, or that gathered over the axes of `optimizer`, where these divide storage
-    further (ZeRO).
+    weight is gathered: what it stores, first gathered over the axes of `optimizer` if they divide storage further
+    (ZeRO).
 
     Attributes:
-        shape: logical shape: a matrix, or matrices behind leading dimensions (experts).
-        gather: the axes that a gather runs over; none if the weight is whole on all of them.
+        shape: the logical shape: a matrix, or matrices with leading dimensions (experts).
+        gather: the axes that a gather runs over; `UNDIVIDED` if the weight is not sharded over any.
         optimizer: the axes that divide a shard in storage.
-        tensor: the tensor axis, where it shards storage.
-        experts: the axis whose ranks have experts of their own, in storage and in use, equally many: a contiguous run
-            of the first dimension. What a gather joins, and what the tensor axis divides, is a rank's own.
+        tensor: the tensor axis, if it shards storage.
+        experts: the axis whose ranks each have the same number of experts of their own, in storage and in use: a
+            contiguous run of the first dimension. A gather joins, and the tensor axis divides, only the experts of a
+            rank.
 
     Raises:
         ValueError: if the axes that shard a dimension do not divide it.
@@ -62,7 +63,7 @@ class Storage:
             parts = self._parts(dim, stored=True)
             if size % parts:
                 raise ValueError(
-                    f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which do not divide "
+                    f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which does not divide "
                     f"{size}. Let `layouts_of_kernels` choose the dimension."
                 )
 
@@ -73,24 +74,24 @@ class Storage:
 
     @property
     def ranks(self) -> int:
-        """How many shards a gather joins."""
+        """The number of shards that a gather joins."""
         return self.gather.ranks
 
     @property
     def copies(self) -> int:
-        """How many ranks divide a shard in storage among them: 1 if each stores it whole."""
+        """The number of ranks that divide a shard in storage; 1 if each stores it whole."""
         return self.optimizer.ranks
 
     @property
     def shards(self) -> int:
-        """How many different shards a weight has."""
+        """The number of different shards of the weight."""
         return self.ranks * self.experts.ranks * self.tensor.ranks
 
     @property
     def spec(self) -> PartitionSpec:
-        """Partition of the stored array."""
+        """The partition spec of the stored array."""
         entries: list[list[str]] = [[] for _ in self.shape]
-        # the optimizer's innermost, so that they join to a shard
+        # the optimizer's axes are innermost, so that gathering over them yields a shard
         for dim, axes, _ in (self.experts, self.tensor, self.gather, self.optimizer):
             if dim is not None:
                 entries[dim] += axes
@@ -98,12 +99,12 @@ class Storage:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank sends in a gather."""
+        """The shape of what one rank sends in a gather."""
         return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(self.shape))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank stores."""
+        """The shape of what one rank stores."""
         return tuple(size // self._parts(dim, stored=True) for dim, size in enumerate(self.shape))
 
     @property
@@ -113,6 +114,6 @@ class Storage:
         return {axis: size for _, axes, sizes in every for axis, size in zip(axes, sizes, strict=True)}
 
     def _parts(self, dim: int, *, stored: bool) -> int:
-        """Returns how many shards divide a dimension; or, if `stored`, the parts of shards that ranks store."""
+        """Returns the number of shards that divide a dimension; if `stored`, the number of stored parts of shards."""
         divisions = (self.gather, self.tensor, self.experts, *([self.optimizer] if stored else []))
         return math.prod(one.ranks for one in divisions if one.dim == dim)

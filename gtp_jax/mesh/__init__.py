@@ -1,4 +1,4 @@
-"""Mesh axes, their roles, and what the devices can do."""
+"""Mesh axes, their roles, and the capabilities of the devices."""
 
 from ._axes import AXES as AXES
 from ._axes import AXES_WITH_EP as AXES_WITH_EP

@@ -1,4 +1,4 @@
-"""Mesh axes: their names, their order, and from which side a module sees them."""
+"""Mesh axes: their names, their order, and whether traced code sees global or local arrays."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ._degrees import check_degrees, fill_degrees
 
 DP, GTP, EP, TP = "dp", "gtp", "ep", "tp"
 
-# Outermost first. tp is innermost, so that its ranks are neighbours.
+# Outermost first. tp is innermost, so that its ranks are neighbors.
 AXES = (DP, GTP, TP)
 
-# Those of a mesh with an axis of experts.
+# The axes of a mesh with expert parallelism.
 AXES_WITH_EP = (DP, GTP, EP, TP)
 
 View = Literal["plain", "global", "local"]
 
 
 def make_mesh(*, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
-    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order; with `ep` ahead of `tp` if its degree is
-    above 1, so that meshes without experts stay as they are.
+    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order. If the degree of `ep` is above 1, the
+    axis `ep` is inserted before `tp`; otherwise the mesh has no such axis.
 
     Args:
-        dp: replicas of the sharded weights. `None` takes whatever the other degrees leave over.
-        gtp: shards of a weight, gathered just before use.
-        ep: ranks that divide the experts of each layer and exchange tokens (`MoE`). They work on different examples,
-            and shard dense weights like those of gtp.
-        tp: tensor-parallel degree.
+        dp: the number of replicas of the sharded weights. `None` uses all devices that the other degrees leave over.
+        gtp: the number of shards of a weight, which are gathered just before use.
+        ep: the expert-parallel degree: the number of ranks that divide the experts of each layer and exchange tokens
+            (`MoE`). They work on different examples, and shard dense weights as the gtp ranks do.
+        tp: the tensor-parallel degree.
         devices: the devices to use; all of them by default.
 
     Raises:
-        ValueError: if the degrees do not multiply to the number of devices.
+        ValueError: if a degree is not a whole number of at least 1, or their product is not the number of devices.
     """
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     sizes = fill_degrees({DP: dp, GTP: gtp, **({} if ep == 1 else {EP: ep}), TP: tp}, array.size)
@@ -43,18 +43,18 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, 
     shape, names = tuple(sizes.values()), tuple(sizes)
     types = (AxisType.Auto,) * len(names)
     if devices is None:
-        return jax.make_mesh(shape, names, axis_types=types)  # may reorder for the topology
+        return jax.make_mesh(shape, names, axis_types=types)  # may reorder the devices for the topology
     return Mesh(array.reshape(shape), names, axis_types=types)
 
 
 def current_view() -> View:
     """Returns how the code being traced sees arrays.
 
-    `plain`: no mesh in scope. `global`: a mesh, and arrays of global shape. `local`: inside a `shard_map`,
-    each rank with its own part.
+    `plain`: no mesh is in scope. `global`: a mesh is in scope, and arrays have their global shapes. `local`: inside a
+    `shard_map`, where each rank sees its own part.
 
     Raises:
-        ValueError: inside a `shard_map` that is manual over only some axes.
+        ValueError: inside a `shard_map` that is manual over only some of the mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -63,14 +63,14 @@ def current_view() -> View:
         return "global"
     if set(mesh.manual_axes) != set(mesh.axis_names):
         raise ValueError(
-            f"gtp_jax needs a shard_map that is manual over every mesh axis; it is manual over "
+            f"gtp_jax needs a shard_map that is manual over every mesh axis; this one is manual over "
             f"{sorted(mesh.manual_axes)} of {mesh.axis_names}. Leave out `axis_names=` in `jax.shard_map`."
         )
     return "local"
 
 
 def degree(axis: str | None) -> int:
-    """Returns the size of a mesh axis in scope; 1 without a mesh, and for `None`.
+    """Returns the size of an axis of the mesh in scope; 1 if no mesh is in scope or the axis is `None`.
 
     Raises:
         ValueError: if the mesh in scope has no such axis.
@@ -81,12 +81,12 @@ def degree(axis: str | None) -> int:
     if axis not in mesh.shape:
         raise ValueError(
             f"the mesh in scope has the axes {mesh.axis_names}, and none named {axis!r}. "
-            "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine. For axes of your own "
-            "say what they do: `gtp_jax.use_roles(gtp_jax.Roles(...))`."
+            "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine. For axes of your own, "
+            "declare their roles with `gtp_jax.use_roles(gtp_jax.Roles(...))`."
         )
     return mesh.shape[axis]
 
 
 def degrees(axes: tuple[str, ...]) -> int:
-    """Returns the product of the sizes of mesh axes in scope."""
+    """Returns the product of the sizes of these axes of the mesh in scope."""
     return math.prod(degree(axis) for axis in axes)

@@ -1,4 +1,4 @@
-"""Degrees of mesh axes: checked, and what they leave over."""
+"""Checks the degrees of mesh axes, and fills in the one that is left out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 
 def fill_degrees(degrees: Mapping[str, int | None], devices: int) -> dict[str, int]:
-    """Returns the degrees with the one that is `None` set to what the others leave over, at least 1.
+    """Returns the degrees, with `None` replaced by the number of devices divided by the other degrees, at least 1.
 
     Args:
-        degrees: by axis, `None` for at most one.
-        devices: how many there are.
+        degrees: the degree of each axis, `None` for at most one of them.
+        devices: the number of devices.
 
     Raises:
         ValueError: if a degree is not a whole number of at least 1.
@@ -24,15 +24,15 @@ def fill_degrees(degrees: Mapping[str, int | None], devices: int) -> dict[str, i
 
 
 def check_degrees(degrees: Mapping[str, int], devices: int, *, remedy: str = "") -> None:
-    """Checks that degrees multiply to the number of devices.
+    """Checks that the product of the degrees is the number of devices.
 
     Args:
-        degrees: by axis.
-        devices: how many there are.
-        remedy: what else may be done, beside choosing other degrees.
+        degrees: the degree of each axis.
+        devices: the number of devices.
+        remedy: an alternative to choosing other degrees, appended to the error message.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if the product differs from the number of devices.
     """
     product = math.prod(degrees.values())
     if product != devices:

@@ -1,6 +1,7 @@
-"""Says what the devices of the mesh in scope can do.
+"""Determines the capabilities of the devices of the mesh in scope.
 
-The mesh is asked first, because a program may be compiled for GPUs on a machine that has none.
+The mesh takes precedence over the devices of this machine, because a program may be compiled for GPUs on a machine that
+has none.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 
 import jax
 
-# Compute capabilities by name, from developer.nvidia.com/cuda/gpus: a device that a program is only compiled for has a
-# name and no compute capability (jax.experimental.topologies, jax 0.11.2 and 0.12.0).
+# Names of GPUs by compute capability, from developer.nvidia.com/cuda/gpus. Needed for ahead-of-time compilation, where
+# a device has a name but no compute capability (jax.experimental.topologies, jax 0.11.2 and 0.12.0).
 _CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
     (7, 0): ("V100",),
     (7, 5): ("T4", "RTX 2060", "RTX 2070", "RTX 2080"),
@@ -24,50 +25,52 @@ _CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def platform() -> str:
-    """Returns `gpu` or `cpu`: what the mesh in scope consists of, else the default backend."""
+    """Returns `gpu` or `cpu`: the platform of the mesh in scope, or of the default backend if there is no such mesh."""
     name = _fact("platform")
     return "gpu" if name in ("gpu", "cuda") else name
 
 
 def supports_block_scaled_matmul() -> bool:
-    """Returns whether the GPUs multiply codes and block scales in hardware: compute capability 10.x, B200 and B300."""
+    """Returns whether the GPUs have block-scaled matmuls in hardware: compute capability 10.x (B200 and B300)."""
     return platform() == "gpu" and _capability()[0] == 10
 
 
 def supports_fp8_matmul() -> bool:
-    """Returns whether the GPUs multiply FP8 in hardware: compute capability 8.9 and later, L40, H100."""
+    """Returns whether the GPUs have FP8 matmuls in hardware: compute capability 8.9 or later (L40, H100)."""
     return platform() == "gpu" and _capability() >= (8, 9)
 
 
 def supports_grouped_matmul() -> bool:
-    """Returns whether this library's CUDA kernels for grouped matmuls run on the GPUs: compute capability 9.0, H100."""
+    """Returns whether the GPUs run this library's CUDA kernels for grouped matmuls: compute capability 9.0 (H100)."""
     return platform() == "gpu" and _capability() == (9, 0)
 
 
 def largest_attention_head() -> int:
-    """Returns the largest head that cuDNN's fused attention takes on these GPUs, as jax 0.12.0 has it: 256 from compute
-    capability 9.0 on, 128 from 8.0, none before. Of GPUs that are not here jax assumes the less."""
+    """Returns the largest head dimension that cuDNN's fused attention supports on these GPUs, according to jax 0.12.0:
+    256 from compute capability 9.0, 128 from 8.0, and 0 (no support) before that. For GPUs that this machine does not
+    have, jax assumes 128 instead of 256."""
     if _capability() < (8, 0):
         return 0
     return 256 if _capability() >= (9, 0) and jax.default_backend() == "gpu" else 128
 
 
 def supports_packed_attention() -> bool:
-    """Returns whether cuDNN's attention takes packed documents on these GPUs, as jax 0.12.0 has it: from compute
-    capability 9.0 on, H100."""
+    """Returns whether cuDNN's attention supports packed documents on these GPUs, according to jax 0.12.0: compute
+    capability 9.0 or later (H100)."""
     return platform() == "gpu" and _capability() >= (9, 0)
 
 
 def runs_kernels() -> bool:
-    """Returns whether this library's kernels are for these devices: GPUs of compute capability 8.0 and later, A100."""
+    """Returns whether this library's kernels support these devices: CPUs, and GPUs of compute capability 8.0 or later
+    (A100)."""
     return platform() != "gpu" or _capability() >= (8, 0)
 
 
 def _capability() -> tuple[int, int]:
-    """Returns the compute capability of the GPUs: as a device of the same kind says, else by name.
+    """Returns the compute capability of the GPUs: that of a local device of the same kind, otherwise by name.
 
     Raises:
-        ValueError: if there is no such device here, and the name says nothing.
+        ValueError: if there is no such device here, and the name is not known.
     """
     kind = _fact("device_kind")
     for device in jax.devices():
@@ -78,8 +81,8 @@ def _capability() -> tuple[int, int]:
         if re.search(rf"\b({'|'.join(names)})\b", kind):
             return capability
     raise ValueError(
-        f"the mesh in scope has devices of the kind {kind!r}, none of which is here to say its compute capability. "
-        f"Compile on a machine that has one, or for one of {', '.join(sum(_CAPABILITIES.values(), ()))}."
+        f"the mesh in scope has devices of the kind {kind!r}, whose compute capability is not known, and this machine "
+        f"has none. Compile on a machine that has one, or for one of {', '.join(sum(_CAPABILITIES.values(), ()))}."
     )
 
 

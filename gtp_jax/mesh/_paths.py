@@ -1,4 +1,4 @@
-"""Paths of leaves, and which parameter an optimizer's array belongs to."""
+"""Finds the paths of leaves, and the parameter that an optimizer's array belongs to."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Path = tuple[str, ...]
 
 
 def with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[Path, Any]]:
-    """Returns a pytree's leaves, each with its keys as strings, in the order of `jax.tree.leaves`."""
+    """Returns the leaves of a pytree with their paths, whose keys are strings, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in flat]
 
 
 def of_parameter[T](path: Path, parameters: Mapping[Path, T]) -> T | None:
-    """Returns what `parameters` holds for the parameter that an optimizer's array at `path` belongs to, if it does.
+    """Returns the entry of `parameters` for the parameter that an optimizer's array at `path` belongs to, or `None`.
 
-    Optax keeps such arrays in trees of the parameters' structure, whole or masked, so their paths end with the
-    parameter's own, or, of an array for each axis (SM3), with that and the number of the axis.
+    Optax keeps such arrays in trees of the parameters' structure, whole or masked, so their paths end with the path of
+    the parameter. Where an optimizer keeps one array per axis (SM3), the path ends with that and the axis number.
     """
     for own in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
         for start in range(len(own)):

@@ -10,12 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def of_all_processes(value: Any) -> np.ndarray:
-    """Returns every process's value, stacked by process. A barrier, which every process must call.
+    """Returns the values of all processes, stacked in order of process. Acts as a barrier: every process must call it.
 
-    `jax.experimental.multihost_utils` needs equally many devices in all processes; this takes the first of each.
+    `jax.experimental.multihost_utils` requires the same number of devices in every process. This function does not,
+    because it uses only the first device of each process.
 
     Args:
-        value: an array of the same shape and dtype in all processes; without x64, 64 bits become 32.
+        value: an array of the same shape and dtype in all processes. Without x64, 64-bit values become 32-bit.
     """
     own = np.asarray(value)[None]
     if jax.process_count() == 1:

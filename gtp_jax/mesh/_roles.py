@@ -1,4 +1,4 @@
-"""The roles of mesh axes, as a value: code asks for a role and never for an axis by name."""
+"""The roles of mesh axes, as a value. Code asks for a role, never for an axis by name."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ._axes import DP, EP, GTP, TP, degrees
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The roles of mesh axes. An axis that no role names replicates everything.
+    """The roles of mesh axes. Everything is replicated over an axis without a role.
 
-    Modules take the roles in scope when they are built (`use_roles`), and keep them.
+    Modules take the roles that are in scope when they are built (`use_roles`), and keep them.
 
     Attributes:
         batch: axes that shard the batch, outermost first.
         weights: axes that shard weights in storage, outermost first; weights are gathered over them just before use.
-        optimizer: axes that divide what is stored of a weight further, master and optimizer state (ZeRO), outermost
-            first; a train step gathers over them once. By default those of `batch` that `weights` does not name; `()`
-            keeps a replica on each of their ranks.
+        optimizer: axes that further divide the stored shards of a weight, master weights and optimizer state (ZeRO),
+            outermost first; a train step gathers over them once. By default, the axes of `batch` that are not in
+            `weights`. `()` keeps a replica on each rank of those axes.
         tensor: the axis of tensor parallelism, which also shards the sequence between parallel layers; `None` for none.
-        experts: the axis whose ranks divide the experts of each layer and exchange tokens (`MoE`), one of `batch`;
-            `None` for none. What `weights` says of it holds for all other weights: experts are gathered over the rest.
+        experts: the axis, one of `batch`, whose ranks divide the experts of each layer and exchange tokens (`MoE`);
+            `None` for none. If `weights` contains it, it shards only the other weights; experts are gathered over the
+            remaining axes of `weights`.
 
     Raises:
-        ValueError: if an axis is named twice in a role, `tensor` has another role too, `optimizer` names an axis that
-            shards weights, or one that does not shard the batch, or `experts` one that does not shard the batch.
+        ValueError: if a role contains an axis twice; if the axis of `tensor` has another role too; if `optimizer`
+            contains an axis that shards weights or does not shard the batch; or if `experts` does not shard the batch.
     """
 
     batch: tuple[str, ...] = (DP, GTP)
@@ -47,34 +48,34 @@ class Roles:
             if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
                 raise ValueError(f"`{name}` is {axes!r}; it must be a tuple of mesh axes, such as ('gtp',).")
             if len(set(axes)) < len(axes):
-                raise ValueError(f"`{name}` is {axes!r}, which names an axis twice; name each once.")
+                raise ValueError(f"`{name}` is {axes!r}, which contains an axis twice; list each axis once.")
             if self.tensor in axes:
                 raise ValueError(
-                    f"`tensor` is {self.tensor!r}, which `{name}` {axes!r} names too: ranks of the tensor axis work on "
-                    "the same examples with their own parts of a weight. Take it out of one of them."
+                    f"`tensor` is {self.tensor!r}, which is also in `{name}` {axes!r}, but ranks of the tensor axis "
+                    "work on the same examples with their own parts of a weight. Remove it from one of the two."
                 )
         wrong = [axis for axis in self.optimizer or () if axis in self.weights or axis not in self.batch]
         if wrong:
             raise ValueError(
-                f"`optimizer` is {self.optimizer!r}, of which {', '.join(wrong)} shards weights already or does not "
+                f"`optimizer` is {self.optimizer!r}, of which {', '.join(wrong)} already shards weights or does not "
                 f"shard the batch; allowed are {self._replicas!r}. Leave it out, or pass `()` for replicas."
             )
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")
         if self.experts is not None and self.experts not in self.batch:
             raise ValueError(
-                f"`experts` is {self.experts!r}; it must be one of `batch` {self.batch!r}, or `None`: the ranks that "
-                "divide the experts exchange tokens of different examples."
+                f"`experts` is {self.experts!r}; it must be one of `batch` {self.batch!r}, or `None`, because ranks "
+                "that divide the experts exchange tokens of different examples."
             )
 
     @property
     def over_experts(self) -> tuple[str, ...]:
-        """The axes over which experts are gathered, unless they name their own."""
+        """The axes over which experts are gathered, unless their module is given axes of its own."""
         return tuple(axis for axis in self.weights if axis != self.experts)
 
     @property
     def over_optimizer(self) -> tuple[str, ...]:
-        """The axes of `optimizer`, also where they are those by default."""
+        """The axes of `optimizer`, with the default filled in."""
         return self._replicas if self.optimizer is None else self.optimizer
 
     @property
@@ -87,10 +88,10 @@ _WITH_EXPERTS = Roles(batch=(DP, GTP, EP), weights=(GTP, EP), experts=EP)
 
 
 def use_roles(roles: Roles) -> contextlib.AbstractContextManager[None]:
-    """Puts roles in scope. They are part of the key of `jax.jit`'s cache.
+    """Puts roles in scope. They are part of the cache key of `jax.jit`.
 
     Raises:
-        TypeError: if `roles` is no `Roles`.
+        TypeError: if `roles` is not a `Roles`.
     """
     if not isinstance(roles, Roles):
         raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
@@ -101,13 +102,15 @@ _once = jax.make_user_context(default_value=False)
 
 
 def use_loss_counted_once() -> contextlib.AbstractContextManager[None]:
-    """Says that the code traced here contributes to a loss that counts once on the whole mesh, as one of global arrays
-    does; in a step's `shard_map` it counts on every rank of an axis that does not shard the batch."""
+    """Declares that the code traced in this scope contributes to a loss that counts once on the whole mesh, as a loss
+    of global arrays does. In the `shard_map` of a step, by contrast, the loss counts on every rank of an axis that does
+    not shard the batch."""
     return _once(True)
 
 
 def loss_copies(roles: Roles) -> int:
-    """Returns how many ranks add the gradient of one example to a loss that counts once; 1 where it counts on all."""
+    """Returns how many ranks contribute the gradient of one example to a loss that counts once on the mesh; 1 if the
+    loss counts on every rank."""
     if not _once.value:
         return 1
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -115,18 +118,18 @@ def loss_copies(roles: Roles) -> int:
 
 
 def current_roles() -> Roles:
-    """Returns the roles in scope; by default those of `default_roles` for the mesh in scope."""
+    """Returns the roles in scope; if there are none, `default_roles` of the mesh in scope."""
     return _scope.value or default_roles(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def default_roles(axes: Collection[str]) -> Roles:
-    """Returns the roles of a mesh's axes where nothing says otherwise: batch over dp and gtp, weights over gtp, what is
-    stored of them over dp too, tensor parallelism over tp; of a mesh with an axis ep, batch and weights over that too,
-    and experts over ep."""
+    """Returns the default roles of mesh axes: the batch is sharded over dp and gtp, weights over gtp, and stored shards
+    over dp too; tp is the tensor axis. If there is an axis ep, it also shards the batch and the weights, and divides
+    the experts."""
     return _WITH_EXPERTS if EP in axes else Roles()
 
 
 def spec_of_batch(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the partition of an array whose dimension 0 is the batch: sharded over the ranks that divide the batch if
-    they divide this one, and whole otherwise. A scalar is whole."""
+    """Returns the partition spec of an array whose dimension 0 is the batch: sharded over the batch axes if their
+    number of ranks divides that dimension, otherwise replicated. A scalar is replicated."""
     return PartitionSpec(roles.batch) if shape and shape[0] % degrees(roles.batch) == 0 else PartitionSpec()

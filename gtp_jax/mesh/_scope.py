@@ -1,4 +1,4 @@
-"""The mesh in scope, checked where a model is made and where its layers are called."""
+"""The mesh in scope, which is checked when a model is made and when its layers are called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 
 def _legacy_scope() -> Any:
-    """Returns where `with mesh:` puts its mesh: nothing else of JAX says what that is."""
+    """Returns the object in which `with mesh:` stores its mesh, because JAX has no public way to read it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)
@@ -23,11 +23,12 @@ _legacy = _legacy_scope()
 
 
 def check_mesh_in_scope(*, creates: bool = False) -> None:
-    """Refuses meshes that gtp_jax cannot see, or on which it cannot leave the sharding between its layers to XLA.
+    """Raises an error for a mesh that gtp_jax cannot see, or on which it cannot leave the sharding between its layers
+    to XLA.
 
     Args:
-        creates: whether arrays are made here. Without a mesh they will be on one device; if there are several, that is
-            worth a warning.
+        creates: whether the caller creates arrays. If it does, and there are several devices but no mesh in scope, a
+            warning is issued that the arrays will be on one device.
 
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
@@ -39,8 +40,9 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
         if explicit:
             raise ValueError(
                 f"the mesh in scope has the Explicit axes {', '.join(map(repr, explicit))}, the default of "
-                "`jax.make_mesh`: there types say how every array is sharded, which gtp_jax leaves to XLA between its "
-                "layers. Make the mesh with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`, or with "
+                "`jax.make_mesh`. On Explicit axes, the type of an array determines its sharding, but gtp_jax leaves "
+                "sharding between its layers to XLA. Make the mesh with "
+                "`gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`, or with "
                 f"`jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})`, and put it "
                 "in scope with `jax.set_mesh(mesh)`."
             )
@@ -48,51 +50,51 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
     if (legacy := legacy_mesh()) is not None:
         raise ValueError(
             f"a mesh is in scope by `with mesh:`, with the axes {legacy.axis_names}. JAX has "
-            "deprecated that, and arrays made under it would be on one device. Take `with jax.set_mesh(mesh):`, with a "
-            "mesh of `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`."
+            "deprecated that, and arrays made under it would be on one device. Use `with jax.set_mesh(mesh):`, with a "
+            "mesh from `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`."
         )
     if creates and jax.device_count() > 1:
         warnings.warn(
-            f"no mesh is in scope, and there are {jax.device_count()} devices: the model will be whole, on one of "
+            f"no mesh is in scope, and there are {jax.device_count()} devices: the whole model will be on one of "
             "them. To shard it, build and call it under `with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`.",
             stacklevel=3,
         )
 
 
 def legacy_mesh() -> Mesh | None:
-    """Returns the mesh that is in scope by `with mesh:`, if any."""
+    """Returns the mesh that `with mesh:` has put in scope, if any."""
     mesh = None if _legacy is None else _legacy.env.physical_mesh
     return None if mesh is None or mesh.empty else mesh
 
 
 @contextlib.contextmanager
 def legacy_mesh_in_scope() -> Iterator[None]:
-    """Puts a mesh that is in scope by `with mesh:` in scope as `jax.set_mesh` does; otherwise it changes nothing. It is
-    also a decorator."""
+    """Puts a mesh of `with mesh:` in scope as `jax.set_mesh` does, unless such a mesh is in scope already. Without a
+    mesh of `with mesh:`, it changes nothing. It is also a decorator."""
     with contextlib.ExitStack() as stack:
         mesh = legacy_mesh()
         if mesh is not None and jax.sharding.get_abstract_mesh().empty:
             try:
                 stack.enter_context(jax.set_mesh(mesh))
-            except ValueError:  # in a trace, whose devices are those of its inputs
+            except ValueError:  # while tracing, when the inputs determine the devices
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         yield
 
 
 def mesh_of_devices(caller: str) -> Mesh:
-    """Returns the mesh in scope with its devices, for arrays that are put there; an empty one if there is none.
+    """Returns the mesh in scope with its devices, on which the caller can put arrays; an empty mesh if there is none.
 
     Args:
-        caller: what messages call the function that puts them.
+        caller: the name of the calling function in error messages.
 
     Raises:
-        ValueError: within a program that is traced, which has no devices yet.
+        ValueError: while JAX traces a program, because it has no devices yet.
     """
     try:
         return jax.sharding.get_mesh()
     except ValueError as error:
         raise ValueError(
             f"`{caller}` is called while JAX traces a program (`jax.jit`, `jax.eval_shape`), in which no array "
-            "can be put on the devices of the mesh. Call it outside: it compiles by itself what it computes, and "
-            "`gtp_jax.nn.abstract_model` gives shapes and shardings without computing."
+            "can be put on the devices of the mesh. Call it outside: it compiles its own computations, and "
+            "`gtp_jax.nn.abstract_model` returns shapes and shardings without computing."
         ) from error

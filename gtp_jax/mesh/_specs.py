@@ -1,4 +1,4 @@
-"""Partition specs: their axes, and those of stacks."""
+"""Partition specs: the mesh axes that they use, and the specs of stacks."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def stacked_spec(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
-    """Returns the mesh axes that a partition uses."""
+    """Returns the mesh axes that a partition spec uses."""
     return frozenset(a for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e))

@@ -1,5 +1,11 @@
 """Reference models, a folder a family."""
 
+from ._evaluation import AveragedState as AveragedState
+from ._evaluation import EvaluationArray as EvaluationArray
+from ._evaluation import evaluation_arrays as evaluation_arrays
+from ._evaluation import evaluation_weights as evaluation_weights
+from ._evaluation import restore_evaluation_weights as restore_evaluation_weights
+from ._evaluation import saved_evaluation as saved_evaluation
 from ._families import FAMILIES as FAMILIES
 from ._families import PRESETS as PRESETS
 from ._families import build as build
@@ -17,6 +23,7 @@ from ._hf_tensor import array_shapes as array_shapes
 from ._load import config_of as config_of
 from ._load import load as load
 from ._load import opened as opened
+from ._origin import CHAT_TEMPLATE_FILE as CHAT_TEMPLATE_FILE
 from ._origin import END_TOKEN as END_TOKEN
 from ._origin import ORIGIN_FILES as ORIGIN_FILES
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE

@@ -30,16 +30,20 @@ def family_of(config: ModelConfig) -> Family:
     raise TypeError(f"`config` is {config!r}; it must be a configuration of a known family: {known}.")
 
 
-def hugging_face_of(config: ModelConfig) -> HuggingFace:
+def hugging_face_of(config: ModelConfig, model_type: str | None = None) -> HuggingFace:
     """Returns how Hugging Face stores a model.
+
+    Args:
+        config: of the model.
+        model_type: of the config.json that it came with, which is taken of several that fit; the first by default.
 
     Raises:
         ValueError: if it does not, saying what there is.
     """
     family = family_of(config)
-    for layout in family.hugging_face:
-        if layout.fits(config):
-            return layout
+    fitting = [layout for layout in family.hugging_face if layout.fits(config)]
+    if fitting:
+        return next((layout for layout in fitting if layout.model_type == model_type), fitting[0])
     known = ", ".join(layout.architecture for layout in family.hugging_face)
     raise ValueError(
         f"the model is none of {known}, which alone can be converted: {config.architecture()}. Take its parameters "

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..checkpoint import Checkpoints, Digest, StoredArray, checkpoints_in
+from ..checkpoint import Checkpoints, checkpoints_in
 from ..mesh import check_mesh_in_scope
 from ..nn import abstract_model, freeze, layout_of
 from ..recipes import Recipe
+from ._evaluation import EvaluationArray, evaluation_arrays
 from ._families import build, saved_config
 from ._family import ModelConfig
 
@@ -33,7 +34,8 @@ def load(
     param_dtype: str | None = None,
     recipe: Recipe | None = None,
 ) -> nnx.Module:
-    """Returns the model of a checkpoint, sharded over the mesh in scope; nothing of an optimizer is read.
+    """Returns the model of a checkpoint, sharded over the mesh in scope; of an optimizer only the average of
+    weights is read, if the run has one, which the model then has: the weights that the run evaluates.
 
     Each array is read a few rows at a time and checked against the checkpoint's digest. The whole array is in the
     host's memory only in the dtype in which devices store it.
@@ -58,7 +60,7 @@ def load(
     config = dataclasses.replace(config_of(manifest["extra"], where), dtype=dtype)  # pyright: ignore[reportArgumentType]
     kept = np.dtype(jnp.dtype("float32" if recipe is not None else param_dtype or dtype))
     model = abstract_model(lambda rngs: build(config, rngs=rngs))
-    _fill(model, checkpoints.arrays(manifest["step"]), kept, where)
+    _fill(model, evaluation_arrays(checkpoints, manifest), kept, where)
     if recipe is None:
         return model
     return freeze(model, recipe, trained=lambda _, variable: layout_of(variable) is None)
@@ -107,7 +109,7 @@ def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
         ) from None
 
 
-def _fill(model: nnx.Module, stored: Mapping[str, StoredArray], kept: np.dtype, where: str) -> None:
+def _fill(model: nnx.Module, stored: Mapping[str, EvaluationArray], kept: np.dtype, where: str) -> None:
     """Puts a checkpoint's arrays into an abstract model.
 
     Raises:
@@ -115,7 +117,7 @@ def _fill(model: nnx.Module, stored: Mapping[str, StoredArray], kept: np.dtype, 
     """
     variables = {"/".join(map(str, ("params", *path))): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     wants = {name: v.get_raw_value().shape for name, v in variables.items()}
-    has = {name: array.shape for name, array in stored.items() if name.startswith("params/")}
+    has = {name: array.shape for name, array in stored.items()}
     lines = [
         f"  {name}: {has.get(name, 'no such array')} found, {wants.get(name, 'no such array')} wanted"
         for name in {**wants, **has}
@@ -130,19 +132,17 @@ def _fill(model: nnx.Module, stored: Mapping[str, StoredArray], kept: np.dtype, 
         variable.set_raw_value(jax.device_put(_read(stored[name], dtype, where), like.sharding))
 
 
-def _read(stored: StoredArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
+def _read(stored: EvaluationArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
     """Returns an array in another dtype, read a few rows at a time."""
-    whole, digest = np.empty(stored.shape, dtype), Digest()
+    whole = np.empty(stored.shape, dtype)
     length = stored.shape[0]
     rows = 1 if len(stored.shape) > 2 else _ROWS  # of a stack a layer
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
-        part = stored.read(begin, end)
-        digest.add(begin, part)
-        whole[begin:end] = part
-    if digest.text() != stored.digest:
+        whole[begin:end] = stored.read(begin, end)
+    if damaged := stored.damaged():
         raise ValueError(
-            f"{where} is damaged: {stored.name} is not what was saved. `gtp-jax checkpoint verify` says which files "
-            "are damaged; take another step."
+            f"{where} is damaged: {', '.join(damaged)} is not what was saved. `gtp-jax checkpoint verify` says which "
+            "files are damaged; take another step."
         )
     return whole

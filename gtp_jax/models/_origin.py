@@ -16,6 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 # The field of config.json, and of generation_config.json, with the tokens that end a text.
 END_TOKEN = "eos_token_id"
 _GENERATION_FILE = "generation_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # Files whose meaning depends on the vocabulary: the tokenizer's, and defaults for generation, which name tokens by id.
 ORIGIN_FILES = (
     TOKENIZER_FILE,
@@ -25,7 +26,7 @@ ORIGIN_FILES = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     "chat_template.json",
     _GENERATION_FILE,
 )
@@ -68,15 +69,15 @@ class Origin:
     @property
     def has_tokenizer(self) -> bool:
         """Whether a file of a tokenizer is there, so that a vocabulary is known."""
-        return bool(self.files.keys() - {_GENERATION_FILE})
+        return bool(self.files.keys() - {_GENERATION_FILE, CHAT_TEMPLATE_FILE})
 
     def extra(self) -> dict[str, Any]:
         """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""
         return {_CONFIG: dict(self.config)} if self.config else {}
 
-    def with_tokenizer(self, tokenizer: bytes) -> Self:
-        """Returns this origin with the content of a tokenizer.json."""
-        return dataclasses.replace(self, files={**self.files, TOKENIZER_FILE: tokenizer})
+    def with_file(self, name: str, content: bytes) -> Self:
+        """Returns this origin with a file, one of `ORIGIN_FILES`, in place of the one of this name."""
+        return dataclasses.replace(self, files={**self.files, name: content})
 
     def without_tokenizer(self) -> Self:
         """Returns the origin of a model that was trained with another tokenizer: no files, and no tokens' ids."""

@@ -1,7 +1,7 @@
 """The Python half of `ffi/`: C++ and CUDA handlers, equal to `gtp_jax.ops.reference` bit for bit.
 
-Functions here have the signatures of those in the reference, and check nothing: `gtp_jax.ops` does, and is the one to
-call them.
+The functions here have the signatures of those in the reference, and do not check their arguments. Call them through
+`gtp_jax.ops`, which does.
 """
 
 from ._calls import dequantize as dequantize
@@ -16,7 +16,7 @@ from ._grouped_calls import grouped_product as grouped_product
 from ._grouped_calls import take as take
 from ._grouped_calls import transpose as transpose
 from ._library import REBUILD as REBUILD
+from ._library import code_for as code_for
 from ._library import describe as describe
 from ._library import has as has
-from ._library import has_machine_code as has_machine_code
 from ._library import is_built as is_built

@@ -1,4 +1,4 @@
-"""One call a handler: the shapes of its results, and how long it takes."""
+"""Calls the handlers. There is one function per handler, which gives the shapes of its results and its latency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..formats import RUN, Format, PackPlan, codes_shape, scales_shape
 
 _NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
 
-# The cost of a kernel that XLA's scheduler sees: a launch, and the bytes it moves at a Hopper GPU's rate.
+# The cost of a kernel in XLA's scheduler: the launch, and the bytes it moves at the rate of a Hopper GPU.
 LAUNCH_NS = 2000
 _BYTES_PER_NS = 4000
 
@@ -49,7 +49,7 @@ def quantize(
     """See `reference.quantize`."""
     *lead, m, k = x.shape
     padded = -(-m // RUN) * RUN if hadamard else m
-    if rows and columns and amax.ndim != amax_columns.ndim:  # the handler reads both alike
+    if rows and columns and amax.ndim != amax_columns.ndim:  # the handler expects both to have the same shape
         longest = max(amax.shape, amax_columns.shape, key=len)
         amax, amax_columns = (
             jnp.broadcast_to(jnp.reshape(a, (*a.shape, *(1,) * (len(longest) - a.ndim))), longest)
@@ -64,7 +64,7 @@ def quantize(
             "gtp_quantize",
             results,
             [x, amax, amax_columns, key],
-            # examples that draw random numbers each count their runs from 0
+            # with random numbers, each example of a batch counts its runs from 0
             "sequential" if stochastic else "broadcast_all",
             format=np.int32(format.code),
             hadamard=hadamard,
@@ -102,7 +102,7 @@ def pack_apart(
 ) -> tuple[jax.Array, ...]:
     """See `reference.pack_apart`."""
     layer = jax.ShapeDtypeStruct((1, plan.bytes(format)), jnp.uint8)
-    # sequential: the handler takes one leading dimension, which counts layers
+    # sequential: the handler takes one leading dimension, that of the layers
     return tuple(call("gtp_pack_apart", [layer] * amax.shape[0], [amax, *shards], "sequential", **_plan(format, plan)))
 
 
@@ -134,7 +134,7 @@ def _plan(format: Format, plan: PackPlan) -> dict[str, Any]:
 
 
 def call(target: str, results: Any, operands: Sequence[jax.Array], vmap_method: str, **attributes: Any) -> Any:
-    """Calls a handler that moves bytes; XLA's scheduler is told how long that takes."""
+    """Calls a handler that is bound by memory bandwidth, and gives XLA's scheduler its latency."""
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in [*operands, *jax.tree.leaves(results)])
     with set_xla_metadata(latency_metadata=str(LAUNCH_NS + moved // _BYTES_PER_NS)):
         return jax.ffi.ffi_call(target, results, vmap_method=vmap_method)(*operands, **attributes)

@@ -1,4 +1,4 @@
-"""Calls of the grouped matmuls and of what moves their rows: CUDA alone, and no reference has them."""
+"""Calls the grouped matmuls and the kernels that move their rows. They are CUDA only, and have no reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ._calls import LAUNCH_NS, call
 
-# The rate of matmuls that XLA's scheduler sees, by bytes of an operand's element.
+# The rate of matmuls in XLA's scheduler, by the number of bytes per element of an operand.
 _FLOPS_PER_NS = {1: 1_000_000, 2: 600_000}
 
 
@@ -28,17 +28,21 @@ def grouped_product(
     backward: bool = False,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Returns each row times its group's matrix, times the group's scale; on Hopper alone.
+    """Multiplies each row by the matrix and the scale of its group. Hopper only.
 
     Args:
         left: `(rows, depth)`: FP8 codes in uint8, or values in bfloat16 or float16.
-        right: of the same dtype, `(shards, groups, part, depth)`; of several shards, `part` is a multiple of 8.
-        scales: float32 `(groups,)`; none for 1.
-        tile_groups, starts, stops: as `cut_into_tiles` makes them, of 128 rows.
-        left_e5m2, right_e5m2: the element of codes; E4M3 otherwise.
-        backward: whether `left` is `(rows, shards * part)` and the contraction runs over that, `right` being
-            `(shards, groups, part, columns)`; of values alone.
-        dtype: of the result `(rows, shards * part)` or `(rows, columns)`: that of values, bfloat16 or float32 of codes.
+        right: `(shards, groups, part, depth)`, of the same dtype as `left`. With several shards, `part` must be a
+            multiple of 8.
+        scales: float32 `(groups,)`; `None` for scales of 1.
+        tile_groups, starts, stops: the arrays of `cut_into_tiles`, for tiles of 128 rows.
+        left_e5m2, right_e5m2: whether the codes of that operand are E5M2 instead of E4M3.
+        backward: whether `left` is `(rows, shards * part)`, `right` is `(shards, groups, part, columns)`, and the
+            contraction runs over `shards * part`. Only for values, not for codes.
+        dtype: the dtype of the result: that of the values; for codes, bfloat16 or float32.
+
+    Returns:
+        `(rows, shards * part)`, or `(rows, columns)` with `backward`.
     """
     shards, _, part, width = right.shape
     rows, columns = left.shape[0], width if backward else shards * part
@@ -66,20 +70,24 @@ def grouped_outer(
     right_e5m2: bool = False,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Returns, of each group, products summed from its start to its stop; on Hopper alone.
+    """Multiplies, for each group, its rows of `left` and `right`, contracted over the rows from its start to its stop.
+    Hopper only.
 
     Args:
-        left: codes `(high, rows)`, of whole 128 a group, or values `(rows, high)`.
+        left: codes `(high, rows)`, with a multiple of 128 rows per group, or values `(rows, high)`.
         right: codes `(wide, rows)`, or values `(rows, wide)`.
-        scales: float32 `(groups,)`; none for 1.
-        starts, stops: int32 `(groups,)`.
-        shards: of the result.
-        left_e5m2, right_e5m2: the element of codes; E4M3 otherwise.
-        dtype: of the result `(shards, groups, high / shards, wide)`: float32, that of values, or bfloat16 of codes.
+        scales: float32 `(groups,)`; `None` for scales of 1.
+        starts, stops: int32 `(groups,)`, the first row of each group and the row after its last.
+        shards: the number of shards of the result.
+        left_e5m2, right_e5m2: whether the codes of that operand are E5M2 instead of E4M3.
+        dtype: the dtype of the result: float32, or that of the values; for codes, float32 or bfloat16.
+
+    Returns:
+        `(shards, groups, high / shards, wide)`.
     """
     codes = left.dtype == jnp.uint8
     (high, rows), wide = (left.shape, right.shape[0]) if codes else (left.shape[::-1], right.shape[1])
-    # in three dimensions: with four, of which one is 1, XLA transposes in two passes what it can in one
+    # in three dimensions: with four, of which one has size 1, XLA would transpose in two passes instead of one
     result = jax.ShapeDtypeStruct((shards * starts.size, high // shards, wide), dtype)
     operands = [left, right, _scales(scales), starts, stops]
     kinds = dict(left_e5m2=left_e5m2, right_e5m2=right_e5m2)
@@ -88,10 +96,10 @@ def grouped_outer(
 
 
 def take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `rows[index]`, with zeros where `index` is no row's; on GPUs alone.
+    """Returns `rows[index]`, with zeros where `index` is out of range. GPUs only.
 
     Args:
-        rows: `(rows, columns)`, a multiple of 16 bytes each.
+        rows: `(rows, columns)`. The size of a row must be a multiple of 16 bytes.
         index: int32 `(places,)`.
     """
     return call(
@@ -102,14 +110,14 @@ def take(rows: jax.Array, index: jax.Array) -> jax.Array:
 def transpose(
     rows: jax.Array, starts: jax.Array, stops: jax.Array, *, matrices: int, index: jax.Array | None = None
 ) -> jax.Array:
-    """Returns rows of bytes transposed, in tiles of up to 128 rows with zeros behind them; on GPUs alone.
+    """Transposes rows of bytes in tiles of up to 128 rows, each padded with zeros to 128. GPUs only.
 
     Args:
-        rows: uint8 `(rows, columns)`, a multiple of 16 columns.
-        starts, stops: int32 `(tiles,)`.
-        matrices: how many to make, of equally many tiles, one beside the other.
-        index: int32 `(places,)`: which row stands at each place, which `starts` and `stops` then count; zeros where it
-            is no row's. By default rows stand at places of their own.
+        rows: uint8 `(rows, columns)`. The number of columns must be a multiple of 16.
+        starts, stops: int32 `(tiles,)`, the first row of each tile and the row after its last.
+        matrices: the number of matrices to make. Each consists of the same number of tiles, side by side.
+        index: int32 `(places,)`, the row at each place, or zeros at a place whose index is out of range. `starts` and
+            `stops` then count places. By default, they count rows.
 
     Returns:
         uint8 `(matrices, columns, tiles // matrices * 128)`.

@@ -1,4 +1,4 @@
-"""The compiled module: found or not, fit for this jaxlib or not, registered once, when first used."""
+"""Loads the compiled module on first use, checks that it fits this jaxlib, and registers its handlers once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import importlib
 import importlib.metadata
 import pathlib
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from ..formats import FORMATS
+
+# What a GPU can run of the kernels: code that was compiled for it, code that its driver translates, or nothing.
+Code = Literal["machine code", "PTX", "none"]
 
 _MODULE = f"{__package__}._native"
 REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .` in a checkout"
@@ -19,21 +22,22 @@ REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .
 
 @functools.cache
 def _library() -> Any:
-    """Returns the module, its handlers registered, or `None` where the package was installed without a compiler.
+    """Returns the module with its handlers registered, or `None` if the package was installed without a compiler.
 
     Raises:
-        ImportError: if the module is there but broken, or newer than jaxlib; JAX would die of it later.
+        ImportError: if the module exists but is broken, was built for a newer foreign function interface than
+            jaxlib's, which would crash JAX later, or was built for other formats.
     """
     try:
         library = importlib.import_module(_MODULE)
-    except ModuleNotFoundError as missing:  # never built; any other failure is loud
+    except ModuleNotFoundError as missing:  # never built; any other failure is raised
         if missing.name != _MODULE:
             raise
         return None
     _check_version(library.ffi_version)
     if (built := [str(facts["name"]) for facts in library.formats()]) != list(FORMATS):
         raise ImportError(
-            f"the kernels of gtp_jax were built for the formats {', '.join(built)}, and this version has "
+            f"the kernels of gtp_jax were built for the formats {', '.join(built)}, but this version has "
             f"{', '.join(FORMATS)}. Build them again: {REBUILD}."
         )
     for platform, handlers in library.handlers().items():
@@ -43,7 +47,8 @@ def _library() -> Any:
 
 
 def _check_version(built: tuple[int, int]) -> None:
-    """jaxlib refuses handlers built for a newer interface than its own, and takes the whole backend down with them."""
+    """Raises an error if the handlers were built for a newer interface than jaxlib's. Otherwise jaxlib would reject
+    them, and the whole backend would fail to start."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         int(match.group(1)) if (match := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
@@ -57,38 +62,52 @@ def _check_version(built: tuple[int, int]) -> None:
 
 
 def is_built() -> bool:
-    """Returns whether there is a compiled module."""
+    """Returns whether the compiled module is available."""
     return _library() is not None
 
 
 @functools.cache
 def has(target: str, platform: str) -> bool:
-    """Returns whether there is a handler.
+    """Returns whether the compiled module has a handler.
 
     Args:
-        target: its name, such as `"gtp_quantize"`.
-        platform: `"cpu"` or `"CUDA"`, XLA's names.
+        target: the name of the handler, such as `"gtp_quantize"`.
+        platform: XLA's name of the platform, `"cpu"` or `"CUDA"`.
 
     Raises:
-        ImportError: if the module is there but broken, or newer than jaxlib.
+        ImportError: if the module exists but cannot be used, as in `_library`.
     """
     library = _library()
     return library is not None and target in library.handlers()[platform]
 
 
-def has_machine_code(capability: str) -> bool:
-    """Returns whether kernels were compiled for a GPU. If not, its driver translates their PTX.
+def code_for(capability: str) -> Code:
+    """Returns in which form the kernels have code that a GPU can run.
+
+    Machine code runs on GPUs of its own major capability, of its minor one and later. A driver translates PTX for its
+    own capability and later. With the suffix `a` both are for their own capability alone, with `f` for their major one.
 
     Args:
-        capability: its compute capability, such as `"9.0"`.
+        capability: the GPU's compute capability, such as `"9.0"`.
     """
-    library, number = _library(), capability.replace(".", "")
-    built = library.cuda_architectures.split() if library is not None else []
-    return any(re.fullmatch(rf"{number}[af]?(-real)?", name) for name in built)
+    library, found = _library(), False
+    major, minor = (int(part) for part in capability.split("."))
+    for name in library.cuda_architectures.split() if library is not None else ():
+        parts = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", name)
+        if parts is None:
+            continue
+        own, suffix = (int(parts[1]), int(parts[2])), parts[3]
+        same = own == (major, minor)
+        of_family = own[0] == major and own[1] <= minor
+        if parts[4] != "-virtual" and (same if suffix == "a" else of_family):
+            return "machine code"
+        if parts[4] != "-real" and (same if suffix == "a" else of_family if suffix else own <= (major, minor)):
+            found = True
+    return "PTX" if found else "none"
 
 
 def describe() -> str:
-    """Returns what was built, or why not, in a few words."""
+    """Returns a short description of what was built, or why nothing was."""
     library = _library()
     if library is None:
         return "not built: no working C++ compiler when gtp_jax was installed"

@@ -39,6 +39,8 @@ class Attention(Layer):
         rotary_dim: how many of the first dimensions of a head are rotated; all by default.
         norm: of the input, as in `LayerNormDense`.
         epsilon: of all norms.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2; by default `use_bias`, an option, which
+            gives one to the output as well.
         sequence_parallel: as in `Dense`.
         rngs: the `params` stream is used, and `dropout` where there is any.
         options: passed to both `Dense` layers.
@@ -66,6 +68,7 @@ class Attention(Layer):
         rotary_dim: int | None = None,
         norm: Norm = "rms",
         epsilon: float = 1e-6,
+        qkv_bias: bool | None = None,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
         **options: Any,
@@ -78,7 +81,8 @@ class Attention(Layer):
         group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
         units = {"query": group, "key": head_dim, "value": head_dim}
         # padding is whole heads of zeros, which attend to nothing but zeros
-        self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **shared)
+        of_qkv = shared if qkv_bias is None else {**shared, "use_bias": qkv_bias}
+        self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **of_qkv)
         self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)
         self.core = AttentionCore(
             num_heads=num_heads,

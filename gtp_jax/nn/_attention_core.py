@@ -75,7 +75,7 @@ class AttentionCore(nnx.Module):
     ) -> None:
         check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
         if rope_theta is not None:
-            check_rotary(head_dim, rotary_dim, rope_scaling)
+            check_rotary(head_dim, rotary_dim, rope_theta, rope_scaling)
         elif rope_scaling is not None or rotary_dim is not None:
             raise ValueError("`rope_scaling` and `rotary_dim` are of a rotary embedding, and `rope_theta` is None.")
         self.head_dim, self.dtype, self.epsilon, self.causal = head_dim, jnp.dtype(dtype), epsilon, causal

@@ -1,4 +1,4 @@
-"""Numeric operations on plain arrays, and on quantized ones."""
+"""Numeric operations on plain arrays and on quantized arrays."""
 
 from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax

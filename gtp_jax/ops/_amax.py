@@ -1,4 +1,4 @@
-"""The largest finite magnitudes of arrays."""
+"""The amax (largest finite magnitude) of arrays, and the Hadamard transform."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from .reference import hadamard as _transform
 def multi_amax(
     arrays: Sequence[Float[jax.Array, " ..."]], *, stacked: bool = False, implementation: Implementation | None = None
 ) -> Float32[jax.Array, " amaxes"]:
-    """Returns the largest finite magnitude of each of many arrays, in one launch.
+    """Returns the largest finite magnitude of each of several arrays, in one launch.
 
-    NaN and Inf are left out, so that they spoil their own block and not the scale of the whole tensor.
+    NaN and Inf are ignored, so that they spoil only their own block, not the scale of the whole tensor.
 
     Args:
-        arrays: float32, bfloat16 or float16, any number, shapes and mixture; an empty one has amax 0.
-        stacked: whether every array is a stack along its first dimension, of which each index has an amax.
-        implementation: `"reference"`, `"native"`, or `None` for the best at hand.
+        arrays: a list of any number of arrays in float32, bfloat16 or float16, of any shapes. The amax of an empty
+            array is 0.
+        stacked: whether every array is a stack along its first dimension, with one amax per index.
+        implementation: `"reference"`, `"native"`, or `None` for the best available.
 
     Returns:
-        float32 `(len(arrays),)`; if `stacked`, the stacks' amaxes one after another.
+        float32 `(len(arrays),)`; if `stacked`, the amaxes of all stacks, concatenated.
 
     Raises:
-        TypeError: if `arrays` is a single array, or one of them has another dtype.
-        ValueError: if `stacked`, and one is a scalar.
+        TypeError: if `arrays` is a single array, or one of the arrays has another dtype.
+        ValueError: if `stacked`, and one of the arrays is a scalar.
     """
     if hasattr(arrays, "dtype"):
         raise TypeError("`arrays` is one array; it must be a list of arrays. Write `multi_amax([x])[0]`.")
     values = [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
     for index, x in enumerate(values):
         if stacked and x.ndim == 0:
-            raise ValueError(f"`arrays[{index}]` is a scalar; with `stacked` it has a first dimension.")
+            raise ValueError(f"`arrays[{index}]` is a scalar; with `stacked` it must have at least one dimension.")
     return call("multi_amax", implementation, values, stacked=stacked)
 
 
 def hadamard_amax(
     x: Float[jax.Array, "... columns"], *, implementation: Implementation | None = None
 ) -> Float32[jax.Array, ""]:
-    """Returns the largest finite magnitude of `hadamard(x)`, without making it; a float32 scalar.
+    """Returns the largest finite magnitude of `hadamard(x)`, a float32 scalar, without storing the transformed array.
 
     Args:
         x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16.
@@ -69,14 +70,14 @@ def _inverse(x: jax.Array) -> jax.Array:
 
 
 def hadamard(x: Float[jax.Array, "... columns"], *, inverse: bool = False) -> BFloat16[jax.Array, "*lead rows columns"]:
-    """Returns the 16 x 16 random Hadamard transform along the rows, as the column-wise copy of `NVFP4_1D` may use it.
+    """Returns the 16 x 16 random Hadamard transform along the rows, an option of the column-wise copy of `NVFP4_1D`.
 
-    Every run of 16 rows becomes `H (d * x)`, H orthogonal with entries +-1/4, d fixed signs. A matmul that contracts
-    the rows of two arrays transformed alike is unchanged by it.
+    Every run of 16 rows becomes `H (d * x)`, where H is orthogonal with entries +-1/4, and d are fixed signs. If both
+    operands of a matmul are transformed along the rows that it contracts, the product does not change.
 
     Args:
         x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16; M is padded with zeros to a multiple of 16.
-        inverse: undo it: `d * (H x)`.
+        inverse: whether to return the inverse transform, `d * (H x)`.
 
     Returns:
         bfloat16 `(*lead, M rounded up to 16, K)`, computed in float32 and rounded once.
@@ -89,7 +90,8 @@ def hadamard(x: Float[jax.Array, "... columns"], *, inverse: bool = False) -> BF
 
 
 def power_of_two_amax(amax: Float32[jax.Array, "*shape"], format: Format) -> Float32[jax.Array, "*shape"]:
-    """Returns the next amax up that makes the tensor's scale a power of two; as it is where there is none."""
+    """Returns the smallest amax, at least as large as the given one, that makes the tensor's scale a power of two; the
+    given one if there is none."""
     least = amax / format.largest
     mantissa, exponent = jnp.frexp(least)
     unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))

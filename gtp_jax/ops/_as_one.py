@@ -1,4 +1,4 @@
-"""What a derivative's rule computes as one operation."""
+"""Wraps what the rule of a derivative computes as one operation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax
 
 
 def as_one(function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns `function(*operands)`, which remat policies see as one operation, and whose derivatives are JAX's own.
+    """Returns `function(*operands)` as one operation for remat policies, with the derivatives that JAX gives it.
 
-    A policy that keeps products would keep every part of one that is made in parts. A rule cannot call its own
-    `jax.custom_vjp` instead, which hides them too: where a gradient is differentiated forward, JAX would refuse it.
+    If a product is computed in parts, a policy that saves products would save every part. A rule cannot hide them by
+    calling its own `jax.custom_vjp`, because JAX would raise an error where a gradient is differentiated in forward
+    mode.
 
     Args:
-        function: closes over no array that is traced.
+        function: a function that closes over no traced array.
         operands: pytrees of arrays.
     """
     operation = jax.custom_jvp(function)

@@ -1,4 +1,4 @@
-"""Dot-product attention: cuDNN's where it computes the same, written out in jax.numpy elsewhere."""
+"""Dot-product attention: cuDNN's kernels where they compute the same, otherwise written out in jax.numpy."""
 
 from __future__ import annotations
 
@@ -34,54 +34,58 @@ def attention(
 ) -> jax.Array:
     """Computes `softmax(soft_cap(q k^T * scale), where allowed) v`, for each head.
 
-    The softmax is taken in at least float32. A query that may attend to no key gets zeros, and has no gradient.
-    Written out, the scores of a head are an array of `(queries, keys)`; cuDNN never makes them.
+    The softmax is computed in at least float32. The output of a query that may not attend to any key is zero, and has
+    no gradient. When attention is written out, the scores of a head are an array of `(queries, keys)`; cuDNN never
+    stores them.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.
         k: `(batch, keys, num_kv_heads, head_dim)`; `num_kv_heads` divides `heads`.
-        v: like `k`.
-        causal: whether a query attends to no later key.
-        window: how far a query sees: keys less than this many places away, its own included. With `causal` the last
-            `window` keys, as in Mistral (arXiv 2310.06825).
+        v: the same shape as `k`.
+        causal: whether a query may not attend to later keys.
+        window: the size of the attention window: a query attends to keys less than this many positions away, including
+            the key at its own position. With `causal`, these are the last `window` keys, as in Mistral
+            (arXiv 2310.06825).
         mask: boolean, true where a query may attend: `(queries, keys)`, `(batch, queries, keys)`, or
-            `(batch, heads, queries, keys)` with 1 for what is alike for all.
-        segment_ids: `(batch, sequence)` integers; tokens attend only to those of the same id. For queries and keys of
-            different sequences a pair. Ids that are runs, such as documents behind one another, are fastest.
-        scale: of the scores; `head_dim ** -0.5` by default.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv 2408.00118).
-        sinks: `(heads,)`, a logit that takes part in each softmax with no value behind it (gpt-oss).
-        dropout_rate: the share of attention weights set to 0; the others grow by `1 / (1 - dropout_rate)`.
-        dropout_key: of `jax.random`, needed for dropout.
-        query_position: the place of the first query among the keys, for queries that continue a sequence whose earlier
-            keys are cached: an integer, or integers `(batch,)`. The others follow it, and `causal` and `window` count
-            from these places. By default the queries are all of the sequence. 0 with as many keys as queries gives the
-            same bits.
-        implementation: `"reference"`, written out; `"native"`, cuDNN's; or `None` for the best at hand. What cuDNN
-            does not compute, `cudnn_lacks` says.
+            `(batch, heads, queries, keys)`, where batch and heads may be 1.
+        segment_ids: `(batch, sequence)` integers. Tokens attend only to tokens with the same id. If queries and keys
+            are of different sequences, a pair of such arrays. Attention is fastest if the ids form runs, as those of
+            consecutive documents do.
+        scale: the factor of the scores; `head_dim ** -0.5` by default.
+        soft_cap: if given, scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv 2408.00118).
+        sinks: `(heads,)`, for each head a logit that takes part in the softmax but has no value (gpt-oss).
+        dropout_rate: the fraction of attention weights set to 0. The others are multiplied by
+            `1 / (1 - dropout_rate)`.
+        dropout_key: a key of `jax.random`, required for dropout.
+        query_position: the position of the first query among the keys, for queries that continue a sequence whose
+            earlier keys are cached: an integer, or integers `(batch,)`. The other queries follow it, and `causal` and
+            `window` count from these positions. By default, the queries are the whole sequence. With as many keys as
+            queries, 0 gives the same bits as the default.
+        implementation: `"reference"` for the written-out form, `"native"` for cuDNN, or `None` for the best available.
+            `cudnn_lacks` returns what cuDNN does not support.
 
     Returns:
         `(batch, queries, heads, head_dim)`, in the dtype of `q`.
 
     Raises:
-        ValueError: if arguments do not fit each other.
-        NotImplementedError: if `implementation` is `"native"`, and cuDNN does not take these.
+        ValueError: if the arguments are not consistent with each other.
+        NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
     """
     head_dim, rate = q.shape[-1], dropout_rate
     _check(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, rate, dropout_key)
     first = _check_places(q, k, causal, window, query_position)
-    if isinstance(scale, jax.Array):  # kernels take a number that is known when they are compiled
+    if isinstance(scale, jax.Array):  # kernels need a scale that is known at compile time
         q, scale = (q * scale).astype(q.dtype), 1.0
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
     allowed = allowed_by(mask, segment_ids)
-    # true if a query may see no key, not even its own
+    # true if some query may have no key to attend to, not even its own
     unseeing = first is not None or mask is not None or isinstance(segment_ids, tuple)
     if first is not None:
         allowed = both(allowed, in_order(q.shape[1], k.shape[1], causal, window, first))
         causal, window = False, None
     if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        lacks = f"cuDNN takes a mask over sequences of even length; these are {q.shape[1]} and {k.shape[1]}"
+        lacks = f"cuDNN supports masks over sequences of even length only; these are {q.shape[1]} and {k.shape[1]}"
     if runs_native("attention", implementation, lacks):
         options: dict[str, Any] = {"causal": causal, "window": window}
         if not unseeing and segment_ids is not None and not packed_lacks(q, **options):
@@ -94,23 +98,23 @@ def attention(
 def cudnn_lacks(
     dtype: jax.typing.DTypeLike, head_dim: int, *, soft_cap: bool = False, sinks: bool = False, dropout: bool = False
 ) -> str:
-    """Says why cuDNN, by `jax.nn.dot_product_attention` of jax 0.11.2 and 0.12.0, does not compute such attention on
-    the devices at hand; nothing if it does.
+    """Returns why cuDNN, called through `jax.nn.dot_product_attention` of jax 0.11.2 and 0.12.0, does not support such
+    attention on the current devices; an empty string if it does.
 
-    Causal and windowed attention run in its kernels, and segments where `packed_lacks` says nothing. A boolean mask, a
-    window without `causal`, and other segments are an array of `(queries, keys)` that it reads.
+    Its kernels compute causal and windowed attention without a mask, and segments where `packed_lacks` returns an empty
+    string. For a boolean mask, a window without `causal`, and other segments, they read an array of `(queries, keys)`.
     """
     extras = {"soft cap": soft_cap, "sinks": sinks, "dropout": dropout}
     asked = [name for name, wanted in extras.items() if wanted]
     if asked:
         return f"jax.nn has no {' and no '.join(asked)} in cuDNN's attention"
     if platform() != "gpu":
-        return "cuDNN runs on GPUs"
+        return "cuDNN runs on GPUs only"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN takes bfloat16 and float16 on GPUs, and this is {jnp.dtype(dtype)}"
+        return f"cuDNN supports bfloat16 and float16 on GPUs, and this is {jnp.dtype(dtype)}"
     largest = largest_attention_head()
     if head_dim % 8 or head_dim > largest:
-        return f"cuDNN takes heads of a multiple of 8 up to {largest} on these GPUs, and this is {head_dim}"
+        return f"cuDNN supports heads of a multiple of 8 up to {largest} on these GPUs, and this is {head_dim}"
     return ""
 
 
@@ -129,7 +133,7 @@ def _by_cudnn(
     if window is not None and causal and allowed is None:
         return jax.nn.dot_product_attention(q, k, v, local_window_size=(window - 1, 0), **options)
     ordered = in_order(q.shape[1], k.shape[1], causal, window)
-    if window is not None:  # of a window to both sides, or beside a mask, cuDNN has no kernel
+    if window is not None:  # cuDNN has no kernel for a window to both sides, or for a window with a mask
         allowed = both(allowed, None if ordered is None else ordered[None, None])
     if allowed is None:
         return jax.nn.dot_product_attention(q, k, v, **options)
@@ -138,8 +142,8 @@ def _by_cudnn(
         return jax.nn.dot_product_attention(q, k, v, mask=allowed, **options)
     where = allowed if ordered is None else allowed & ordered
     some = jnp.any(where, axis=-1, keepdims=True)
-    # The kernel adds a large negative number to masked scores, which may overflow where a row has no other: such a row
-    # sees all keys, and its output is dropped.
+    # The kernel adds a large negative number to masked scores, which may overflow if all scores of a row are masked. So
+    # such a row attends to all keys, and its output is replaced by zeros.
     mixed = jax.nn.dot_product_attention(q, k, v, mask=allowed | ~some, **options)
     return jnp.where(jnp.swapaxes(some, 1, 2), mixed, 0)
 
@@ -157,7 +161,7 @@ def _written_out(
     dropout_rate: float,
     dropout_key: jax.Array | None,
 ) -> jax.Array:
-    # jax.nn's own XLA path takes the softmax in float32 whatever the inputs; here float64 stays float64.
+    # jax.nn's own XLA path computes the softmax in float32 for any input dtype; here float64 stays float64.
     batch, queries, heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     groups = jnp.reshape(q, (batch, queries, num_kv_heads, heads // num_kv_heads, head_dim))
@@ -174,7 +178,7 @@ def _written_out(
     probs = jax.nn.softmax(scores, axis=-1)
     if sinks is not None:
         probs = probs[..., :-1]
-    if unseeing and where is not None:  # a row without keys is uniform, and gets no value and no gradient
+    if unseeing and where is not None:  # the softmax of a row without keys is uniform; give it no value and no gradient
         probs = jnp.where(where, probs, 0)
     if dropout_rate:
         assert dropout_key is not None
@@ -201,8 +205,8 @@ def _check(
     (batch, queries, heads, head_dim), (keys, num_kv_heads) = q.shape, k.shape[1:3]
     if k.shape != (batch, keys, num_kv_heads, head_dim) or v.shape != k.shape or heads % num_kv_heads:
         raise ValueError(
-            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` have one shape, batch and head_dim are those of "
-            "`q`, and their number of heads divides that of `q`."
+            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` must have the same shape, with the batch and "
+            "head_dim of `q`, and a number of heads that divides that of `q`."
         )
     check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
     if mask is not None:
@@ -212,18 +216,18 @@ def _check(
         shapes = tuple(ids.shape for ids in segment_ids) if pair else (segment_ids.shape,) * 2
         if shapes != ((batch, queries), (batch, keys)):
             raise ValueError(
-                f"`segment_ids` has the shape {shapes if pair else shapes[0]}; ids of queries are {(batch, queries)} "
-                f"and of keys {(batch, keys)}, a pair where these differ."
+                f"`segment_ids` has the shape {shapes if pair else shapes[0]}; it must be {(batch, queries)} for "
+                f"queries and {(batch, keys)} for keys, as a pair if these differ."
             )
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"`sinks` has the shape {sinks.shape}; it must be ({heads},), a logit for each query head.")
+        raise ValueError(f"`sinks` has the shape {sinks.shape}; it must be ({heads},), one logit per query head.")
     if dropout_rate and dropout_key is None:
         raise ValueError(f"`dropout_rate` is {dropout_rate}, which needs a `dropout_key`.")
 
 
 def _check_places(q: jax.Array, k: jax.Array, causal: bool, window: int | None, position: Any) -> Any:
-    """Returns the place of the first query among the keys, if it decides what is seen; `None` if places are simply
-    0, 1, ..."""
+    """Returns the position of the first query among the keys if it affects which keys are attended to; `None` if the
+    positions are 0, 1, ..."""
     queries, keys = q.shape[1], k.shape[1]
     if position is not None:
         _check_query_position(position, q.shape[0], queries, keys)
@@ -231,51 +235,51 @@ def _check_places(q: jax.Array, k: jax.Array, causal: bool, window: int | None, 
         return position if (causal or window is not None) and not whole else None
     if causal and queries != keys:
         raise ValueError(
-            f"`causal` compares places in one sequence, and {queries} queries have {keys} keys. Pass the place of the "
-            "first query among the keys as `query_position`."
+            f"`causal` compares positions in one sequence, but there are {queries} queries and {keys} keys. Pass the "
+            "position of the first query among the keys as `query_position`."
         )
     return None
 
 
 def _check_query_position(position: Any, batch: int, queries: int, keys: int) -> None:
-    """Refuses a place of the first query that is no place among the keys.
+    """Checks that the position of the first query is a position among the keys, with room for the other queries.
 
-    A value that is not known while a program is traced is not looked at: a query behind the last key sees all keys, and
-    one ahead of the first key sees none.
+    A traced value cannot be checked. With `causal`, a query after the last key then attends to all keys, and one before
+    the first key attends to none.
 
     Raises:
-        TypeError: if it is no integer.
-        ValueError: naming its shape or value, and what is allowed.
+        TypeError: if the position is not an integer.
+        ValueError: if its shape or value is not allowed; the message names it, and what is allowed.
     """
     if isinstance(position, bool) or not jnp.issubdtype(jnp.result_type(position), jnp.integer):
         raise TypeError(f"`query_position` is {position!r}; it must be an integer, or integers of shape ({batch},).")
     if jnp.shape(position) not in ((), (batch,)):
         raise ValueError(
-            f"`query_position` has the shape {jnp.shape(position)}; it must be a scalar, or ({batch},), one place for "
-            "each example."
+            f"`query_position` has the shape {jnp.shape(position)}; it must be a scalar, or ({batch},), one position "
+            "per example."
         )
     if isinstance(position, Tracer):
         return
-    places = np.asarray(position)  # known, even while a program is traced
+    places = np.asarray(position)  # concrete, even while a program is traced
     lowest, highest = int(places.min()), int(places.max())
     if lowest < 0 or highest + queries > keys:
         got = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
         raise ValueError(
-            f"`query_position` is {got}; {queries} queries among {keys} keys begin at a place from 0 to "
+            f"`query_position` is {got}; for {queries} queries among {keys} keys, it must be from 0 to "
             f"{keys - queries}."
         )
 
 
 def check_mask(mask: Any, batch: int, queries: int, keys: int, heads: int) -> None:
-    """Refuses a mask that is not boolean, or does not fit.
+    """Checks that a mask is boolean, and that its shape fits.
 
     Raises:
-        ValueError: naming its shape or dtype, and what is allowed.
+        ValueError: if it does not; the message names its shape or dtype, and what is allowed.
     """
     if mask.dtype != jnp.bool_:
         raise ValueError(
             f"`mask` is of {mask.dtype}; it must be boolean, true where a query may attend. Write `mask > 0`, or "
-            "`bias == 0` of a mask that is added."
+            "`bias == 0` for an additive mask."
         )
     leading = {2: ((),), 3: ((batch,), (1,)), 4: tuple((b, h) for b in (batch, 1) for h in (heads, 1))}
     if mask.ndim not in leading or mask.shape[:-2] not in leading[mask.ndim] or mask.shape[-2:] != (queries, keys):
@@ -286,14 +290,14 @@ def check_mask(mask: Any, batch: int, queries: int, keys: int, heads: int) -> No
 
 
 def check_choices(*, window: int | None, soft_cap: float | None, dropout_rate: float) -> None:
-    """Refuses numbers out of range.
+    """Checks that numbers are in range.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: if one is not; the message names the argument, its value and what is allowed.
     """
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"`window` is {window!r}; it must be a number of keys, at least 1, or None for all.")
+        raise ValueError(f"`window` is {window!r}; it must be a number of keys, at least 1, or None for no window.")
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"`soft_cap` is {soft_cap}; it must be a number above 0, or None for none.")
+        raise ValueError(f"`soft_cap` is {soft_cap}; it must be a number above 0, or None for no soft cap.")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"`dropout_rate` is {dropout_rate}; it must be at least 0 and below 1.")

@@ -13,26 +13,26 @@ from ..formats import FORMATS, Format
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _NAMES = "float32, bfloat16 or float16"
 
-# The largest number that operations take as a parameter: float32, in which they compute, has no larger one.
+# The largest number that operations accept as a parameter: the largest float32, because they compute in float32.
 MOST = float(np.finfo(np.float32).max)
 
 
 def check_format(format: Any) -> None:
-    """Raises TypeError unless it is a format."""
+    """Raises a TypeError unless the argument is a format."""
     if not isinstance(format, Format):
         known = ", ".join(f"gtp_jax.formats.{name}" for name in FORMATS)
         raise TypeError(f"`format` is {format!r}; it must be one of {known}.")
 
 
 def check_dtype(name: str, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype, if values may have it."""
+    """Returns the dtype, or raises a TypeError if values may not have it."""
     if jnp.dtype(dtype) not in DTYPES:
         raise TypeError(f"`{name}` is {jnp.dtype(dtype)}; it must be {_NAMES}. Cast first.")
     return jnp.dtype(dtype)
 
 
 def as_values(name: str, x: Any) -> jax.Array:
-    """Returns the array, if it is one of floats that can be quantized."""
+    """Returns the array, or raises a TypeError if it is not an array of a float dtype that can be quantized."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"`{name}` is a {type(x).__name__}; it must be an array of {_NAMES}.")
     check_dtype(name, x.dtype)
@@ -40,17 +40,17 @@ def as_values(name: str, x: Any) -> jax.Array:
 
 
 def as_matrix(name: str, x: Any) -> jax.Array:
-    """Returns the array as `(*lead, M, K)`; one dimension becomes one row."""
+    """Returns the array as `(*lead, M, K)`; an array of one dimension becomes one row."""
     x = as_values(name, x)
     if x.ndim == 0:
-        raise ValueError(f"`{name}` is a scalar; it has shape (*lead, M, K), or (K,) for one row.")
+        raise ValueError(f"`{name}` is a scalar; its shape must be (*lead, M, K), or (K,) for one row.")
     return x[None, :] if x.ndim == 1 else x
 
 
 def as_amax(amax: Any, lead: tuple[int, ...]) -> jax.Array:
-    """Returns a given amax as a float32 array whose shape is the first dimensions of `lead`."""
+    """Returns a given amax as a float32 array whose shape is a prefix of `lead`."""
     if hasattr(amax, "dtype") and amax.dtype != jnp.float32 and not getattr(amax, "weak_type", False):
-        raise TypeError(f"`amax` is {amax.dtype}; it must be float32, as `gtp_jax.multi_amax` gives it.")
+        raise TypeError(f"`amax` is {amax.dtype}; it must be float32, as `gtp_jax.multi_amax` returns it.")
     amax = jnp.asarray(amax, jnp.float32)
     if amax.shape != lead[: amax.ndim]:
         raise ValueError(

@@ -14,19 +14,19 @@ from ._ids import to_index
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None, vocab_size: int) -> jax.Array:
-    """Returns `-log softmax(logits)[target]` of every token; 0 where the target is negative, whatever the logits.
+    """Returns `-log softmax(logits)[target]` of every token; 0 where the target is negative, for any logits.
 
-    A target of `vocab_size` or more has the loss NaN, and no gradient. Second derivatives exist, by `jax.jvp` or
-    `jax.grad` of `jax.grad`; a first one in reverse mode only.
+    For a target of `vocab_size` or more, the loss is NaN, and has no gradient. The function itself can be
+    differentiated in reverse mode only; its gradient can be differentiated by `jax.jvp` or `jax.grad`.
 
-    Only the logits, in their own dtype, and one log-sum-exp a token are kept for backward. On GPUs the wide copy of
-    the logits lives inside fused reductions and is never an array; XLA's CPU compiler makes one.
+    Only the logits, in their own dtype, and one log-sum-exp per token are saved for backward. On GPUs, the wide copy of
+    the logits exists only inside fused reductions, never as an array; XLA's CPU compiler does make an array.
 
     Args:
         logits: `(..., vocab_slice)`: this rank's slice of the vocabulary.
         targets: `(...)`, integer ids in the whole vocabulary.
         axis: the manual mesh axis that shards the vocabulary, or `None` if it is whole.
-        vocab_size: of the whole vocabulary; slices may be padded behind it, with logits of -inf.
+        vocab_size: the size of the whole vocabulary. Slices may be padded beyond it, with logits of -inf.
 
     Returns:
         `(...)` in at least float32; equal on every rank of `axis`.
@@ -37,7 +37,7 @@ def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None,
 def _forward(logits: jax.Array, targets: jax.Array, axis: str | None, vocab_size: int):
     targets = to_index(targets)
     wide = _wide(logits, targets)
-    # The maximum is a constant shift: its derivatives cancel, and `pmax` has none.
+    # The maximum is a constant shift: its derivatives cancel, and `pmax` is not differentiable.
     top = lax.stop_gradient(jnp.max(wide, axis=-1))
     if axis is not None:
         top = lax.pmax(top, axis)

@@ -1,13 +1,14 @@
-"""Calls cuDNN's fused attention by XLA's custom calls, because `jax.nn.dot_product_attention` cannot say packed rows.
+"""Calls cuDNN's fused attention through XLA's custom calls, because `jax.nn.dot_product_attention` does not support
+packed rows.
 
-XLA replaces custom calls of these targets by cuDNN's kernels and finds the rest in the backend configuration:
-openxla/xla, `xla/backends/gpu/transforms/cudnn_custom_call_compiler.cc` and `CudnnfMHABackendConfig` of
-`xla/service/gpu/backend_configs.proto`. Attention without documents is the very call that jax.nn emits, which a test
-compares.
+XLA replaces custom calls of these targets by cuDNN's kernels, and takes their parameters from the backend
+configuration: openxla/xla, `xla/backends/gpu/transforms/cudnn_custom_call_compiler.cc` and `CudnnfMHABackendConfig` of
+`xla/service/gpu/backend_configs.proto`. Attention without documents is exactly the call that jax.nn emits; a test
+compares the two.
 
-In cuDNN's packed layout (ragged offsets) each document is an example of its own, with a length and an offset; what lies
+In cuDNN's packed layout (ragged offsets), each document is an example of its own, with a length and an offset. What is
 between documents is neither read nor written. The number of documents is a constant of the program, a multiple of the
-batch; those that are not there have the length 0.
+batch; unused documents have length 0.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 _FORWARD = {False: "__cudnn$fmhaSoftmax", True: "__cudnn$fmhaScaleBiasSoftmax"}
 _BACKWARD = {False: "__cudnn$fmhaSoftmaxBackward", True: "__cudnn$fmhaScaleBiasSoftmaxBackward"}
 _ELEMENTS = {"bfloat16": "BF16", "float16": "F16"}
-_STATUS_RETURNING = 2  # the version of the custom call API that jax.nn states for these targets
+_STATUS_RETURNING = 2  # the version of the custom call API that jax.nn sets for these targets
 
-# Dimensions that the matmuls of attention contract, and those of their batch, of operands (batch, sequence, heads,
-# head_dim) and scores (batch, heads, queries, keys): left and right contracted, left and right batch.
+# The dimensions that the matmuls of attention contract, and their batch dimensions, for operands (batch, sequence,
+# heads, head_dim) and scores (batch, heads, queries, keys): left and right contracted, left and right batch.
 _FORWARD_DOTS = {
     "bmm1_dot_dimension_numbers": (3, 3, (0, 2), (0, 2)),
     "bmm2_dot_dimension_numbers": (3, 1, (0, 1), (0, 2)),
@@ -38,11 +39,11 @@ _BACKWARD_DOTS = {
 
 
 class Ragged(NamedTuple):
-    """Where documents are, in tokens of all rows behind one another.
+    """The positions of documents, in tokens of all rows concatenated.
 
     Attributes:
-        starts: `(documents + 1,)` int32, ascending. Those behind the last document are the number of tokens.
-        lengths: `(documents,)` int32, none above the sequence of `q`, which a document may lie across rows of.
+        starts: `(documents + 1,)` int32, ascending. Entries after the last document are the number of tokens.
+        lengths: `(documents,)` int32, at most the sequence length of `q`. A document may extend across rows of `q`.
     """
 
     starts: jax.Array
@@ -50,12 +51,12 @@ class Ragged(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a program of attention is specialised to.
+    """The options that are constants of an attention kernel.
 
     Attributes:
-        causal: whether a query attends to no later key.
-        window: how many keys a query sees, its own included; only with `causal`.
-        scale: of the scores.
+        causal: whether a query may not attend to later keys.
+        window: the number of keys that a query attends to, its own included; only with `causal`.
+        scale: the factor of the scores.
     """
 
     causal: bool
@@ -66,19 +67,19 @@ class Options(NamedTuple):
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, documents: Ragged | None, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes attention, and what backward needs of the softmax.
+    """Computes attention, and the statistics of the softmax that backward needs.
 
     Args:
         q: `(batch, sequence, heads, head_dim)`, bfloat16 or float16.
         k: `(batch, sequence, kv_heads, head_dim)`.
-        v: like `k`.
+        v: the same shape as `k`.
         bias: `(batch, 1, sequence, sequence)`, added to the scores.
-        documents: whose tokens attend to one another; by default every row is one.
-        options: of the program.
+        documents: the documents within which tokens attend to one another; by default, every row is a document.
+        options: the options of the kernel.
 
     Returns:
-        The output, `(batch, sequence, heads, head_dim)`, and the logarithm of the sum of exponentials, float32:
-        `(batch, heads, sequence)`, or `(documents, heads, sequence)` by places of each document.
+        The output, `(batch, sequence, heads, head_dim)`, and the log-sum-exp of the scores, float32:
+        `(batch, heads, sequence)`, or `(documents, heads, sequence)` by position within each document.
     """
     batch, sequence, heads, _ = q.shape
     count = batch if documents is None else documents.lengths.size
@@ -100,7 +101,7 @@ def backward(
     of_out: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of `q`, `k` and `v` from that of the output; the bias has none.
+    """Computes the gradients of `q`, `k` and `v` from the gradient of the output; `bias` has no gradient.
 
     Args:
         q, k, v, bias, documents, options: as in `forward`.
@@ -115,9 +116,9 @@ def backward(
 
 
 def _call(target: str, heads_first: list[Any], others: list[Any], operands: list[jax.Array], config: str) -> list[Any]:
-    """Calls a target whose results are arrays with heads ahead of the sequence, others, and its workspace."""
-    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA gives it the size that cuDNN asks for
-    # in memory the sequence is ahead of the heads, as in the operands: the transposition moves nothing
+    """Calls a target whose results are arrays with heads before the sequence, then other arrays, then the workspace."""
+    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA gives it the size that cuDNN requires
+    # in memory, the sequence is before the heads, as in the operands, so the transposition moves no data
     layouts = [(0, 2, 1, 3)] * len(heads_first) + [tuple(range(x.ndim)) for x in others] + [(0,)]
     results = jax.ffi.ffi_call(
         target,
@@ -137,7 +138,8 @@ def _heads_first(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Array]:
-    """Returns the documents' lengths in queries and keys, and their offsets in elements; nothing without documents."""
+    """Returns the lengths of documents in queries and keys, and their offsets in elements; without documents, an empty
+    list."""
     if documents is None:
         return []
     starts, lengths = documents
@@ -145,7 +147,7 @@ def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Ar
 
 
 def _config(q: jax.Array, documents: int, options: Options, dots: dict[str, Any]) -> str:
-    """Returns the backend configuration for so many documents a row."""
+    """Returns the backend configuration for this number of documents per row."""
     batch, sequence, heads, _ = q.shape
     mask = {
         (False, False): "NO_MASK",

@@ -1,4 +1,4 @@
-"""Rows of a table by number."""
+"""Looks up rows of an embedding table."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ._slot import SlottedWeight, values_and_slot
 
 
 def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array | np.ndarray) -> jax.Array:
-    """Returns `table[ids]`; the table's gradient is summed in at least float32.
+    """Returns `table[ids]`. The gradient of the table is summed in at least float32.
 
-    An id outside the table, a negative one too, has a row of NaN and adds nothing to the table's gradient.
+    An id outside the table, including a negative one, gets a row of NaN and adds nothing to the table's gradient.
 
-    A token that occurs a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stagnates:
-    additions fall below its last bit. On a GPU, 16-bit atomic additions to one address, which text causes by the
-    thousand and random ids do not, also take longer than all matmuls of a small model.
+    A token that occurs a thousand times in a batch adds a thousand gradient rows into one. In 16 bits, such a sum
+    stagnates: additions fall below its last bit. On a GPU, 16-bit atomic additions to the same address also take longer
+    than all matmuls of a small model. Text causes thousands of them; random ids do not.
 
     Args:
         table: `(rows, features)`.
         ids: `(...)` integers.
 
     Returns:
-        `(..., features)`, in the table's dtype. A slot's gradient has the slot's dtype.
+        `(..., features)`, in the table's dtype. The gradient of a slot has the slot's dtype.
     """
     ids = to_index(jnp.asarray(ids))
     if not isinstance(table, SlottedWeight):
@@ -36,7 +36,7 @@ def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array | np.ndarr
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
-    # forward the conversion is fused into the gather; backward the sum is a float32 table for a while
+    # in forward, the conversion is fused into the gather; in backward, the sum is temporarily a float32 table
     wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
     return _rows(wide, ids).astype(table.dtype)
 

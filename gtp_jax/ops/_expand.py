@@ -1,4 +1,5 @@
-"""Rows to the experts that they chose, and back: gathers both ways, with sums in float32 and in a fixed order."""
+"""Moves rows to the experts that they chose, and back: gathers in both directions, with sums in float32 and in a fixed
+order."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from ._take import take
 
 
 class Window(NamedTuple):
-    """Consecutive places of the pairs of a row and one of its choices, sorted by expert.
+    """A window of consecutive places. Each place holds a pair of a row and one of its choices; pairs are sorted by
+    expert.
 
     Attributes:
-        pairs: int32 `(size,)`: the pair at each place, `row * choices + choice`.
-        places: int32 `(rows, choices)`: the place of each pair; below 0, or `size` and above, of one that is elsewhere.
-        filled: int32: how many places there are; those behind hold nothing.
-        first: int32: the first of them; behind the last place come those ahead of it.
+        pairs: int32 `(size,)`, the pair at each place, `row * choices + choice`.
+        places: int32 `(rows, choices)`, the place of each pair; negative, or at least `size`, if the pair is outside
+            the window.
+        filled: int32, the number of places that hold a pair. The others are empty.
+        first: int32, the first filled place. Filled places are consecutive, and wrap around from the last place to
+            place 0.
     """
 
     pairs: jax.Array
@@ -35,21 +39,22 @@ class Window(NamedTuple):
 
     @property
     def real(self) -> jax.Array:
-        """Says of each place whether it holds a pair."""
+        """Whether each place holds a pair, boolean `(size,)`."""
         return self._is_real(jnp.arange(self.pairs.shape[0]))
 
     @property
     def here(self) -> jax.Array:
-        """Says of each pair whether it has a place."""
+        """Whether each pair has a place in the window, boolean `(rows, choices)`."""
         return (self.places >= 0) & (self.places < self.pairs.shape[0]) & self._is_real(self.places)
 
     @property
     def chosen(self) -> jax.Array:
-        """Says of each row whether it has a place."""
+        """Whether each row has a place in the window, boolean `(rows,)`."""
         return jnp.any(self.here, axis=1)
 
     def rolled(self, by: jax.Array) -> Window:
-        """Returns the window whose place 0 is this one's place `by`, and whose last places are those ahead of it."""
+        """Returns the window rotated so that its place 0 is this window's place `by`, and its last places are this
+        window's places before that."""
         size = self.pairs.shape[0]
         places = jnp.where(self.here, (self.places - by) % size, -1)
         return Window(jnp.roll(self.pairs, -by), places, self.filled, (self.first - by) % size)
@@ -65,14 +70,14 @@ def window_of(
     start: jax.Array | int,
     size: int,
 ) -> Window:
-    """Returns the window of `size` places from `start` on.
+    """Returns the window of `size` places that begins at place `start`.
 
     Args:
-        order: the pair at each place; those of no expert last.
+        order: the pair at each place, with pairs that belong to no expert last.
         places: the place of each pair.
-        total: how many pairs are of an expert.
-        start: the first place.
-        size: how many.
+        total: the number of pairs that belong to an expert.
+        start: the first place of the window.
+        size: the number of places of the window.
     """
     own = lax.dynamic_slice_in_dim(jnp.pad(order, (0, size)), start, size)
     return Window(own, places - start, jnp.clip(total - start, 0, size))
@@ -80,8 +85,8 @@ def window_of(
 
 @jax.custom_vjp
 def expand(x: Float[jax.Array, "rows features"], window: Window) -> Float[jax.Array, "size features"]:
-    """Returns the row at each place of a window, any behind the last; its gradient is the sum over a row's places, in
-    float32."""
+    """Returns the row at each place of a window; empty places hold arbitrary rows. The gradient of a row is the sum
+    over its places, in float32."""
     return take(x, window.rows)
 
 
@@ -98,10 +103,10 @@ expand.defvjp(_expand_fwd, _expand_bwd)
 
 @jax.custom_vjp
 def sum_of_places(y: Float[jax.Array, "size features"], window: Window) -> Float[jax.Array, "rows features"]:
-    """Returns, of each row, the sum of what is at its places, in float32 and choice after choice.
+    """Returns for each row the sum over its places, in float32 and in order of its choices.
 
     Args:
-        y: `(size, features)`.
+        y: `(size, features)`, the values at the places of the window.
         window: the places.
     """
     return add_up(y, window)
@@ -120,7 +125,8 @@ sum_of_places.defvjp(_sum_fwd, _sum_bwd)
 
 @jax.custom_vjp
 def shares_of_places(shares: Float[jax.Array, "rows choices"], window: Window) -> Float[jax.Array, " size"]:
-    """Returns the share of the pair at each place of a window, any behind the last; its gradient is a gather too."""
+    """Returns the routing weight of the pair at each place of a window; empty places hold arbitrary ones. Its gradient
+    is computed by a gather too."""
     return jnp.ravel(shares)[window.pairs]
 
 
@@ -136,7 +142,7 @@ shares_of_places.defvjp(_shares_fwd, _shares_bwd)
 
 
 def add_up(y: jax.Array, window: Window) -> jax.Array:
-    """Returns what `sum_of_places` does; without a gradient of its own, for use in one."""
+    """Computes `sum_of_places` without its custom gradient, for use inside the rules of gradients."""
     wide, index, here = jnp.promote_types(y.dtype, jnp.float32), _index(window), window.here
 
     def part(choice: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Grouped matmuls in plain XLA, tile after tile: for CPUs, and for dtypes that the GPU kernels do not take."""
+"""Grouped matmuls in plain XLA, tile by tile: for CPUs, and for dtypes that the GPU kernels do not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._tiles import Tiles, cut_into_tiles
 
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiplies each row with its group's kernel `(shards, groups, part, in)`; with the kernel's transpose if
+    """Multiplies each row by its group's kernel `(shards, groups, part, in)`, or by the kernel's transpose if
     `transposed`, as in forward."""
     weight = _by_group(weight)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
@@ -24,12 +24,12 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
         return jnp.where(group < groups, y, 0)
 
     parts = lax.map(multiply, (tiles.group, x[jnp.minimum(rows, x.shape[0] - 1)]))
-    flat = jnp.where(valid, rows, x.shape[0])  # out of bounds is dropped
+    flat = jnp.where(valid, rows, x.shape[0])  # out-of-bounds rows are dropped
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+    """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
@@ -58,9 +58,9 @@ def _by_shard(kernels: jax.Array, shards: int) -> jax.Array:
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:
-    """Returns the tiles, the rows of each `(tiles, size)`, and which of them it really has."""
+    """Returns the tiles, the rows of each tile `(tiles, size)`, and which of these rows are within the tile."""
     mean = rows // group_sizes.shape[0]
-    size = min(128, max(8, 1 << mean.bit_length()))  # a group's rows mostly fit one tile
+    size = min(128, max(8, 1 << mean.bit_length()))  # so that most groups fit in one tile
     tiles = cut_into_tiles(group_sizes, rows, size)
     index = tiles.start[:, None] + jnp.arange(size, dtype=jnp.int32)
     return tiles, index, index < tiles.stop[:, None]

@@ -1,4 +1,4 @@
-"""The matmul of a layer of experts in FP8: forward, and both of backward."""
+"""The matmul of a layer of experts in FP8: forward, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -38,32 +38,35 @@ def grouped_fp8(
 ) -> Float[jax.Array, "results features_out"]:
     """Returns `grouped_matmul` of operands rounded to FP8, each scaled by its own amax, as `linear_fp8` rounds them.
 
-    The input and the incoming gradient have one scale for all rows, each group's weight one of its own. Scales are
-    powers of two, so that a row's product depends on no other row, short of underflow.
+    The input and the incoming gradient each have one scale for all rows; the weight has one scale per group. Scales are
+    powers of two, so the product of a row does not depend on other rows, except for underflow.
 
-    On Hopper the codes are multiplied as they are; sums are those of its tensor cores, which cuBLASLt's fast
-    accumulation uses too: exact products, added with 14 bits at least. Elsewhere the same numbers are multiplied in the
-    dtype of `x`.
+    On Hopper, the codes themselves are multiplied, with the accumulation of its tensor cores, which cuBLASLt's fast
+    accumulation also uses: exact products, added with at least 14 bits. Elsewhere, the same numbers are multiplied in
+    the dtype of `x`.
 
-    Where a row has several places (`taken`, `summed`), it is rounded once, and its codes are moved to them: an input of
-    forward and wgrad is what `rows_in_codes` makes of a token, whether it travelled or not, and so is a gradient.
+    If a row has several places (`taken`, `summed`), it is rounded once, and its codes are moved to those places. The
+    input of forward and wgrad is therefore what `rows_in_codes` makes of a token, whether the token was sent or not.
+    The same holds for gradients.
 
     Args:
-        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first. Or codes
-            of `rows_in_codes`, whose gradient goes to their slot.
-        weight: likewise; with a slot, also the codes in which it travelled, in E4M3 and row-wise, of one scale a group.
-        group_sizes: likewise.
-        gradients: `FP8_E5M2` or `FP8_E4M3`.
-        taken: the places at which rows of `x` are multiplied; its rows themselves by default.
-        summed: the places of which each row of the result is the sum, as in `sum_of_places`.
+        x: as in `grouped_matmul`, in bfloat16, float16, float32, or float64, which is rounded to float32 first; or the
+            codes of `rows_in_codes`, whose gradient goes to their slot.
+        weight: as in `grouped_matmul`. With a slot, it can also be the codes in which the weight was sent: E4M3,
+            row-wise, with one scale per group.
+        group_sizes: as in `grouped_matmul`.
+        gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
+        taken: the places at which rows of `x` are multiplied; by default, each row is multiplied once, in order.
+        summed: the places that are summed to each row of the result, as in `sum_of_places`; by default, each place is
+            a row.
         implementation: as in `grouped_matmul`.
 
     Returns:
-        As `grouped_matmul`. Backward keeps the codes of `x`.
+        The result, as in `grouped_matmul`. The codes of `x` are saved for backward.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `grouped_matmul`. ValueError also if `x` is codes of another
-            format.
+        ValueError, TypeError, NotImplementedError: as in `grouped_matmul`. ValueError also if `x` is codes of another
+            format than `FP8_E4M3`.
     """
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
@@ -74,7 +77,7 @@ def grouped_fp8(
     fits = run_natively and rows.shape[0] > 0 and multiplies_fp8_groups(codes.shape)
     if isinstance(x, SlottedRows):
         if x.codes.format != FP8_E4M3:
-            raise ValueError(f"`x` is codes of {x.codes.format}; this product multiplies those of {FP8_E4M3}.")
+            raise ValueError(f"`x` is codes of {x.codes.format}; this product multiplies codes of {FP8_E4M3}.")
         of_rows = x.codes
     else:
         alone = quantizable(lax.stop_gradient(x))
@@ -84,12 +87,12 @@ def grouped_fp8(
 
 
 def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
-    """Says whether kernels multiply the codes of a weight `(shards, groups, part, features)` as they are."""
+    """Returns whether kernels multiply the codes of a weight `(shards, groups, part, features)` directly."""
     return reads_kernels(shape, jnp.uint8)
 
 
 def _codes_of(weight: jax.Array) -> QuantizedArray:
-    """Returns the codes of a weight, with one scale a group."""
+    """Returns the codes of a weight, with one scale per group."""
     values, (shards, groups, *_) = quantizable(weight), weight.shape
     amax = multi_amax([jnp.reshape(values, (shards * groups, -1))], stacked=True)
     whole = jnp.max(jnp.reshape(amax, (shards, groups)), axis=0)
@@ -97,18 +100,18 @@ def _codes_of(weight: jax.Array) -> QuantizedArray:
     return quantize(values, FP8_E4M3, amax=shared)
 
 
-# Codes of rows, and the places at which these are multiplied: the rows themselves by default.
+# The codes of rows, and the places at which they are multiplied; `None` if each row is its own place.
 _Places = tuple[QuantizedArray, Window | None]
 
 
 class _Product(NamedTuple):
-    """How to multiply.
+    """How to compute the products.
 
     Attributes:
-        gradients: format of those that come in.
-        run_natively: whether kernels multiply values.
-        fits: whether kernels multiply codes.
-        dtype: of the weight's gradient.
+        gradients: the format of incoming gradients.
+        run_natively: whether native kernels multiply values.
+        fits: whether native kernels multiply codes.
+        dtype: the dtype of the weight's gradient.
     """
 
     gradients: Format
@@ -156,7 +159,7 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     x, weight, gradient = refuse_second_derivative("grouped_fp8", (x, weight, gradient))
     dtype = gradient.dtype
     rows = quantizable(gradient)
-    # of rows that have no place some transports bring what is another rank's
+    # for rows without a place, some transports deliver values of another rank
     counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
     codes = rounded_rows(rows, product.gradients, amax_of_rows(counted, product.fits), product.fits)
     there = at_places(codes, summed)
@@ -175,14 +178,14 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _units(weight: QuantizedArray) -> jax.Array:
-    """Returns what each group's codes are multiplied with."""
+    """Returns the factor of each group's codes, `(groups,)`."""
     return tensor_unit(weight)[0]
 
 
 def _product(
     x: QuantizedArray, kernels: jax.Array, units: jax.Array, group_sizes: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns each row of `x` times its group's codes `(shards, groups, part, in)`."""
+    """Multiplies each row of `x` by its group's codes `(shards, groups, part, in)`."""
     tiles = cut_into_tiles(group_sizes, x.codes.shape[0], TILE)
     scales = units * tensor_unit(x)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -193,12 +196,12 @@ def _product(
 def _outer(
     left: _Places, right: _Places, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns the sum over each group's places of `y[place] x[place]^T`: `(shards, groups, part, in)`."""
+    """Returns for each group the sum over its places of `y[place] x[place]^T`: `(shards, groups, part, in)`."""
     (y, at_y), (x, at_x) = left, right
     index = [None if window is None else window.rows for window in (at_y, at_x)]
     count = x.codes.shape[0] if index[1] is None else index[1].shape[0]
     tiles = cut_into_tiles(group_sizes, count, TILE)
-    # so that every group begins at a multiple of a tile, filled up with zeros; rows of no group are left out
+    # Every group begins at a multiple of a tile, and is padded with zeros. Rows that belong to no group are left out.
     ends = jnp.where(tiles.group < group_sizes.shape[0], tiles.stop, tiles.start)
     codes_of_y, codes_of_x = (
         native.transpose(q.codes, tiles.start, ends, matrices=1, index=rows)[0]

@@ -1,8 +1,9 @@
-"""The matmul of a layer of experts: each row with its own group's kernel.
+"""The matmul of a layer of experts: each row times the kernel of its own group.
 
-`jax.lax.ragged_dot` says the same, but XLA (jax 0.11.2, compiled for H200) computes it densely: every row with every
-group's kernel, rows of other groups masked to zero, at `groups` times the operations and with a copy of the operand a
-group. Its option for grouped GEMMs changes nothing on NVIDIA GPUs, and the one for fusions ends the compiler.
+`jax.lax.ragged_dot` expresses the same, but XLA (jax 0.11.2, compiled for H200) computes it densely: it multiplies
+every row by the kernel of every group, with the rows of other groups masked to zero. That takes `groups` times the
+operations, and a copy of the operand per group. XLA's option for grouped GEMMs changes nothing on NVIDIA GPUs, and its
+option for fusions crashes the compiler.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ def grouped_matmul(
     *,
     implementation: Implementation | None = None,
 ) -> Float[jax.Array, "rows features_out"]:
-    """Returns `y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
+    """Returns `y[row] = x[row] @ kernel[group of row].T`, for rows that are sorted by group.
 
-    Operations are spent on each row's own group alone, but for groups' last tiles. Sums are taken in float32 at least.
-    For backward `weight` is kept as it is given, so that whoever gathered it can drop it and gather again.
+    Operations are spent only on each row's own group, except for the padding of a group's last tile. Sums are computed
+    in at least float32. `weight` itself is saved for backward, so that the caller that gathered it can drop it and
+    gather it again.
 
     Args:
         x: `(rows, in)`.
-        weight: `(shards, groups, part, in)`: of every shard of a gather, each group's part of its output features, all
-            of `x`'s dtype. One shard: `(1, groups, out, in)`. A slot's gradient is left in the slot's dtype.
-        group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
-        implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, kernels for bfloat16 and
-            float16 on GPUs; or `None` for the best at hand.
+        weight: `(shards, groups, part, in)`, in the dtype of `x`: for every shard of a gather, each group's part of the
+            output features. With one shard, `(1, groups, out, in)`. The gradient of a slot has the slot's dtype.
+        group_sizes: int32 `(groups,)`, the number of rows of each group, in order; may be 0.
+        implementation: `"reference"` for XLA's own matmuls, tile by tile; `"native"` for kernels, which support
+            bfloat16 and float16 on GPUs; or `None` for the best available.
 
     Returns:
-        `(rows, shards * part)`, shard after shard; zeros in rows behind the last group.
+        `(rows, shards * part)`, with the shards in order. Rows after the last group are zeros.
 
     Raises:
         ValueError: if shapes do not agree.
         TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
-        NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these.
+        NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these operands.
     """
     values, slot = values_and_slot(weight)
     native = check_grouped("grouped_matmul", x, values, group_sizes, implementation)
@@ -64,23 +66,23 @@ def check_grouped(
     group_sizes: jax.Array,
     implementation: Implementation | None,
 ) -> bool:
-    """Checks the operands of a grouped matmul and returns whether native kernels run it; see `grouped_matmul`."""
+    """Checks the operands of a grouped matmul, and returns whether native kernels run it; see `grouped_matmul`."""
     if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
         raise ValueError(
-            f"`x` has shape {x.shape} and `weight` {weight.shape}; they must be (rows, in) and (shards, groups, part, "
-            "in)."
+            f"`x` has shape {x.shape} and `weight` has shape {weight.shape}; they must be (rows, in) and (shards, "
+            "groups, part, in)."
         )
     if group_sizes.shape != weight.shape[1:2]:
         raise ValueError(
-            f"`group_sizes` has shape {group_sizes.shape}, but there are {weight.shape[1]} groups; it has one number a "
-            "group. Count with `jnp.bincount(group_of_row, length=groups)`."
+            f"`group_sizes` has shape {group_sizes.shape}, but there are {weight.shape[1]} groups; it must have one "
+            "number per group. Count with `jnp.bincount(group_of_row, length=groups)`."
         )
     if group_sizes.dtype != jnp.int32:
         raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it must be int32.")
     if weight.dtype != x.dtype:
-        raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
+        raise TypeError(f"`x` is {x.dtype} and `weight` is {weight.dtype}; cast one to the dtype of the other.")
     fits = platform() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
-    missing = "" if fits else f"the kernels take bfloat16 and float16 on GPUs, and this is {x.dtype}"
+    missing = "" if fits else f"the kernels support bfloat16 and float16 on GPUs, and this is {x.dtype}"
     return runs_native(operation, implementation, missing)
 
 
@@ -109,5 +111,5 @@ _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def kernels_of(native: bool) -> Any:
-    """Returns the module with `product` and `outer`: that for GPUs, or the reference."""
+    """Returns the module that has `product` and `outer`: the one for GPUs, or the reference."""
     return on_gpus if native else blocked

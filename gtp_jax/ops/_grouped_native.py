@@ -1,4 +1,4 @@
-"""Grouped matmuls of 16 bits on GPUs: CUDA kernels on Hopper, and Pallas's where those do not run."""
+"""16-bit grouped matmuls on GPUs: CUDA kernels on Hopper, and Pallas kernels where those do not run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .. import native
 from ..mesh import supports_grouped_matmul
 from ._tiles import cut_into_tiles
 
-# Rows of a tile of the CUDA kernels.
+# The number of rows of a tile of the CUDA kernels.
 TILE = 128
 
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiplies each row with its group's kernel `(shards, groups, part, in)`; with the kernel's transpose if
+    """Multiplies each row by its group's kernel `(shards, groups, part, in)`, or by the kernel's transpose if
     `transposed`, as in forward."""
     if not reads_kernels(weight.shape, x.dtype):
         return _triton().product(x, weight, group_sizes, transposed=transposed)
@@ -26,9 +26,9 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
 
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: np.dtype) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+    """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
     shape = (shards, group_sizes.shape[0], y.shape[1] // shards, x.shape[1])
-    if not x.shape[0]:  # which no copy could be of
+    if not x.shape[0]:  # the kernel cannot copy an empty array
         return jnp.zeros(shape, dtype)
     if not reads_kernels(shape, x.dtype):
         return _triton().outer(y, x, group_sizes, shards=shards, dtype=dtype)
@@ -39,8 +39,8 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dt
 
 
 def reads_kernels(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
-    """Says whether the CUDA kernels multiply with kernels `(shards, groups, part, features)` of a dtype, codes in uint8
-    included: on Hopper, of sizes that its copies can handle."""
+    """Returns whether the CUDA kernels can multiply by expert kernels `(shards, groups, part, features)` of this dtype,
+    including codes in uint8: on Hopper, if the TMA supports the sizes."""
     shards, _, part, features = shape
     run = 16 // jnp.dtype(dtype).itemsize
     aligned = features % run == 0 and shards * part % run == 0 and (shards == 1 or part % 8 == 0)

@@ -1,4 +1,4 @@
-"""The matmul of a layer of experts, of operands rounded to a recipe's formats: forward, and both of backward."""
+"""The matmul of a layer of experts with operands rounded to a recipe's formats: forward, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -33,50 +33,52 @@ def grouped_quantized(
     taken: Window | None = None,
     implementation: Implementation | None = None,
 ) -> Float[jax.Array, "places features_out"]:
-    """Returns `grouped_matmul` of operands rounded in blocks, as `linear_blocks` rounds a dense layer's.
+    """Returns `grouped_matmul` of operands rounded in blocks, as `linear_blocks` rounds those of a dense layer.
 
-    | product | operands, and along what their blocks run |
+    | product | operands, and the dimension along which their blocks run |
     |---|---|
-    | forward | input along features in, weight as it is |
+    | forward | input along features in, weight as it was sent |
     | dgrad | gradient along features out, each group's weight along features out |
     | wgrad | gradient along rows, input along rows; both transformed if `operands.hadamard` |
 
-    wgrad contracts the rows of one group, and no block may hold rows of two: in what it multiplies every group begins
-    at a multiple of the block, filled up with zeros, which change no scale and add nothing. So a group's blocks do not
-    depend on the others' sizes, and a group's kernel has the gradient that it would have by itself.
+    wgrad contracts the rows of one group, and no block may hold rows of two groups. In its operands, every group
+    therefore begins at a multiple of the block, and is padded with zeros, which change no scale and add nothing to a
+    sum. So the blocks of a group do not depend on the sizes of other groups, and its kernel gets the same gradient as
+    it would alone.
 
-    Where a row has several places (`taken`) and `operands.rounds_input_once`, it is rounded ahead of them, and its
-    codes are moved there. wgrad's input is then made of the values of these codes, whether the row travelled or not.
+    If a row has several places (`taken`), and `operands.rounds_input_once`, it is rounded before it is moved, and its
+    codes are moved to the places. wgrad's input is then made from the values of these codes, whether the row was sent
+    or not.
 
-    The tensor's scale, where a format has one, is that of all rows at once: a power of two, so that a row's product
-    depends on no other row, short of underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
-    hardware: what is multiplied are the rounded values, which bfloat16 holds exactly.
+    If a format has a scale of the tensor, it is shared by all rows. It is a power of two, so the product of a row does
+    not depend on other rows, except for underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
+    hardware, so the rounded values are multiplied, which bfloat16 represents exactly.
 
     Args:
-        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first.
-            Or codes of `rows_in_codes`, whose gradient goes to their slot.
-        weight: likewise, rounded to `operands.weight` already, as it travelled.
-        group_sizes: likewise.
+        x: as in `grouped_matmul`, in bfloat16, float16, float32, or float64, which is rounded to float32 first; or the
+            codes of `rows_in_codes`, whose gradient goes to their slot.
+        weight: as in `grouped_matmul`, already rounded to `operands.weight`, as it was sent.
+        group_sizes: as in `grouped_matmul`.
         key: uint32 `(2,)`, for stochastic rounding.
-        operands: the formats, all in blocks.
-        taken: the places at which rows of `x` are multiplied; its rows themselves by default.
+        operands: the formats, which must all have blocks.
+        taken: the places at which rows of `x` are multiplied; by default, each row is multiplied once, in order.
         implementation: as in `grouped_matmul`.
 
     Returns:
-        As `grouped_matmul`. Backward keeps codes of `x`: forward's where it came as codes, or was rounded ahead of its
-        places; else wgrad's.
+        The result, as in `grouped_matmul`. Codes of `x` are saved for backward: those of forward if `x` is codes or was
+        rounded before it was moved to its places, otherwise those of wgrad.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `grouped_matmul`. ValueError also if `x` is codes of another
-            format than `operands.activation`, or of one that is not rounded once.
+        ValueError, TypeError, NotImplementedError: as in `grouped_matmul`. ValueError also if `x` is codes of another
+            format than `operands.activation`, or of a format that is not rounded once.
     """
     values, slot = values_and_slot(weight)
     if isinstance(x, SlottedRows):
         if x.codes.format != operands.activation or not operands.rounds_input_once:
             raise ValueError(
                 f"`x` is codes of {x.codes.format}, and the operands are {operands.activation}"
-                + ("." if operands.rounds_input_once else ", whose wgrad is made of the rows themselves.")
-                + " Pass the rows, or codes of a format that is rounded once: `operands.rounds_input_once`."
+                + ("." if operands.rounds_input_once else ", whose wgrad is computed from the rows themselves.")
+                + " Pass the rows, or codes of a format that is rounded once (`operands.rounds_input_once`)."
             )
     elif taken is not None:
         if operands.rounds_input_once:
@@ -90,12 +92,12 @@ def grouped_quantized(
 
 
 class _Product(NamedTuple):
-    """How to multiply.
+    """How to compute the products.
 
     Attributes:
         operands: the formats.
-        run_natively: whether kernels multiply.
-        dtype: of the weight's gradient.
+        run_natively: whether native kernels compute the products.
+        dtype: the dtype of the weight's gradient.
     """
 
     operands: Operands
@@ -160,8 +162,8 @@ _grouped_quantized.defvjp(_forward, _backward)
 def _copies(
     x: jax.Array, group_sizes: jax.Array, form: Format, hadamard: bool, key: jax.Array | None = None
 ) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
-    """Returns an operand in blocks along its features; and along its rows, with groups moved apart, and their sizes
-    there."""
+    """Returns an operand in blocks along its features; the same in blocks along its rows, with groups moved apart; and
+    the sizes of groups there."""
     rows = quantizable(x)
     assert form.block is not None
     apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])
@@ -177,7 +179,7 @@ def _copies(
 
 
 def _along_rows(x: QuantizedArray, group_sizes: jax.Array, dtype: jax.typing.DTypeLike) -> QuantizedArray:
-    """Returns the values of codes in blocks along their rows, with groups moved apart."""
+    """Rounds the values of codes again, in blocks along the rows, with groups moved apart."""
     assert x.format.block is not None
     apart, _ = in_whole_blocks(quantizable(values_of(x, dtype)), group_sizes, x.format.block[1])
     return quantize(apart, x.format, axis="column")

@@ -1,6 +1,6 @@
-"""Grouped matmuls for NVIDIA GPUs, in Pallas: a program of the grid computes one tile of the result.
+"""Grouped matmuls for NVIDIA GPUs, in Pallas. Each program of the grid computes one tile of the result.
 
-The tiles of the rows are made beforehand, each within one group (see `Tiles`), so that no operation is spent on rows of
+The rows are first cut into tiles that are each within one group (see `Tiles`), so that no operation is spent on rows of
 another group. Loads are masked, so that nothing needs to be aligned or padded.
 """
 
@@ -20,7 +20,7 @@ from ._tiles import cut_into_tiles
 
 
 class Block(NamedTuple):
-    """Sizes of a tile of the result and of the contraction, and how the program runs."""
+    """The sizes of a tile of the result and of the contraction, and the warps and stages of a program."""
 
     rows: int = 128
     columns: int = 256
@@ -29,10 +29,11 @@ class Block(NamedTuple):
     stages: int = 3
 
 
-# Tiles of rows that one stretch of the grid walks through for every column, so that both operands stay in the L2 cache.
+# The number of tiles of rows that one stretch of the grid processes for every column, so that both operands stay in the
+# L2 cache.
 _STRETCH = 8
 
-# The assumed matmul rate on an H200, half of the datasheet's; only the scheduler reads it.
+# The assumed matmul rate on an H200, half of the datasheet's. Only XLA's scheduler uses it.
 _FLOPS_PER_NS = 500_000
 
 
@@ -46,11 +47,11 @@ def product(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies each row with its group's kernel; with the kernel's transpose if `transposed`, as in forward.
+    """Multiplies each row by its group's kernel, or by the kernel's transpose if `transposed`, as in forward.
 
     Args:
-        x: `(rows, in)` if `transposed`, else `(rows, shards * part)`, as in backward.
-        weight: `(shards, groups, part, in)`, read where a gather has put it.
+        x: `(rows, in)` if `transposed`, otherwise `(rows, shards * part)`, as in backward.
+        weight: `(shards, groups, part, in)`, read as a gather leaves it.
         group_sizes: int32 `(groups,)`.
     """
     rows, depth = x.shape
@@ -107,7 +108,7 @@ def outer(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+    """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])
@@ -151,7 +152,7 @@ def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: 
     )
 
     def run(*operands: jax.Array) -> jax.Array:
-        # XLA's scheduler takes a kernel that it does not know for one of no duration, with room for no collective
+        # XLA's scheduler assumes that an unknown kernel takes no time, and would overlap no collective with it
         with set_xla_metadata(latency_metadata=str(1 + flops // _FLOPS_PER_NS)):
             return call(*operands)
 
@@ -159,8 +160,8 @@ def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: 
 
 
 def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the row and column of the result's tile that a program computes: stretch by stretch of rows, down each
-    column."""
+    """Returns the row and column of the tile that a program computes. Programs proceed by stretches of rows, and down
+    each column within a stretch."""
     stretch = program // (_STRETCH * across)
     first = stretch * _STRETCH
     high = jnp.minimum(down - first, _STRETCH)
@@ -169,13 +170,13 @@ def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.A
 
 
 def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the indices of a block, and which of them the array has; `None` if all blocks are whole."""
+    """Returns the indices of a block, and which of them are within the array; `None` if all blocks are whole."""
     index = number * size + jnp.arange(size)
     return index, None if limit % size == 0 else index < limit
 
 
 def _in_shards(index: jax.Array, part: int, shards: int) -> tuple[jax.Array | int, jax.Array]:
-    """Returns the shard of each row of a kernel, and its row there: columns of indices."""
+    """Returns the shard of each row of a kernel, and the row within that shard, as columns of indices."""
     index = index[:, None]
     return (0, index) if shards == 1 else (index // part, index % part)
 

@@ -1,4 +1,4 @@
-"""Ids in a vocabulary: those outside are an error where their values are at hand, and NaN inside a program."""
+"""Checks ids in a vocabulary: one outside raises an error if the ids are concrete, and gives NaN inside a program."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from jax.core import Tracer
 
 
 def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negative: bool = False) -> None:
-    """Refuses ids outside a vocabulary.
+    """Raises an error if ids are outside a vocabulary.
 
-    A program under `jax.jit` cannot raise, so there `Embed` gives such a token a row of NaN and `cross_entropy` such a
-    target a loss of NaN. Call this on the batch of a step whose loss is NaN, or on every batch ahead of its step.
+    A program under `jax.jit` cannot raise errors. There, `Embed` returns a row of NaN for such a token, and
+    `cross_entropy` a loss of NaN for such a target. Call this function on the batch of a step whose loss is NaN, or on
+    every batch before its step.
 
     Args:
-        ids: an array of integers with values, not one that is being traced. Of an array on several hosts each process
-            checks its own shards.
-        vocab_size: ids are at least 0 and below this.
-        name: what messages call the ids.
-        ignore_negative: accept negative ids, as targets may have: `cross_entropy` leaves them out.
+        ids: a concrete (not traced) array of integers. If it is on several hosts, each process checks its own shards.
+        vocab_size: the size of the vocabulary. Ids must be at least 0 and below this.
+        name: the name of the ids in error messages.
+        ignore_negative: whether to accept negative ids, as `cross_entropy` does for targets that it leaves out.
 
     Raises:
-        ValueError: naming the first id outside the vocabulary, its position and how many there are.
-        TypeError: if `ids` are not integers, or are being traced.
+        ValueError: if an id is outside the vocabulary; the message names the first one, its position and how many more
+            there are.
+        TypeError: if `ids` are not integers, or are traced.
     """
     if isinstance(ids, Tracer):
         raise TypeError(
             f"`{name}` is traced and has no values yet; call `gtp_jax.check_ids` on the batch outside of `jax.jit`."
         )
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
-        raise TypeError(f"`{name}` are ids, integers; got {jnp.result_type(ids)}.")
+        raise TypeError(f"`{name}` must be ids, which are integers; got {jnp.result_type(ids)}.")
     for first, part in _parts(ids):
         outside = (part >= vocab_size) if ignore_negative else (part >= vocab_size) | (part < 0)
         if not outside.any():
@@ -49,15 +50,15 @@ def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negativ
 
 
 def check_concrete_ids(ids: Any, vocab_size: int, *, name: str, ignore_negative: bool = False) -> None:
-    """Calls `check_ids` where ids have values; inside a program does nothing."""
+    """Calls `check_ids` if the ids are concrete; does nothing while a program is traced."""
     if not isinstance(ids, Tracer):
         check_ids(ids, vocab_size, name=name, ignore_negative=ignore_negative)
 
 
 def to_index(ids: jax.Array) -> jax.Array:
-    """Returns ids in a signed type of at least 32 bits, in which every size of an array can be compared with them.
+    """Returns ids in a signed type of at least 32 bits, in which they can be compared with the size of any array.
 
-    Unsigned ids too large for it become its largest number, which is outside every vocabulary.
+    Unsigned ids that are too large for that type become its largest number, which is outside any vocabulary.
     """
     dtype = jnp.promote_types(ids.dtype, jnp.int32)
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
@@ -66,7 +67,7 @@ def to_index(ids: jax.Array) -> jax.Array:
 
 
 def _parts(ids: Any) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns the parts of an array that are on this host, each behind the position of its first element."""
+    """Returns the parts of an array that are on this host, each with the position of its first element."""
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
         shards = ids.addressable_shards
         return [(tuple(i.start or 0 for i in shard.index), np.asarray(shard.data)) for shard in shards]

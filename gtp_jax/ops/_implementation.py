@@ -1,7 +1,8 @@
 """Chooses the code that runs an operation: the reference, in plain jax.numpy, or the native kernel of the platform.
 
-Every operation with a choice takes `implementation`, and `None` for the best at hand. Native is what the platform has:
-this library's own kernels, cuDNN's attention, Pallas kernels. On quantized arrays both are equal bit for bit.
+Every operation with a choice has an argument `implementation`, where `None` selects the best available. Native kernels
+depend on the platform: this library's own kernels, cuDNN's attention, or Pallas kernels. On quantized arrays, both
+implementations are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from ._lowered import traced_when_lowered
 
 Implementation = Literal["reference", "native"]
 
-# The platform's name in `lax.platform_dependent`, in the FFI registry, and in `gtp_jax.mesh.platform`.
+# The names of a platform in `lax.platform_dependent`, in the FFI registry, and in `gtp_jax.mesh.platform`.
 _PLATFORMS = (("cpu", "cpu", "cpu"), ("cuda", "CUDA", "gpu"))
 
 
 def runs_native(operation: str, implementation: Implementation | None, missing: str) -> bool:
-    """Returns whether an operation runs by its native kernel.
+    """Returns whether an operation runs as a native kernel.
 
     Args:
-        operation: its name, for messages.
-        implementation: what the caller asks for; `None` takes the native kernel where there is one.
-        missing: why there is none for these operands on the platform at hand; empty if there is.
+        operation: the name of the operation, for messages.
+        implementation: the implementation that the caller asks for; `None` uses the native kernel if there is one.
+        missing: why there is no native kernel for these operands on the current platform; empty if there is one.
 
     Raises:
-        ValueError: if `implementation` is something else.
-        NotImplementedError: if it is `native`, and there is none.
+        ValueError: if `implementation` is not one of the allowed values.
+        NotImplementedError: if it is `"native"`, and there is no native kernel.
     """
     if implementation not in (None, "reference", "native"):
         raise ValueError(
@@ -41,36 +42,37 @@ def runs_native(operation: str, implementation: Implementation | None, missing: 
     if implementation == "native" and missing:
         raise NotImplementedError(
             f"there is no native {operation!r} for {platform()!r} here: {missing}. "
-            "Leave `implementation` out to use the reference there."
+            "Leave `implementation` out to use the reference."
         )
     return implementation != "reference" and not missing
 
 
 def call(operation: str, implementation: Implementation | None, *operands: Any, **attributes: Any) -> Any:
-    """Runs an operation by the name that it has in `reference` and in `native`.
+    """Runs an operation, given the name that it has in `reference` and in `native`.
 
     Args:
-        operation: `multi_amax`, `hadamard_amax`, `quantize`, `dequantize`, `pack` or `unpack`.
-        implementation: `None` takes the native kernel on each platform that has one, else the reference: one trace
-            serves them all, and the choice falls when the program is compiled.
-        operands: arrays.
-        attributes: what the program is specialised to.
+        operation: `multi_amax`, `hadamard_amax`, `quantize`, `dequantize`, `pack`, `pack_apart` or `unpack`.
+        implementation: `None` uses the native kernel on each platform that has one, and otherwise the reference. One
+            trace serves all platforms; the choice is made when the program is compiled.
+        operands: the arrays that the operation takes.
+        attributes: the static arguments of the operation.
 
     Raises:
-        ValueError: if `implementation` is something else.
-        NotImplementedError: if it is `native`, and the platform at hand has no kernel.
-        TypeError: if it is differentiated: a rounding's gradient is zero, which nobody wants silently.
+        ValueError: if `implementation` is not one of the allowed values.
+        NotImplementedError: if it is `"native"`, and the current platform has no kernel.
+        TypeError: if the operation is differentiated, because the gradient of rounding is zero, which should not happen
+            silently.
     """
-    # with `None` the choice falls when the program is compiled, for each platform
+    # with `None`, the choice is made for each platform when the program is compiled
     runs_native(operation, implementation, _missing(operation) if implementation == "native" else "")
     return _run(operands, operation=operation, implementation=implementation, attributes=tuple(attributes.items()))
 
 
 def _missing(operation: str) -> str:
-    """Says why the platform at hand has no kernel of this library for an operation; nothing if it has."""
+    """Returns why this library has no kernel for an operation on the current platform; an empty string if it has."""
     registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
     if not runs_kernels():
-        return "kernels run from compute capability 8.0 (A100) on"
+        return "kernels require compute capability 8.0 (A100) or later"
     return "" if registry is not None and native.has(f"gtp_{operation}", registry) else native.describe()
 
 
@@ -100,14 +102,15 @@ def _run(
 
 
 def _check_replication_is_unchecked(operation: str, operands: Any) -> None:
-    """Refuses operands that JAX knows to vary over mesh axes: it takes a kernel's results for equal on all ranks."""
+    """Raises an error if JAX tracks that operands vary over mesh axes, because it assumes that the results of a kernel
+    are equal on all ranks."""
     varying = {axis for x in jax.tree.leaves(operands) for axis in jax.typeof(x).mat.varying}
     if varying:
         axes = ", ".join(repr(axis) for axis in sorted(map(str, varying)))
         raise ValueError(
             f"`gtp_jax.{operation}` is called in a `jax.shard_map` that checks replication, with operands that vary "
-            f"over {axes}; JAX takes the results of kernels for equal on all ranks. Pass `check_vma=False` to "
-            "`jax.shard_map`, or `implementation='reference'` to the operation."
+            f"over {axes}, but JAX assumes that the results of kernels are equal on all ranks. Pass `check_vma=False` "
+            "to `jax.shard_map`, or `implementation='reference'` to the operation."
         )
 
 
@@ -119,7 +122,7 @@ def _without_gradient(operation: str, operands: Any) -> Any:
 @_without_gradient.defjvp
 def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(
-        f"`gtp_jax.{operation}` is not differentiable: a rounding's gradient is zero, and kernels have none. Give it "
-        "`jax.lax.stop_gradient(...)` of its operands, or define a gradient, such as straight through, by "
+        f"`gtp_jax.{operation}` is not differentiable: the gradient of rounding is zero, and kernels have none. Apply "
+        "`jax.lax.stop_gradient(...)` to its operands, or define a gradient, such as a straight-through estimator, by "
         "`jax.custom_vjp`."
     )

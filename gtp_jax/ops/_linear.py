@@ -18,10 +18,10 @@ def linear(
     x: Float[jax.Array, "*rows features_in"],
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
 ) -> Float[jax.Array, "*rows features_out"]:
-    """Returns `x @ weight.T`: `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
+    """Returns `x @ weight.T`: maps `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
 
-    Output features come first because that is how shards lie after a gather: rank after rank, with no copy. A slot's
-    gradient is summed and left in its dtype.
+    Output features are the first dimension of the weight, so that a gather can concatenate shards in order of rank
+    without a copy. The gradient of a slot is summed and returned in the slot's dtype.
     """
     if not isinstance(weight, SlottedWeight):
         return _product(x, weight)
@@ -32,15 +32,15 @@ def linear(
 def to_input(
     gradient: Float[jax.Array, "*rows features_out"], weight: Float[jax.Array, "features_out features_in"]
 ) -> Float[jax.Array, "*rows features_in"]:
-    """Returns the gradient of `x`, from that of `linear(x, weight)`."""
+    """Returns the gradient of `x`, given the gradient of `linear(x, weight)`."""
     return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
 
 
 def to_weight(
     gradient: Float[jax.Array, "*rows features_out"], x: Float[jax.Array, "*rows features_in"], dtype: np.dtype
 ) -> Float[jax.Array, "features_out features_in"]:
-    """Returns the gradient of `weight`, from that of `linear(x, weight)`, in this dtype."""
-    # XLA's CPU compiler has no transposed bfloat16 product with a float32 sum over several dimensions
+    """Returns the gradient of `weight` in this dtype, given the gradient of `linear(x, weight)`."""
+    # XLA's CPU compiler does not support a transposed bfloat16 product with a float32 sum over several dimensions
     gradient, x = (jnp.reshape(a, (-1, a.shape[-1])) for a in (gradient, x))
     return lax.dot_general(gradient, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
 
@@ -52,8 +52,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the product as a sum of products, in float32 at least: a token of generation only reads the weight, and
-    XLA reads it faster so than a matmul does (1.73 to 1.42 ms a token, docs/experiments.md)."""
+    """Computes the product of a single row as an elementwise product and a sum, in at least float32. In generation, the
+    time per token is that of reading the weight, which XLA does faster this way than in a matmul (1.42 instead of
+    1.73 ms per token, docs/experiments.md)."""
     dtype = jnp.result_type(x, weight)
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.sum(x[..., None, :].astype(wide) * weight.astype(wide), axis=-1).astype(dtype)

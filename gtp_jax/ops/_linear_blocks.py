@@ -1,4 +1,4 @@
-"""The matmul of a dense layer in block formats: forward, and both of backward."""
+"""The matmul of a dense layer in block formats: forward, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ def linear_blocks(
 ) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
 
-    | product | operands, and along what their blocks run |
+    | product | operands, and the dimension along which their blocks run |
     |---|---|
-    | forward | input along features in, weight as it is |
+    | forward | input along features in, weight as it was sent |
     | dgrad | gradient along features out, weight along features out |
     | wgrad | gradient along tokens, input along tokens; both transformed if `operands.hadamard` |
 
-    These are the numerics of MXFP8 (arXiv 2506.08027) and NVFP4 (arXiv 2509.25149) training on hardware that multiplies
-    such blocks. Scales of whole tensors are powers of two, so that the product of a token does not depend on which
-    other tokens are on this rank or in this microbatch (short of underflow), and that every rounded value is exact in
-    bfloat16: its matmul with sums in float32 is that of the codes and scales. Amaxes are those of this rank's part.
+    These are the numerics of MXFP8 (arXiv 2506.08027) and NVFP4 (arXiv 2509.25149) training on hardware with
+    block-scaled matmuls. The scales of whole tensors are powers of two. So the product of a token does not depend on
+    the other tokens on this rank or in this microbatch (except for underflow). Also, every rounded value is exact in
+    bfloat16, so a bfloat16 matmul with sums in float32 equals that of the codes and scales. The amax of an operand is
+    that of this rank's part.
 
-    The weight is not rounded again where its blocks serve both directions. In MXFP8 dgrad wants them along the other
-    dimension: codes are made again, of the values that travelled. Both times it is E4M3 times a power of two, so that
-    this changes only what is 2**14 times smaller than the largest of its block: but for that, dgrad is the one of codes
-    made of the master, which is what the recipe asks for.
+    The weight is not rounded again if its blocks serve both directions. In MXFP8, dgrad needs blocks along the other
+    dimension, so the values that were sent are quantized again. Because both sets of values are E4M3 times a power of
+    two, this changes only values that are 2**14 times smaller than the largest of their block. Apart from those, dgrad
+    is the same as with codes made from the master weights, which is what the recipe specifies.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
-        weight: `(features_out, features_in)`, of the same dtype, rounded to `operands.weight` already, as it travelled.
+        weight: `(features_out, features_in)`, of the same dtype, already rounded to `operands.weight`, as it was sent.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats.
-        implementation: `"native"` multiplies codes and scales by `jax.nn.scaled_matmul`, on GPUs that do; `"reference"`
-            multiplies their values; `None` takes the best at hand.
+        implementation: `"native"` multiplies codes and scales with `jax.nn.scaled_matmul`, on GPUs that support it;
+            `"reference"` multiplies their values; `None` uses the best available.
 
     Returns:
-        `(..., features_out)`, of the same dtype. Backward keeps the codes of `x`.
+        `(..., features_out)`, of the same dtype. The codes of `x` are saved for backward.
 
     Raises:
         NotImplementedError: if `implementation` is `"native"`, and the GPUs do not multiply codes and scales.
     """
     values, slot = values_and_slot(weight)
-    missing = "" if supports_block_scaled_matmul() else "GPUs multiply codes and block scales from B200 on"
+    missing = "" if supports_block_scaled_matmul() else "only B200 and B300 GPUs multiply codes and block scales"
     scaled = runs_native("linear_blocks", implementation, missing)
     return _linear(x, values, slot, key, operands, scaled, slot.dtype)
 
@@ -118,7 +119,7 @@ def _backward(operands: Operands, scaled: bool, dtype: np.dtype, saved, gradient
     )
     columns = rounded_weight(weight, operands, "column", codes=scaled)
     to_x = _product(along_out, columns, 0, gradient.dtype, gradient.dtype, scaled)
-    # the tokens of both were padded with zeros to whole runs, if transformed
+    # if transformed, the tokens of both operands were padded with zeros to whole runs
     to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, dtype, scaled)
     return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), None, to_weight, None
 
@@ -127,7 +128,7 @@ _linear.defvjp(_forward, _backward)
 
 
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the amax of the row-wise copy and of the column-wise one; `None` where the format has none."""
+    """Returns the amaxes of the row-wise and the column-wise copy; `None` for both if the format has no amax."""
     if not form.has_amax:
         return None, None
     whole = multi_amax([rows])[0]
@@ -144,10 +145,10 @@ def _product(
     out: jax.typing.DTypeLike,
     scaled: bool,
 ) -> jax.Array:
-    """Returns the product along the blocks of `a` and along dimension `b_dim` of `b`, in the dtype `out`, with sums in
-    float32.
+    """Returns the product contracted along the blocks of `a` and along dimension `b_dim` of `b`, in the dtype `out`,
+    with sums in float32.
 
-    Values are multiplied in `dtype`, which holds them exactly.
+    Values are multiplied in `dtype`, which represents them exactly.
     """
     if scaled and isinstance(b, QuantizedArray) and fits(a):
         return scaled_product(a, b).astype(out)

@@ -1,4 +1,4 @@
-"""The matmul of a dense layer in FP8: forward, and both of backward."""
+"""The matmul of a dense layer in FP8: forward, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def linear_fp8(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     gradients: Format,
 ) -> Float[jax.Array, "*rows features_out"]:
-    """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax; sums in float32.
+    """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax, with sums in float32.
 
-    Forward multiplies E4M3 by E4M3; backward multiplies the incoming gradient, in `gradients`, by weight and by input
-    in E4M3 (per-tensor current scaling; arXiv 2209.05433, and TransformerEngine's recipe of that name). Scales are
-    powers of two. The amax of `x` and of the gradient is that of this rank's part: products are local, so ranks need
-    not agree on it.
+    Forward multiplies E4M3 by E4M3. Backward multiplies the incoming gradient, in `gradients`, by the weight and by the
+    input, both in E4M3 (per-tensor current scaling; arXiv 2209.05433, and TransformerEngine's recipe of that name).
+    Scales are powers of two. The amax of `x` and of the gradient is that of this rank's part: products are local, so
+    ranks need not agree on it.
 
-    On Hopper XLA makes each product one FP8 matmul of cuBLASLt, whose operands lie as it needs them, contraction last;
-    elsewhere the same numbers are multiplied in the dtype of `x`.
+    On Hopper, XLA turns each product into one FP8 matmul of cuBLASLt, because the operands have the layout that it
+    needs, with the contraction last. Elsewhere, the same numbers are multiplied in the dtype of `x`.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
-        weight: `(features_out, features_in)`, of the same dtype; with a slot, also the codes in which it travelled, in
-            E4M3 and row-wise, which are multiplied as they are.
-        gradients: `FP8_E5M2` or `FP8_E4M3`.
+        weight: `(features_out, features_in)`, of the same dtype. With a slot, it can also be the codes in which the
+            weight was sent (E4M3, row-wise), which are multiplied directly.
+        gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
 
     Returns:
         `(..., features_out)`, of the same dtype.
@@ -80,17 +80,17 @@ _linear.defvjp(_forward, _backward)
 
 
 def _transposed(weight: QuantizedArray) -> QuantizedArray:
-    """Returns the same codes with the features out last, as a column-wise copy has them: in a tensor of one scale both
-    copies are of the same numbers."""
+    """Returns the same codes with the output features last, as a column-wise copy has them. A tensor with a single
+    scale has the same numbers in both copies."""
     return QuantizedArray(weight.codes.T, None, weight.amax, weight.format, weight.matrix, columns=True)
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> jax.Array:
-    """Returns `a @ b.T` of codes that both lie with the contraction last, multiplied as `dtype`, in the dtype `out`."""
+    """Returns `a @ b.T` in the dtype `out`, for codes that both have the contraction last, multiplied as `dtype`."""
     return lax.dot_general(_values(a, dtype), _values(b, dtype), (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
 def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    # the form in which XLA knows an operand of an FP8 matmul: converted, and multiplied by a scalar
+    # XLA recognizes an operand of an FP8 matmul in this form: converted, and multiplied by a scalar
     codes = lax.bitcast_convert_type(q.codes, _DTYPES[q.format.element])
     return codes.astype(dtype) * tensor_unit(q).astype(dtype)

@@ -1,6 +1,6 @@
-"""Functions that are traced only for platforms whose programs run them.
+"""Defers the tracing of a function until a program that runs it is lowered.
 
-`jax.lax.platform_dependent` traces every alternative. The references take a tenth of a second each, and few programs
+`jax.lax.platform_dependent` traces every alternative. Tracing a reference takes a tenth of a second, but few programs
 are compiled for a platform without kernels.
 """
 
@@ -21,8 +21,8 @@ def traced_when_lowered(function: Callable[..., Any], like: Callable[..., Any]) 
     """Returns the function as one operation, which is traced when a program that contains it is lowered.
 
     Args:
-        function: of arrays, with one result or several, and hashable.
-        like: a function that is quick to trace, with results of the same structure, shapes and dtypes.
+        function: a hashable function of arrays, with one result or several.
+        like: a function that is fast to trace, with results of the same structure, shapes and dtypes.
     """
 
     def call(*operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a query may attend, as boolean arrays."""
+"""Computes where a query may attend, as boolean arrays."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 
 def in_order(queries: int, keys: int, causal: bool, window: int | None, first: jax.Array | int = 0) -> jax.Array | None:
-    """Returns where a query may attend by places alone; `None` for everywhere.
+    """Returns where a query may attend according to positions alone; `None` for everywhere.
 
     Args:
-        queries, keys: how many there are.
+        queries, keys: the number of queries and of keys.
         causal, window: as in `attention`.
-        first: the place of the first query among the keys, one for all examples or `(batch,)`.
+        first: the position of the first query among the keys, one for all examples or `(batch,)`.
 
     Returns:
-        `(queries, keys)`; `(batch or 1, 1, queries, keys)` if the place of the first query is given as an array or is
-        not 0.
+        `(queries, keys)`; `(batch or 1, 1, queries, keys)` if the position of the first query is given as an array or
+        is not 0.
     """
     if not causal and window is None:
         return None
@@ -30,7 +30,7 @@ def in_order(queries: int, keys: int, causal: bool, window: int | None, first: j
 
 
 def allowed_by(mask: jax.Array | None, segment_ids: Any) -> jax.Array | None:
-    """Returns where a query may attend by mask and segments, of four dimensions; `None` for everywhere."""
+    """Returns where a query may attend according to mask and segments, in four dimensions; `None` for everywhere."""
     allowed = None
     if mask is not None:
         allowed = mask if mask.ndim == 4 else mask[:, None] if mask.ndim == 3 else mask[None, None]
@@ -42,7 +42,7 @@ def allowed_by(mask: jax.Array | None, segment_ids: Any) -> jax.Array | None:
 
 
 def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
-    """Returns where both allow it; `None` is everywhere."""
+    """Returns where both masks are true; `None` is a mask that is true everywhere."""
     return other if one is None else one if other is None else one & other
 
 

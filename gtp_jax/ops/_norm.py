@@ -1,4 +1,4 @@
-"""Normalisations over the last dimension, computed in at least float32."""
+"""Normalizations over the last dimension, computed in at least float32."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def rms_norm(
     Args:
         x: `(..., features)`.
         scale: `(features,)`.
-        epsilon: added to the mean square.
+        epsilon: the number added to the mean square.
 
     Returns:
-        Same shape and dtype as `x`.
+        An array of the same shape and dtype as `x`.
     """
     wide = _wide(x)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
@@ -47,5 +47,5 @@ def layer_norm(
 
 
 def _wide(x: jax.Array | np.ndarray) -> jax.Array:
-    # Backward needs the input, a residual stream that else is added up again from what went into it.
+    # Backward needs the input. It is a residual stream, which would otherwise be recomputed from all its terms.
     return save_for_backward(row_major_in_training(jnp.asarray(x))).astype(jnp.promote_types(x.dtype, jnp.float32))

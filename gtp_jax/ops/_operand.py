@@ -1,4 +1,4 @@
-"""Operands of matmuls in formats."""
+"""Operands of quantized matmuls."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ def quantizable(x: Float[jax.Array, "*shape"]) -> Float[jax.Array, "*shape"]:
 
 
 def rows_of(x: Float[jax.Array, "*rows features"]) -> Float[jax.Array, "tokens features"]:
-    """Returns `(..., features)` as a matrix that can be quantized, a row a token."""
+    """Returns `(..., features)` as a matrix that can be quantized, with one row per token."""
     return quantizable(jnp.reshape(x, (-1, x.shape[-1])))
 
 
 def operand_amax(amax: jax.Array, format: Format) -> jax.Array:
-    """Returns `power_of_two_amax`, kept for backward."""
+    """Returns `power_of_two_amax`, and saves it for backward."""
     return save_for_backward(power_of_two_amax(amax, format))
 
 
 def tensor_unit(q: QuantizedArray) -> jax.Array:
-    """Returns what all codes times block scales of a tensor are multiplied with; its format has an amax."""
+    """Returns the factor of a whole tensor, by which all products of a code and its block scale are multiplied. The
+    format must have an amax."""
     assert q.amax is not None
     return jnp.where((q.amax > 0) & jnp.isfinite(q.amax), q.amax / q.format.largest, 1.0)
 
 
 def values_of(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the values of a quantized operand; float64 ones are those of float32."""
+    """Returns the values of a quantized operand; for float64, the float32 values are cast."""
     return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
 
 
 def rounded_weight(
     weight: jax.Array, operands: Operands, axis: Literal["row", "column"], *, codes: bool = False
 ) -> QuantizedArray | jax.Array:
-    """Returns a weight as it travelled, or a stack of such, with blocks along the rows' or the columns' contraction; as
-    it is, where it has them and codes are not needed."""
+    """Quantizes a weight, or a stack of weights, that was already rounded when it was sent, with blocks along the
+    contraction of the given axis. Returns the values unchanged if they already have such blocks (or the format has
+    none), and codes are not needed."""
     form = operands.weight
     if not codes and (form.block is None or axis == "row" or form.block[0] == form.block[1]):
         return weight

@@ -1,4 +1,4 @@
-"""A layer's weights as one buffer of bytes: what travels in a quantized gather."""
+"""Packs a layer's weights into one buffer of bytes, which a quantized gather sends, and unpacks them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def pack(
 ) -> UInt8[jax.Array, "*lead bytes"]:
     """Quantizes this rank's shards of a layer's weights into one contiguous buffer.
 
-    On a GPU this is one launch per dtype of the shards, unless there are more pieces than a launch takes
+    On a GPU, this is one launch per dtype of the shards, unless there are more pieces than one launch supports
     (`ffi/README.md`).
 
     Args:
-        shards: the plan's arrays: `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; with
-            the number of pieces in front of these two where the plan names sources. float32, bfloat16 or float16.
-            `lead` is a stack of layers.
-        format: such as `gtp_jax.formats.NVFP4`.
-        amax: float32 `(*lead, pieces)`, of each weight over all its shards; `None` if the format has none.
-        plan: where each piece goes.
-        implementation: `"reference"`, `"native"`, or `None` for the best at hand.
+        shards: the arrays of the plan, in float32, bfloat16 or float16: `(*lead, rows, cols)`, or `(*lead, cols, rows)`
+            if the piece is transposed. If the pieces of the plan have a `source`, the number of pieces comes before
+            the last two dimensions. `lead` are the dimensions of a stack of layers.
+        format: the number format, such as `gtp_jax.formats.NVFP4`.
+        amax: float32 `(*lead, pieces)`, the amax of each weight over all its shards; `None` if the format has none.
+        plan: the layout of the buffer.
+        implementation: `"reference"`, `"native"`, or `None` for the best available.
 
     Returns:
         uint8 `(*lead, plan.bytes(format))`.
 
     Raises:
-        TypeError: if an argument is of another type or dtype.
-        ValueError: if the number or the shapes of the shards, or the shape of `amax`, are not the plan's.
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if the number or the shapes of the shards, or the shape of `amax`, do not match the plan.
     """
     return call("pack", implementation, *_checked(shards, format, amax, plan), format=format, plan=plan)
 
@@ -54,9 +54,9 @@ def pack_apart(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[UInt8[jax.Array, "1 bytes"], ...]:
-    """Quantizes the shards of a stack of layers as `pack` does, each layer's into a buffer of its own.
+    """Quantizes the shards of a stack of layers as `pack` does, but each layer into a buffer of its own.
 
-    On a GPU each layer's pieces count: there are more launches per dtype than `pack` has.
+    On a GPU, the pieces of each layer count separately, so there may be more launches per dtype than in `pack`.
 
     Args:
         shards: as in `pack`, with one leading dimension.
@@ -66,7 +66,7 @@ def pack_apart(
         implementation: as in `pack`.
 
     Returns:
-        The layers' rows of what `pack` returns: uint8 `(1, plan.bytes(format))` each.
+        For each layer, its row of the result of `pack`: uint8 `(1, plan.bytes(format))`.
 
     Raises:
         TypeError: as in `pack`.
@@ -78,18 +78,18 @@ def pack_apart(
 def _checked(
     shards: Sequence[jax.Array], format: Format, amax: jax.Array | None, plan: PackPlan
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the shards and their amaxes, as the implementations take them."""
+    """Checks the arguments, and returns the shards and their amaxes in the form that the implementations take."""
     check_format(format)
     _check_plan(plan)
     arrays = [as_values(f"shards[{index}]", x) for index, x in enumerate(shards)]
     if len(arrays) != len(plan.arrays):
-        raise ValueError(f"`shards` has {len(arrays)} arrays, but the plan has {len(plan.arrays)}; pass one for each.")
+        raise ValueError(f"`shards` has {len(arrays)} arrays, but the plan has {len(plan.arrays)}; pass one per array.")
     lead = arrays[0].shape[: max(0, arrays[0].ndim - len(plan.arrays[0]))]
     for index, (shape, array) in enumerate(zip(plan.arrays, arrays, strict=True)):
         if array.shape != (*lead, *shape):
             raise ValueError(
-                f"`shards[{index}]` has shape {array.shape}; the plan's is stored {shape}, and the leading dimensions "
-                f"are {lead}."
+                f"`shards[{index}]` has shape {array.shape}; it must be the leading dimensions {lead}, followed by the "
+                f"shape {shape} of the plan's array."
             )
     return arrays, _amaxes(amax, format, (*lead, len(plan.pieces)))
 
@@ -105,31 +105,31 @@ def unpack(
 ) -> tuple[Float[jax.Array, " ..."], ...]:
     """Dequantizes the gathered buffers of all shards into the layer's weights.
 
-    On a GPU this is one launch, because all weights have one dtype, unless there are more pieces than a launch takes
-    (`ffi/README.md`).
+    On a GPU, this is one launch, because all weights have the same dtype, unless there are more pieces than one launch
+    supports (`ffi/README.md`).
 
     Args:
-        buffer: uint8 `(shards, plan.bytes(format))`, shard after shard as a gather leaves them.
-        format: the one it was packed in.
-        amax: float32 `(pieces,)`, the one it was packed with; `None` if the format has none.
-        plan: the one it was packed with.
-        dtype: float32, bfloat16 or float16.
+        buffer: uint8 `(shards, plan.bytes(format))`, the buffers of all shards in order, as a gather leaves them.
+        format: the format that was passed to `pack`.
+        amax: float32 `(pieces,)`, the amax that was passed to `pack`; `None` if the format has none.
+        plan: the plan that was passed to `pack`.
+        dtype: the dtype of the weights: float32, bfloat16 or float16.
         implementation: as in `pack`.
 
     Returns:
-        The plan's outputs, each `(rows, cols)`, with the padding stripped.
+        The outputs of the plan, each `(rows, cols)`, with the padding stripped.
 
     Raises:
-        TypeError: if an argument is of another type or dtype.
-        ValueError: if `buffer` or `amax` has another shape, if the shards hold fewer rows than the plan's total, or
-            if shards would cut blocks in two.
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if `buffer` or `amax` has the wrong shape, the shards hold fewer rows than the plan's total, or a
+            block would straddle two shards.
     """
     check_format(format)
     _check_plan(plan)
     dtype = check_dtype("dtype", dtype)
     if getattr(buffer, "dtype", None) != jnp.uint8:
         raise TypeError(
-            f"`buffer` is {getattr(buffer, 'dtype', type(buffer).__name__)}; it must be uint8, as `pack` gives it."
+            f"`buffer` is {getattr(buffer, 'dtype', type(buffer).__name__)}; it must be uint8, as `pack` returns it."
         )
     if buffer.ndim != 2 or buffer.shape[0] < 1 or buffer.shape[1] != plan.bytes(format):
         raise ValueError(
@@ -140,7 +140,7 @@ def unpack(
     for index, piece in enumerate(plan.pieces):
         if shards * piece.rows < piece.total_rows:
             raise ValueError(
-                f"piece {index} has {piece.total_rows} rows in all, but {shards} shards of {piece.rows} hold fewer."
+                f"piece {index} has {piece.total_rows} rows in total, but {shards} shards of {piece.rows} hold fewer."
             )
         block_rows = format.block[0] if format.block else 1
         if shards > 1 and piece.rows % block_rows:
@@ -160,10 +160,12 @@ def _check_plan(plan: Any) -> None:
 def _amaxes(amax: Any, format: Format, shape: tuple[int, ...]) -> jax.Array:
     if amax is None:
         if format.has_amax:
-            raise ValueError(f"`amax` is missing; {format.name} scales each weight by one. See `gtp_jax.multi_amax`.")
+            raise ValueError(
+                f"`amax` is missing; {format.name} scales each weight by its amax. See `gtp_jax.multi_amax`."
+            )
         return jnp.zeros(shape, jnp.float32)
     if getattr(amax, "dtype", None) != jnp.float32:
         raise TypeError(f"`amax` is {getattr(amax, 'dtype', type(amax).__name__)}; it must be a float32 array.")
     if amax.shape != shape:
-        raise ValueError(f"`amax` has shape {amax.shape}; it must be {shape}, one for each piece of the plan.")
+        raise ValueError(f"`amax` has shape {amax.shape}; it must be {shape}, with one amax per piece of the plan.")
     return jnp.asarray(amax)

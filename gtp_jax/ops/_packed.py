@@ -1,12 +1,13 @@
-"""Attention of packed rows in cuDNN's kernels, each document as long as it is.
+"""Attention of packed rows in cuDNN's kernels, where each document costs only its own length.
 
-Whether segments are runs, and how many, is known only when the program runs. So it has several ways, and takes the
-first that has room for the ids that come: rows of one document each; cuDNN's packed layout with room for 4, 16 or 64
-documents a row, on average over the batch; the array of (queries, keys), which is right for any ids.
+Whether segments are runs, and how many there are, is known only when the program runs. So the program contains several
+ways, and takes the first that fits the ids: rows of one document each; cuDNN's packed layout with room for 4, 16 or 64
+documents per row, on average over the batch; or an array of (queries, keys), which is correct for any ids.
 
-Room is not free: cuDNN starts blocks of threads, and has a workspace in backward, for as many documents of the row's
-length as there is room for. So a call has room for four times its tokens, and documents of different length have calls
-of their own: those above a quarter of a row, of which it has three at most; those above a sixteenth; and the rest.
+Room is not free: for every document that there is room for, cuDNN starts thread blocks, and allocates a workspace in
+backward, for the full length of a row. So a call has room for only four times the tokens of the batch, and documents of
+different lengths use separate calls: those longer than a quarter of a row, of which a row has three at most; those
+longer than a sixteenth; and the rest.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
 from ._save import save_for_backward
 
-SHORTEST = 1024  # tokens of a row from which on it is worth choosing, which costs the host a wait for the device
-_SHARE = 4  # documents that a call has room for in each stretch of the length that it is for
-_CALLS = 3  # at most, of one way
-_TILE = 128  # tokens that cuDNN's blocks of threads work on: calls are for documents no shorter than that
+SHORTEST = 1024  # the fewest tokens per row for which choosing pays off, as the host must wait for the device
+_SHARE = 4  # documents that a call has room for, per as many tokens as the longest of them may have
+_CALLS = 3  # the maximum number of calls of a way
+_TILE = 128  # the tokens that a thread block of cuDNN works on; no call is for documents of a shorter length
 _LARGEST_OFFSET = 2**31 - 1  # cuDNN's offsets are int32, in elements
-# Added to scores that a token may not see. cuDNN subtracts one such number from another, which must not overflow.
+# Added to masked scores. cuDNN subtracts one such number from another, which must not overflow.
 _UNSEEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 class Documents(NamedTuple):
-    """Runs of equal segment ids, numbered through all rows.
+    """Documents, which are runs of equal segment ids, numbered across all rows.
 
     Attributes:
         number: `(batch, sequence)` int32, the document of each token.
-        starts: `(room + 1,)` int32, where documents begin, in tokens of all rows behind one another. Entries behind the
-            last document are the number of tokens.
-        way: 0 if every row is one document, n if n calls have room for them, and one more than there may be calls if
-            those have not, or an id comes back in a row.
+        starts: `(room + 1,)` int32, where documents begin, in tokens of all rows concatenated. Entries after the last
+            document are the number of tokens.
+        way: 0 if every row is one document; n if n calls have room for all documents; the maximum number of calls plus
+            one if those do not have room, or an id recurs in a row.
     """
 
     number: jax.Array
@@ -55,9 +56,9 @@ class Call(NamedTuple):
     """The documents of one call of a way.
 
     Attributes:
-        length: that it is for.
-        documents: of no greater length.
-        slot: `(batch, sequence)`, the place of a token's document among them.
+        length: the maximum length of its documents.
+        documents: the positions of its documents.
+        slot: `(batch, sequence)`, the index of a token's document among them.
         mine: `(batch, sequence)`, whether a token's document is among them.
     """
 
@@ -68,15 +69,15 @@ class Call(NamedTuple):
 
 
 def packed_lacks(q: Any, *, causal: bool, window: int | None) -> str:
-    """Says why attention to segments of one's own sequence is not packed here; nothing if it is."""
+    """Returns why self-attention with segments does not use the packed layout here; an empty string if it does."""
     if not supports_packed_attention():
-        return "cuDNN packs documents from compute capability 9.0 (H100) on"
+        return "cuDNN supports packed documents from compute capability 9.0 (H100)"
     if window is not None and not causal:
         return "cuDNN has no window to both sides"
     if q.shape[1] < SHORTEST:
-        return f"a row has {q.shape[1]} tokens, and choosing pays from {SHORTEST} on"
+        return f"a row has {q.shape[1]} tokens, and choosing pays off from {SHORTEST}"
     if q.size > _LARGEST_OFFSET:
-        return f"the queries are {q.size} elements, and cuDNN's offsets end at {_LARGEST_OFFSET}"
+        return f"the queries have {q.size} elements, and cuDNN's offsets end at {_LARGEST_OFFSET}"
     mesh = jax.sharding.get_abstract_mesh()
     shared = (
         jax.device_count() > 1 if mesh.empty else any(n > 1 for a, n in mesh.shape.items() if a not in mesh.manual_axes)
@@ -91,9 +92,10 @@ def packed_lacks(q: Any, *, causal: bool, window: int | None) -> str:
 def packed_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, causal: bool, window: int | None, scale: float
 ) -> jax.Array:
-    """Computes attention among tokens of the same id, by cuDNN: `attention` with the same arguments.
+    """Computes attention among tokens with the same id in cuDNN; equal to `attention` with the same arguments.
 
-    Right for any ids. Fast where those of a row are runs, each with an id of its own, and not too many.
+    The result is correct for any ids. It is fast if the ids of each row form runs, each with an id of its own, and
+    there are not too many runs.
     """
     return _attention(q, k, v, segment_ids, Options(causal, window, float(scale)))
 
@@ -110,7 +112,7 @@ def documents_of(segment_ids: jax.Array) -> Documents:
     begins = jnp.concatenate([jnp.ones((batch, 1), bool), begins], axis=1).reshape(-1)
     number = jnp.cumsum(begins, dtype=jnp.int32) - 1
     numbers = jnp.arange(batch * _SHARE**most + 1, dtype=jnp.int32)
-    starts = jnp.sum(number < numbers[:, None], axis=1, dtype=jnp.int32)  # tokens ahead of a document
+    starts = jnp.sum(number < numbers[:, None], axis=1, dtype=jnp.int32)  # the number of tokens before a document
     count = number[-1] + 1
 
     first = jnp.minimum(starts[:-1], batch * sequence - 1)
@@ -123,7 +125,8 @@ def documents_of(segment_ids: jax.Array) -> Documents:
 
 
 def calls_for(sequence: int) -> int:
-    """Returns how many calls a way of rows of this length may have; with n of them it has room for `4**n` documents."""
+    """Returns the maximum number of calls of a way for rows of this length; n calls have room for `4**n` documents per
+    row."""
     calls = 1
     while calls < _CALLS and sequence % _SHARE**calls == 0 and sequence // _SHARE**calls >= _TILE:
         calls += 1
@@ -131,17 +134,18 @@ def calls_for(sequence: int) -> int:
 
 
 def calls_of(documents: Documents, way: int) -> list[Call]:
-    """Divides documents among the calls of a way, by their length."""
+    """Divides documents among the calls of a way, by length."""
     batch, sequence = documents.number.shape
     starts, lengths = documents.starts[:-1], jnp.diff(documents.starts)
     limits = [sequence // _SHARE**n for n in range(way)]
-    which = sum((lengths <= limit).astype(jnp.int32) for limit in limits) - 1  # a call is for lengths above the next
+    # a call is for lengths above the limit of the next one
+    which = sum((lengths <= limit).astype(jnp.int32) for limit in limits) - 1
     calls = []
     for n, limit in enumerate(limits):
         mine = (which == n) & (lengths > 0)
-        behind = jnp.cumsum(mine, dtype=jnp.int32)  # how many there are up to a document
+        behind = jnp.cumsum(mine, dtype=jnp.int32)  # the number of this call's documents up to and including each one
         slots = jnp.arange(batch * _SHARE ** (n + 1) + 1, dtype=jnp.int32)
-        chosen = jnp.sum(behind <= slots[:, None], axis=1)  # the document of a slot, or one that is not there
+        chosen = jnp.sum(behind <= slots[:, None], axis=1)  # the document of a slot; out of range if the slot is unused
         ragged = Ragged(
             jnp.take(starts, chosen, mode="fill", fill_value=batch * sequence),
             jnp.take(lengths, chosen[:-1], mode="fill", fill_value=0),
@@ -156,7 +160,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array,
 
 
 def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, options: Options) -> Any:
-    # as policies of recomputation save what `jax.nn.dot_product_attention` makes, they save this
+    # remat policies save the results of `jax.nn.dot_product_attention`, so they must save these too
     out, stats = map(save_for_backward, _forward(options)(q, k, v, segment_ids))
     return out, (q, k, v, segment_ids, stats, out)
 
@@ -238,17 +242,17 @@ def _choose(
 
 
 def _rows_of(x: jax.Array, length: int) -> jax.Array:
-    """Returns `(batch, sequence, heads, head_dim)` as shorter rows, which moves nothing."""
+    """Returns `(batch, sequence, heads, head_dim)` as shorter rows, which moves no data."""
     return x.reshape(-1, length, *x.shape[2:])
 
 
 def _merge(calls: list[Call], results: list[tuple[jax.Array, ...]]) -> Any:
-    """Takes each token from the call of its document; what others say of it was never written."""
+    """Takes the values of each token from the call of its document; the other calls do not write them."""
 
     def merged(*arrays: jax.Array) -> jax.Array:
         result = arrays[-1]
         for call, array in zip(calls[:-1], arrays[:-1], strict=True):
-            # tokens are the second dimension, and of statistics the last
+            # tokens are the second dimension, but the last one of statistics
             mine = call.mine[:, None] if array.ndim == 3 else call.mine[:, :, None, None]
             result = jnp.where(mine, array, result)
         return result
@@ -257,9 +261,10 @@ def _merge(calls: list[Call], results: list[tuple[jax.Array, ...]]) -> Any:
 
 
 def _joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `vmap` join its dimension with the batch, of a function whose operands and results all begin with it.
+    """Makes `vmap` merge its dimension into the batch, for a function whose operands and results all begin with the
+    batch.
 
-    Otherwise every way would run, and the right results be picked.
+    Otherwise every way would run, and the correct results would be selected afterwards.
     """
     mapped = custom_vmap(function)
 
@@ -276,7 +281,7 @@ def _joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(q: jax.Array, segment_ids: jax.Array, options: Options) -> jax.Array:
-    """Returns what is added to scores: `(batch, 1, sequence, sequence)`, 0 where a token may attend."""
+    """Returns the bias that is added to scores, `(batch, 1, sequence, sequence)`; 0 where a token may attend."""
     sequence = q.shape[1]
     near = None if options.window is None else in_order(sequence, sequence, options.causal, options.window)
     seen = both(allowed_by(None, segment_ids), near)
@@ -285,14 +290,15 @@ def _bias(q: jax.Array, segment_ids: jax.Array, options: Options) -> jax.Array:
 
 
 def _by_row(stats: jax.Array, documents: Documents, call: Call) -> jax.Array:
-    """Returns `(documents, heads, places)` as `(batch, heads, sequence)`, which is less to save."""
+    """Returns `(documents, heads, places)` as `(batch, heads, sequence)`, which is smaller to save for backward."""
     number = documents.number
     tokens = jnp.arange(number.size, dtype=jnp.int32).reshape(number.shape)
     return jnp.moveaxis(stats[call.slot, :, tokens - documents.starts[number]], -1, 1)
 
 
 def _by_document(stats: jax.Array, call: Call) -> jax.Array:
-    """Returns `(batch, heads, sequence)` as `(documents, heads, places)`; behind a document's end nothing is meant."""
+    """Returns `(batch, heads, sequence)` as `(documents, heads, places)`; values after the end of a document are
+    arbitrary."""
     batch, heads, sequence = stats.shape
     tokens = call.documents.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
     tokens = jnp.minimum(tokens, batch * sequence - 1)

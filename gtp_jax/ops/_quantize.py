@@ -1,4 +1,4 @@
-"""Arrays to quantized arrays and back."""
+"""Quantizes arrays, and dequantizes them."""
 
 from __future__ import annotations
 
@@ -53,37 +53,40 @@ def quantize(
     key: _Key | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Writes an array in one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
+    """Quantizes an array to one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
-    The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike there, a
-    block with NaN or Inf comes back as NaN, and no other block is touched. In NVFP4 an amax above FLT_MAX / 448,
-    7.5955e35, lets finite numbers come back as Inf. A stack of matrices has one amax, unless `amax` says otherwise or
-    the call is vmapped.
+    The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike in
+    TransformerEngine, a block with NaN or Inf is dequantized to NaN, and no other block is affected. In NVFP4, an amax
+    above FLT_MAX / 448 = 7.5955e35 can turn finite numbers into Inf. A stack of matrices has one amax, unless `amax`
+    has leading dimensions or the call is vmapped.
 
-    Not to be called on a sharded array outside `jax.shard_map`: XLA gathers the operands of a kernel silently.
+    Do not call this on a sharded array outside `jax.shard_map`: XLA would silently gather the operands of the kernel.
 
     Args:
         x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16.
-        format: such as `gtp_jax.formats.NVFP4`.
-        amax: the largest finite magnitude to scale by, float32, `()` or the first of the leading dimensions; a pair of
-            them, row then column, if `axis` is `"both"`. `None` computes it. Formats without an amax take none.
-        axis: `"row"`: blocks along K. `"column"`: blocks along M; codes are transposed where the format says so.
-            With FP8, `"both"` is the cast and transpose that a matmul's operands need.
-        hadamard: transform the column-wise copy first (`NVFP4_1D` only); its amax is taken after, and its M is
-            rounded up to 16. `dequantize` gives the transformed array, and `gtp_jax.hadamard(..., inverse=True)` x.
-        key: round stochastically (NVFP4 only): a JAX key of two words, or uint32 `(2,)`. A new key, no new compilation.
-            Right on average but for elements above 6 scales of their block, which saturate: the scale is rounded to the
-            nearest e4m3, so that a block's largest element may be up to 1/16 above.
-        implementation: `"reference"`, `"native"`, or `None` for the best at hand.
+        format: the number format, such as `gtp_jax.formats.NVFP4`.
+        amax: the largest finite magnitude to scale by, float32, of shape `()` or a prefix of the leading dimensions;
+            if `axis` is `"both"`, optionally a pair, for the row-wise and the column-wise copy. `None` computes it.
+            Formats without an amax require `None`.
+        axis: `"row"` for blocks along K; `"column"` for blocks along M, with transposed codes if the format transposes
+            them; `"both"` for both copies. With FP8, `"both"` is the cast and transpose that the operands of matmuls
+            need.
+        hadamard: whether to transform the column-wise copy first (`NVFP4_1D` only). Its amax is then that of the
+            transformed array, and its M is rounded up to a multiple of 16. `dequantize` returns the transformed array,
+            and `gtp_jax.hadamard(..., inverse=True)` transforms it back.
+        key: a key for stochastic rounding (NVFP4 only), a JAX key of two words or uint32 `(2,)`. A new key causes no
+            recompilation. Rounding is unbiased except for elements above 6 times their block scale, which saturate:
+            the scale is rounded to the nearest e4m3, so the largest element of a block may be up to 1/16 above.
+        implementation: `"reference"`, `"native"`, or `None` for the best available.
 
     Returns:
-        A `QuantizedArray`; the row-wise and the column-wise one if `axis` is `"both"`.
+        A `QuantizedArray`; if `axis` is `"both"`, a pair of the row-wise and the column-wise one.
 
     Raises:
-        TypeError: if `x`, `format`, `amax` or `key` is of another type or dtype.
-        ValueError: if `x` is a scalar, `amax` or `key` has another shape, or `format` or `axis` does not go with
-            `amax`, `hadamard` or `key`.
-        NotImplementedError: if `implementation` is `"native"` and there is no kernel for the platform at hand.
+        TypeError: if `x`, `format`, `amax` or `key` has the wrong type or dtype.
+        ValueError: if `x` is a scalar, `amax` or `key` has the wrong shape, or `format` or `axis` is not compatible
+            with `amax`, `hadamard` or `key`.
+        NotImplementedError: if `implementation` is `"native"` and there is no kernel for the current platform.
     """
     check_format(format)
     x = as_matrix("x", x)
@@ -92,11 +95,11 @@ def quantize(
     rows, columns = axis != "column", axis != "row"
     if hadamard and (format != NVFP4_1D or not columns):
         raise ValueError(
-            f"`hadamard` goes with the column-wise copy of NVFP4_1D; this is {format.name} with axis {axis!r}. "
+            f"`hadamard` applies only to the column-wise copy of NVFP4_1D; this is {format.name} with axis {axis!r}. "
             "Leave it out, or transform the array with `gtp_jax.hadamard`."
         )
     if key is not None and format not in (NVFP4, NVFP4_1D):
-        raise ValueError(f"`key` asks for stochastic rounding, which {format.name} does not have; leave it out.")
+        raise ValueError(f"`key` asks for stochastic rounding, which {format.name} does not support; leave it out.")
 
     amax_rows, amax_columns = _amaxes(x, format, amax, axis, hadamard, implementation)
     row_codes, row_scales, column_codes, column_scales = call(
@@ -132,18 +135,19 @@ def dequantize(
 ) -> Float[jax.Array, "*lead rows columns"]:
     """Returns the values of a quantized array, in logical orientation.
 
-    `code * scale` in float32, then rounded to `dtype`; exact in bfloat16 for MXFP8. A Hadamard transform is not undone.
+    Computes `code * scale` in float32, then rounds to `dtype`; for MXFP8, the result is exact in bfloat16. A Hadamard
+    transform is not undone.
 
     Args:
-        q: row-wise or column-wise.
-        dtype: float32, bfloat16 or float16.
+        q: a row-wise or column-wise quantized array.
+        dtype: the dtype of the result: float32, bfloat16 or float16.
         implementation: as in `quantize`.
 
     Returns:
         `(*lead, M, K)`.
 
     Raises:
-        TypeError: if `q` is no `QuantizedArray`, or `dtype` is another one.
+        TypeError: if `q` is not a `QuantizedArray`, or `dtype` is not one of these dtypes.
         ValueError: if `q` breaks an invariant of its type.
     """
     validate(q)
@@ -164,11 +168,11 @@ def dequantize(
 def _amaxes(
     x: jax.Array, format: Format, amax: Any, axis: str, hadamard: bool, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the amax of the row-wise and of the column-wise copy; 0 for one that is not used."""
+    """Returns the amaxes of the row-wise and the column-wise copy; 0 for a copy that has none or is not made."""
     unused = jnp.zeros((), jnp.float32)
     if not format.has_amax:
         if amax is not None:
-            raise ValueError(f"`amax` is given, but {format.name} scales every block by itself; leave it out.")
+            raise ValueError(f"`amax` is given, but {format.name} has only block scales; leave it out.")
         return unused, unused
     lead = x.shape[:-2]
     if amax is None:
@@ -179,13 +183,13 @@ def _amaxes(
     if isinstance(amax, tuple | list):
         if axis != "both" or len(amax) != 2:
             raise ValueError(
-                f"`amax` is a sequence of {len(amax)}, and `axis` is {axis!r}; "
-                "a pair goes with axis 'both': the row-wise copy's, then the column-wise copy's."
+                f"`amax` is a sequence of {len(amax)}, and `axis` is {axis!r}; pass a pair with axis 'both': "
+                "the amax of the row-wise copy, then that of the column-wise copy."
             )
         return as_amax(amax[0], lead), as_amax(amax[1], lead)
     if axis == "both" and hadamard:
         raise ValueError(
-            "`amax` is one, but the Hadamard transform gives the column-wise copy another amax. "
+            "`amax` is a single amax, but the Hadamard transform changes the amax of the column-wise copy. "
             "Pass a pair: `multi_amax([x])[0]` and `hadamard_amax(x)`, each over all shards of x."
         )
     both = as_amax(amax, lead)
@@ -200,7 +204,7 @@ def _words(key: Any) -> jax.Array:
         )
     if words.shape != (2,):
         raise ValueError(
-            f"`key` has words of shape {words.shape}; it has two. Make it with "
+            f"`key` has words of shape {words.shape}; it must have two words. Make it with "
             "`jax.random.key(seed, impl='threefry2x32')`."
         )
     return jnp.asarray(words)

@@ -1,7 +1,8 @@
-"""Arrays to FP8 in operations that XLA may fuse with what makes them.
+"""Quantizes arrays to FP8 with operations that XLA may fuse with those that compute the array.
 
-Whether it does is its choice, shape by shape: of a SwiGLU of 131,072 rows and 768 features it writes codes alone, and
-reads the products twice; of 32,768 rows and 4096 it writes the output once, in float32 (jax 0.12.0.1, H200).
+XLA decides for each shape whether to fuse them. For a SwiGLU of 131,072 rows and 768 features, it writes only codes,
+and reads the products twice; for 32,768 rows and 4096 features, it writes the output once, in float32 (jax 0.12.0.1,
+H200).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def quantize_fused(x: Float[jax.Array, "rows columns"], format: Format, amax: jax.Array) -> QuantizedArray:
-    """Returns `quantize(x, format, amax=amax)` row-wise, bit for bit on GPUs. On CPUs, which take the smallest float32
-    for 0, the same holds of all other numbers.
+    """Returns `quantize(x, format, amax=amax)`, row-wise and bit for bit on GPUs. CPUs treat subnormal float32 numbers
+    as 0; there, the same holds for all other numbers.
 
     Args:
         x: bfloat16, float16 or float32.
-        format: FP8, of one scale.
-        amax: float32 `()`, as there.
+        format: an FP8 format with a single scale.
+        amax: float32 `()`, as in `quantize`.
     """
     largest = format.largest
     usable = (amax > 0) & jnp.isfinite(amax)

@@ -1,4 +1,4 @@
-"""A sum of equal rounds, of which usually one is enough."""
+"""A sum over rounds of the same computation, of which one is usually enough."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def in_rounds(
 ) -> jax.Array:
     """Returns the sum over `round < rounds` of `function(round, operands, constants)`.
 
-    The first round is traced into the program like any code, and leaves residuals for backward as a remat policy says.
-    Further ones run in a loop and leave none: backward computes them again, and goes on with the sums that the first
-    one has begun. As long as one round is enough, neither loop costs more than the question.
+    The first round is traced into the program like other code, and saves residuals for backward according to the remat
+    policy. Further rounds run in a loop and save none: backward recomputes them, and adds their gradients to those of
+    the first round. While one round is enough, each loop costs only the check of its condition.
 
     Args:
-        function: closes over no array that is traced. Its rounds may need no other rank: ranks have different numbers
-            of them.
-        operands: pytree of floats, which have gradients.
-        constants: pytree of arrays, which have none.
+        function: a function that closes over no traced array. It must not communicate with other ranks, because ranks
+            have different numbers of rounds.
+        operands: a pytree of float arrays, which have gradients.
+        constants: a pytree of arrays, which have no gradients.
         rounds: int32, at least 1.
     """
     return _fwd(function, operands, constants, rounds)[0]
@@ -37,7 +37,7 @@ def _fwd(function: Callable[..., jax.Array], operands: Tree, constants: Tree, ro
     first, vjp = jax.vjp(lambda operands: function(0, operands, constants), operands)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        # by the rules of its derivative, which can be differentiated forward, as a `jax.custom_vjp` cannot
+        # evaluated by `jax.vjp`, whose rules forward mode can differentiate, unlike a call of a `jax.custom_vjp`
         return total + jax.vjp(lambda operands: function(i, operands, constants), operands)[0]
 
     total = lax.fori_loop(1, rounds, add, first)

@@ -1,4 +1,4 @@
-"""What a router of experts adds to the gradients, and not to the loss that is reported."""
+"""Terms that a router of experts adds to the gradients, but not to the reported loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxtyping import Float
 
 @jax.custom_vjp
 def with_aux_loss(x: Float[jax.Array, "*shape"], term: Float[jax.Array, ""]) -> Float[jax.Array, "*shape"]:
-    """Returns `x` as it is; in backward gradients of `term` are added, as if it were a part of the loss.
+    """Returns `x` unchanged. In backward, the gradients of `term` are added, as if it were part of the loss.
 
     Args:
-        x: what the loss depends on.
+        x: an array that the loss depends on.
         term: a scalar.
     """
     del term
@@ -34,14 +34,14 @@ with_aux_loss.defvjp(_aux_fwd, _aux_bwd)
 def with_load_as_gradient(
     x: Float[jax.Array, "*shape"], bias: Float[jax.Array, " experts"], load: Float[jax.Array, " experts"]
 ) -> Float[jax.Array, "*shape"]:
-    """Returns `x` as it is; in backward `load` becomes the gradient of `bias`.
+    """Returns `x` unchanged. In backward, `load` becomes the gradient of `bias`.
 
-    So it is summed over microbatches and ranks as gradients are, in the same reductions, and in training alone.
+    The load is therefore summed over microbatches and ranks in the same reductions as gradients, and only in training.
 
     Args:
-        x: what the loss depends on.
-        bias: of a router.
-        load: how many tokens chose each expert.
+        x: an array that the loss depends on.
+        bias: the bias of a router.
+        load: the number of tokens that chose each expert.
     """
     del bias, load
     return x

@@ -1,4 +1,4 @@
-"""Names the values that are saved for backward, and fixes their order in memory."""
+"""Names the values that are saved for backward, and fixes their memory layout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROUTING = "gtp_routing"
 
 
 def save_for_backward(x: Any) -> Any:
-    """Saves this value for backward under the policy `matmuls`, in place of the inputs it was computed from.
+    """Saves this value for backward under the policy `matmuls`, instead of the inputs it was computed from.
 
-    A matmul's output that backward needs only to compute this value is then not saved itself. This avoids recomputing
-    the value and takes no more memory.
+    A matmul output that backward needs only to compute this value is then not saved. This avoids recomputing the value,
+    and takes no more memory.
     """
     return checkpoint_name(x, SAVED)
 
@@ -32,27 +32,27 @@ def save_activation(x: Any) -> Any:
 
 
 def save_routing(x: Any) -> Any:
-    """Saves choices of experts, and orders that follow from them, for backward under every policy.
+    """Saves choices of experts, and the orders derived from them, for backward under every policy.
 
-    They are integers, a few a token. Computed again, in a program that XLA fuses otherwise, two nearly equal choices
-    could come out in the other order, and gradients would be of other experts than the loss.
+    They are a few integers per token. If they were recomputed in a program that XLA fuses differently, two nearly equal
+    choices could be swapped, and the gradients would be those of other experts than the loss.
     """
     return checkpoint_name(x, ROUTING)
 
 
 def row_major(x: Shaped[jax.Array, "*shape"]) -> Shaped[jax.Array, "*shape"]:
-    """Returns the same array, whose last dimension lies in memory without gaps.
+    """Returns the same array, with its dimensions in row-major order in memory.
 
-    Left to itself, XLA may transpose an array for a matmul that can read either order. Its other readers, above all
-    reductions and the optimizer, then run at a fraction of the memory bandwidth.
+    Without this constraint, XLA may transpose an array for a matmul that can read either order. Other operations that
+    read it, especially reductions and the optimizer, then run at a fraction of the memory bandwidth.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 @jax.custom_jvp
 def row_major_in_training(x: jax.Array) -> jax.Array:
-    """Returns `row_major` where it is differentiated, and its gradient likewise. Elsewhere the array as it is, as what
-    constrains a layout cannot be exported (`jax.export`), and inference gains nothing."""
+    """Applies `row_major` to the array and to its tangent when differentiated. Otherwise returns the array unchanged,
+    because layout constraints cannot be exported (`jax.export`), and inference gains nothing."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""Matmuls of codes and block scales, as hardware has them from SM100 on."""
+"""Block-scaled matmuls, which hardware supports from SM100."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DTYPES: dict[str | None, Any] = {
 
 
 def scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "rows columns"]:
-    """Returns the float32 product of two matrices along their blocks: rows by rows, `(M, N)`.
+    """Returns the float32 product `(M, N)` of two matrices, contracted along their blocks: rows of `a` by rows of `b`.
 
-    `jax.nn.scaled_matmul`, which is cuDNN's on SM100, and what XLA makes of it elsewhere.
+    Calls `jax.nn.scaled_matmul`, which runs in cuDNN on SM100, and in operations of XLA elsewhere.
     """
     (left, left_scales), (right, right_scales) = _transposed(a), _transposed(b)
     y = jax.nn.scaled_matmul(
@@ -36,13 +36,13 @@ def scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "
 
 
 def fits(a: QuantizedArray) -> bool:
-    """Returns whether the blocks of a matrix fill its contraction, as they must, and there are any."""
+    """Returns whether a matrix is not empty, and its contraction consists of whole blocks, as required."""
     assert a.format.block is not None
     return min(a.matrix) > 0 and a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
 
 
 def _transposed(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales with the contraction last, a scale for every row."""
+    """Returns the codes and the scales with the contraction last, and with the scales repeated for every row."""
     assert q.scales is not None and q.format.block is not None
     codes, scales = q.codes, q.scales
     rows, columns = reversed(q.matrix) if q.columns else q.matrix

@@ -1,4 +1,4 @@
-"""Documents packed into one row, told apart by segment ids."""
+"""Documents that are packed into one row, and distinguished by segment ids."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jax import lax
 
 
 def positions_of(segment_ids: jax.Array) -> jax.Array:
-    """Returns the position of each token in its own document: 0 wherever another document begins.
+    """Returns the position of each token within its own document, which starts at 0.
 
     Args:
-        segment_ids: `(..., sequence)` integers, the whole sequence; a document is a run of equal ones.
+        segment_ids: `(..., sequence)` integers of the whole sequence. A document is a run of equal ids.
 
     Returns:
-        Same shape, int32.
+        int32 positions, of the same shape.
     """
     place = lax.broadcasted_iota(jnp.int32, segment_ids.shape, segment_ids.ndim - 1)
     begins = jnp.concatenate(

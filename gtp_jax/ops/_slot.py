@@ -1,4 +1,4 @@
-"""Operands of products whose gradients go elsewhere: in a dtype of their own, or to what codes were made of."""
+"""Operands of products with a slot for their gradient: in a dtype of its own, or for operands that are codes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ..formats import QuantizedArray
 # The message of an operation whose gradient has no gradient.
 SECOND_DERIVATIVE = (
     "a gradient is differentiated again through {}: a second derivative, as of a gradient penalty or in `jax.hessian`. "
-    "Roundings have none. Compute that loss without `matmuls=True` in its recipe, whose weights may travel as codes "
-    "all the same; or pass the gradient through `jax.lax.stop_gradient` if it is only reported."
+    "Roundings have none. Compute that loss without `matmuls=True` in its recipe, whose weights may still be sent as "
+    "codes; or pass the gradient through `jax.lax.stop_gradient` if it is only reported."
 )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse_second_derivative(operation: str, operands: Any) -> Any:
-    """Returns what the rules of a derivative compute with; an error if they are differentiated themselves.
+    """Returns the operands of a derivative rule unchanged; raises an error if the rule itself is differentiated.
 
-    A product of rounded operands takes its inputs through this in both of its rules. So it is refused, too, where
-    only what was rounded before depends on what is differentiated, of which nothing else could tell.
+    A product of rounded operands passes its inputs through this function in both of its rules. So the error is also
+    raised if only an operand that was rounded earlier depends on the variable of the second derivative, which nothing
+    else could detect.
 
     Args:
-        operation: what messages call it.
-        operands: pytree of arrays.
+        operation: the name of the operation in the message.
+        operands: a pytree of arrays.
     """
     del operation
     return operands
@@ -41,8 +42,8 @@ def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
 
 
 def depends_on(codes: QuantizedArray, array: jax.Array) -> QuantizedArray:
-    """Returns the same codes, whose amax depends on the array that they were made of, without a gradient: so a product
-    refuses a second derivative with respect to that array."""
+    """Returns the same codes, with an amax that depends on the array from which they were made, but has a gradient of
+    zero. So a product raises an error for a second derivative with respect to that array."""
     return codes if codes.amax is None else dataclasses.replace(codes, amax=_linked(codes.amax, array))
 
 
@@ -57,21 +58,21 @@ def _linked_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     amax = _linked(*primals)
-    nothing = 0 * jnp.sum(tangents[1]).astype(amax.dtype)  # a constant would be no tangent, and be passed over
+    nothing = 0 * jnp.sum(tangents[1]).astype(amax.dtype)  # JAX would ignore a constant 0, which is no tangent
     return amax, jnp.broadcast_to(nothing, amax.shape)
 
 
 class SlottedWeight(NamedTuple):
-    """A weight as products take it, and where its gradient goes.
+    """A weight as an operand of products, with a slot that receives its gradient.
 
-    JAX gives the gradient of an array in the array's own dtype. That of a bfloat16 weight would be rounded as it leaves
-    the matmul, which summed it in float32; and codes, which are integers, have none.
+    JAX returns the gradient of an array in the array's own dtype. The gradient of a bfloat16 weight would be rounded
+    when it leaves the matmul, which summed it in float32; and codes have no gradient, because they are integers.
 
     Attributes:
-        values: an array, or codes where those are multiplied. A product gives them no gradient; the gradient of a
+        values: an array, or codes for products that multiply codes. A product gives them no gradient; the gradient of a
             product does, see [Note: second derivatives] in `gtp_jax.weights`.
-        slot: of the weight's shape, in the dtype in which its gradient leaves the product. Its values are never read,
-            so that XLA makes no array of it.
+        slot: an array of the weight's shape, in the dtype in which the gradient leaves the product. Its values are
+            never read, so XLA does not allocate it.
     """
 
     values: jax.Array | QuantizedArray
@@ -79,8 +80,8 @@ class SlottedWeight(NamedTuple):
 
 
 def slotted(values: jax.Array | QuantizedArray, slot: jax.Array) -> SlottedWeight:
-    """Returns the two as a weight whose whole gradient is the slot's: what products leave there, and what gradients of
-    products leave in the values."""
+    """Returns a weight whose slot receives the whole gradient: what products add to the slot, and what gradients of
+    products add to the values."""
     if isinstance(values, QuantizedArray):
         return SlottedWeight(values, slot)
     return SlottedWeight(_moving_with(slot, values), slot)
@@ -96,16 +97,16 @@ def _moving_with(slot: jax.Array, values: jax.Array) -> jax.Array:
 def _moving_with_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # the values as they are, which may be a function of the shards in a derivative of this one
+    # return `values` itself, because in a derivative of this rule it may be a function of the shards
     return primals[1], tangents[0].astype(primals[1].dtype)
 
 
 class SlottedRows(NamedTuple):
-    """Rows of which a product has only the codes, and where their gradient goes.
+    """Rows that a product receives only as codes, with a slot that receives their gradient.
 
     Attributes:
-        codes: row-wise, as `rows_in_codes` makes them. They have no gradient.
-        slot: of the rows' shape and dtype. Its values are never read, so that XLA makes no array of it.
+        codes: the row-wise codes, as `rows_in_codes` makes them. They have no gradient.
+        slot: an array of the rows' shape and dtype. Its values are never read, so XLA does not allocate it.
     """
 
     codes: QuantizedArray
@@ -115,10 +116,11 @@ class SlottedRows(NamedTuple):
 def values_and_slot(
     weight: Float[jax.Array, "*shape"] | SlottedWeight,
 ) -> tuple[Float[jax.Array, "*shape"], Float[jax.Array, "*shape"]]:
-    """Returns the array that is multiplied, and what has the gradient: of a weight without a slot itself.
+    """Returns the array that is multiplied, and the array that receives the gradient: the slot, or the weight itself if
+    it has no slot.
 
     Raises:
-        TypeError: if the weight is codes, which this product does not multiply.
+        TypeError: if the weight is codes, which the calling product does not multiply.
     """
     if not isinstance(weight, SlottedWeight):
         return weight, weight

@@ -1,4 +1,4 @@
-"""Copies of rows that lie anywhere."""
+"""Copies rows by index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int32, Shaped
 from .. import native
 from ..mesh import platform, runs_kernels
 
-_BYTES = 16  # of what the kernel for GPUs copies at once
+_BYTES = 16  # the number of bytes that the kernel for GPUs copies at once
 
 
 def take(
@@ -17,14 +17,14 @@ def take(
     index: Int32[jax.Array, " places"],
     real: Bool[jax.Array, " places"] | None = None,
 ) -> Shaped[jax.Array, "places features"]:
-    """Returns the row of `x` for each place; without a gradient.
+    """Returns the row of `x` for each place. It has no gradient.
 
-    On GPUs by a kernel: XLA's gathers of rows take 1.5 times as long and more (an H200, jax 0.11.2).
+    On GPUs, a kernel copies the rows, because XLA's gathers of rows take at least 1.5 times as long (H200, jax 0.11.2).
 
     Args:
-        x: of any dtype.
-        index: the rows: each of one that there is.
-        real: which places have a row, the others being zeros; all by default.
+        x: the rows, of any dtype.
+        index: the row of each place, which must be in range.
+        real: which places have a row; the others get zeros. All have one by default.
     """
     if platform() == "gpu" and runs_kernels() and _whole(x) and native.has("gtp_take", "CUDA"):
         return native.take(x, index if real is None else jnp.where(real, index, -1))

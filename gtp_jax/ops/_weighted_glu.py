@@ -1,4 +1,4 @@
-"""The hidden features of an expert, each row times its share."""
+"""The hidden features of an expert, with each row multiplied by its routing weight."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ def weighted_glu(
     shares: Float[jax.Array, " rows"],
     activation: Callable[[jax.Array], jax.Array],
 ) -> Float[jax.Array, "rows hidden"]:
-    """Returns `activation(gate) * up * share` of each row, computed in float32 at least and rounded once.
+    """Returns `activation(gate) * up * share` of each row, computed in at least float32 and rounded once.
 
-    The matmul that follows is linear, so that a share counts ahead of it as it would behind it, and backward does not
-    need what that matmul returns: a share's gradient is the sum over hidden features of `activation(gate) * up` times
-    the gradient of this function's result, in float32. Backward keeps `gate` and `up` and computes the rest again.
+    `share` is the routing weight of a row. The following matmul is linear, so the routing weight has the same effect
+    before it as after it. Applied before, backward does not need the output of that matmul: the gradient of a routing
+    weight is the sum over hidden features of `activation(gate) * up` times the gradient of this function's result, in
+    float32. `gate` and `up` are saved for backward, and the rest is recomputed.
 
     Args:
-        gate: to which the activation is applied.
-        up: of the same dtype.
-        shares: float32 at least.
-        activation: elementwise, of float32 at least. It may read parameters, which get their gradients.
+        gate: the array to which the activation is applied.
+        up: the array that multiplies it, of the same dtype.
+        shares: the routing weight of each row, in at least float32.
+        activation: an elementwise function of at least float32. It may read parameters, which get their gradients.
     """
     wide = jnp.promote_types(gate.dtype, jnp.float32)
     pure, parameters = jax.closure_convert(activation, jax.ShapeDtypeStruct(gate.shape, wide))

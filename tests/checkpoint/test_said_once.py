@@ -56,5 +56,5 @@ def test_a_full_disk_and_a_damaged_file_are_said_once(tmp_path, what):
     if what == "full":
         assert len(lines) == 1 and lines[0].startswith("OSError [Errno 27] File too large: a step was not saved"), lines
     else:
-        assert len(lines) == 3 and lines[0].startswith("ValueError the checkpoint "), lines
+        assert len(lines) == 3 and lines[0].startswith("DamagedCheckpoint the checkpoint "), lines
         assert "were written" in lines[1] and lines[2].startswith("Restore another step"), lines

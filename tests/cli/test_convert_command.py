@@ -100,7 +100,7 @@ def test_help_of_import_names_what_is_imported(capsys):
     with pytest.raises(SystemExit):
         main(["convert", "import", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "Imports Llama 2 to 3.1, Mixtral, and Qwen3 with or without experts; rotary frequencies may be scaled" in out
+    assert "Imports Llama 2 to 3.1, Mistral, Mixtral, Qwen2, Qwen2.5, and Qwen3 with or without experts; rotary" in out
     assert "Llamas only" not in out
 
 

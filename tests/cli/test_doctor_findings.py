@@ -63,14 +63,30 @@ def test_an_option_in_xla_flags_is_left_to_its_user(monkeypatch, capsys):
     assert "12345" in line and f"the library would take {GPU_OPTIONS[name].value}" in line
 
 
-@pytest.mark.parametrize(("capability", "translated"), [("9.0", False), ("8.6", True), ("10.0", True), ("9.1", True)])
-def test_kernels_that_the_driver_translates_for_this_gpu_are_named(capability, translated, monkeypatch):
+@pytest.mark.parametrize(
+    ("architectures", "machine_code", "translated", "none"),
+    [
+        ("90a-real 80-virtual", ["9.0"], ["8.0", "8.6", "9.1", "10.0"], ["7.5"]),
+        ("90a-real", ["9.0"], [], ["8.6", "9.1", "10.0"]),
+        ("90a", ["9.0"], [], ["8.6", "9.1"]),
+        ("80-real 120a-real", ["8.0", "8.6", "12.0"], [], ["7.5", "9.0", "12.1"]),
+        ("86", ["8.6", "8.9"], ["9.0", "12.0"], ["8.0"]),
+        ("100f", ["10.0", "10.3"], [], ["9.0", "12.0"]),
+        ("100f-virtual", [], ["10.0", "10.3"], ["9.0", "12.0"]),
+    ],
+)
+def test_the_doctor_says_in_which_form_this_gpu_has_kernels(architectures, machine_code, translated, none, monkeypatch):
     built = pytest.importorskip("gtp_jax.native._native")
-    monkeypatch.setattr(built, "cuda_architectures", "90a-real 80-virtual")
+    monkeypatch.setattr(built, "cuda_architectures", architectures)
     monkeypatch.setattr(built, "cuda_version", "13.0")
-    monkeypatch.setattr(_doctor.jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
-    found = _doctor._kernels()
-    assert (found.status, "translated from PTX by the driver" in found.found) == (
-        ("optional", True) if translated else ("ok", False)
-    )
-    assert (f"for its GPU of compute capability {capability}" in found.remedy) == translated
+    wanted = {
+        **dict.fromkeys(machine_code, ("ok", f"({architectures})")),
+        **dict.fromkeys(translated, ("optional", "translated from PTX by the driver")),
+        **dict.fromkeys(none, ("broken", "of which this GPU can run none")),
+    }
+    for capability, (status, said) in wanted.items():
+        devices = [types.SimpleNamespace(compute_capability=capability)]
+        monkeypatch.setattr(_doctor.jax, "devices", lambda devices=devices: devices)
+        found = _doctor._kernels()
+        assert found.status == status and found.found.endswith(said), capability
+        assert (f"for its GPU of compute capability {capability}" in found.remedy) == (status != "ok")

@@ -21,6 +21,7 @@ def imported(run, tmp_path_factory):
     made.add_special_tokens(["<s>"])
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 90)])
     made.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "hf" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<s>{% endfor %}")
     (folder / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert main(["convert", "import", str(folder / "hf"), str(folder / "imported")]) == 0
     return folder
@@ -62,6 +63,26 @@ def test_an_import_is_continued_with_its_own_tokens(imported, capsys):
     flags = ("--prompt", "AB", "--tokenizer", "bytes", "--max-new-tokens=8")
     code, out, err = printed(capsys, "generate", imported / "plain", *flags)
     assert code == 0 and out.startswith("AB")
+
+
+def test_an_answer_ends_with_what_ends_answers_of_the_imports_template(imported, capsys):
+    pytest.importorskip("jinja2")
+    flags = ("--max-new-tokens=40", "--temperature=1.5", "--seed=3")
+    code, out, err = printed(capsys, "generate", imported / "imported", "--chat", "AB", *flags)
+    model = load(imported / "imported", dtype="float32")
+    options = dict(max_new_tokens=40, temperature=1.5, seed=3, vocab_size=92)
+    found = gtp.generate(model, [[32, 33, 90]], stop=[7, 8, 90, 91], **options)
+    tokens = [int(token) for token in found.tokens[0] if token >= 0]
+    assert code == 0 and f"{len(tokens)} tokens in" in err and 1 < len(tokens) < 40
+    assert out == "".join(chr(33 + token) for token in tokens if token not in (7, 8, 90, 91)) + "\n"
+
+
+def test_without_a_template_and_with_the_mark_of_a_turn_a_question_is_refused(run, imported, capsys):
+    code, out, err = printed(capsys, "generate", run, "--chat", "x")
+    assert code == 2 and "has no chat template. Give --prompt, or the checkpoint of a model that was imported" in err
+    pytest.importorskip("jinja2")
+    code, out, err = printed(capsys, "generate", imported / "imported", "--chat", "A<s>")
+    assert code == 2 and "turn 1 has '<s>' in its text, which separates turns or documents" in err
 
 
 def test_codes_are_generated_from(run, capsys):

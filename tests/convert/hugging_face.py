@@ -59,6 +59,17 @@ QWEN3_MOE = {
     "norm_topk_prob": False,
     "use_sliding_window": False,
 }
+# Biases of queries, keys and values alone.
+QWEN2 = {
+    **CONFIG,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+# A window that is shorter than the sequences of tests.
+MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7}
 # Names of an expert's gate, up and down, below a layer.
 _NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -89,6 +100,9 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             f"model.layers.{i}.mlp.up_proj.weight": (ffn, dim),
             f"model.layers.{i}.mlp.down_proj.weight": (dim, ffn),
         }
+        if config["model_type"] == "qwen2":
+            sizes = {"q": query, "k": key, "v": key}
+            found |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (size,) for x, size in sizes.items()}
         if config["model_type"].startswith("qwen3"):
             found |= {f"model.layers.{i}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
         if count := experts_of(config):
@@ -109,9 +123,9 @@ def random_tensors(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, n
 
     def values(name, shape):
         host = rng.standard_normal(shape)
-        return (1 + 0.1 * host if "norm" in name else host if "embed" in name else host / np.sqrt(shape[1])).astype(
-            dtype
-        )
+        if "norm" in name:
+            return (1 + 0.1 * host).astype(dtype)
+        return (host if "embed" in name or "bias" in name else host / np.sqrt(shape[1])).astype(dtype)
 
     return {name: values(name, shape) for name, shape in shapes(config).items()}
 
@@ -180,6 +194,21 @@ def scaled(frequency: float, scaling: dict | None) -> float:
     return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
 
 
+def yarn(frequencies: np.ndarray, theta: float, scaling: dict) -> tuple[np.ndarray, float]:
+    """The rotary frequencies and the factor of queries and keys, by the defaults of the authors of YaRN."""
+    count, factor, length = len(frequencies), scaling["factor"], scaling["original_max_position_embeddings"]
+    # the frequency that turns so often in all positions, counted from 0
+    numbers = [np.log(length / (2 * np.pi * turns)) / np.log(theta) * count for turns in (32, 1)]
+    low, high = max(np.floor(numbers[0]), 0), min(np.ceil(numbers[1]), 2 * count - 1)
+    divided = np.clip((np.arange(count) - low) / (high - low), 0, 1)
+    return frequencies * (1 - divided + divided / factor), 0.1 * np.log(factor) + 1
+
+
+def window_of(config: dict) -> int | None:
+    """How many tokens a token attends to, where not to all before it."""
+    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
+
+
 def mlp(h: np.ndarray, linear: Callable, gate: str, up: str, down: str) -> np.ndarray:
     """Silu of the gate, times up, through down."""
     gated = linear(h, gate)
@@ -214,15 +243,19 @@ def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> 
         return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
 
     def linear(x, name):
-        return x @ weights[name].T
+        return x @ weights[name].T + weights.get(name.replace("weight", "bias"), 0)
 
-    frequencies = config["rope_theta"] ** (-np.arange(0, width, 2) / width)
-    frequencies = [scaled(frequency, config.get("rope_scaling")) for frequency in frequencies]
+    frequencies, amplitude = config["rope_theta"] ** (-np.arange(0, width, 2) / width), 1.0
+    scaling = config.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        frequencies, amplitude = yarn(frequencies, config["rope_theta"], scaling)
+    else:
+        frequencies = [scaled(frequency, scaling) for frequency in frequencies]
     angles = np.concatenate([np.outer(np.arange(length), frequencies)] * 2, -1)[:, None]
 
     def rotate(x):
         half = np.concatenate([-x[..., width // 2 :], x[..., : width // 2]], -1)
-        return x * np.cos(angles) + half * np.sin(angles)
+        return amplitude * (x * np.cos(angles) + half * np.sin(angles))
 
     x = weights["model.embed_tokens.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
@@ -236,7 +269,10 @@ def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> 
         v = linear(h, at + "self_attn.v_proj.weight").reshape(batch, length, kv_heads, width)
         k, v = (np.repeat(t, heads // kv_heads, axis=2) for t in (k, v))
         scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width)
-        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        seen = np.tril(np.ones((length, length), bool))
+        if (window := window_of(config)) is not None:
+            seen &= ~np.tril(seen, -window)
+        scores = np.where(seen, scores, -np.inf)
         weight = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("bhqk,bkhd->bqhd", weight / weight.sum(-1, keepdims=True), v)
         x = x + linear(mixed.reshape(batch, length, -1), at + "self_attn.o_proj.weight")

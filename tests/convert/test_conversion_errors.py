@@ -58,17 +58,21 @@ def change_config(source, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(model_type="mistral"), "has model_type 'mistral' .* are expected. Others cannot be imported"),
+        (dict(model_type="gemma"), "has model_type 'gemma' .* are expected. Others cannot be imported"),
         (dict(architectures=["LlamaForSequenceClassification"]), "and .'LlamaForCausalLM'. or .* are expected"),
         (
             dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}),
             "type 'llama3' without numbers for low_freq_factor, high_freq_factor, original_max_position_embeddings",
         ),
         (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` of RopeScaling is 0; it must be a number above"),
-        (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn', one of linear, llama3"),
+        (
+            dict(rope_parameters={"rope_type": "longrope"}),
+            "the type 'longrope', one of linear, llama3, yarn or none",
+        ),
+        (dict(rope_parameters={"rope_type": "yarn"}), "of the type 'yarn' without numbers for factor"),
         (
             dict(attention_bias=True),
-            "has attention_bias True, False is expected: gtp_jax's Llama has no biases in its attention",
+            "has attention_bias True, False is expected: gtp_jax's Llama has no bias in the output of its attention",
         ),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*gtp_jax's Llama computes no other activation"),
         (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import sys
 import warnings
 
 import pytest
@@ -139,28 +140,11 @@ def test_links_out_of_a_directory_are_followed_only_if_asked(tmp_path):
     assert read_text([inside], follow_links=True).documents == (b"a", b"a", b"b", b"b")
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        (
-            "x.jsonl",
-            r'a JSON record per line\..*Write the text of `json.loads\(line\)\["text"\]` for each line to a \.txt',
-        ),
-        ("x.NDJSON", "a JSON record per line"),
-        ("x.json", r"holds JSON\..*Write the text that it contains to a \.txt file"),
-        ("x.parquet", "columns of records"),
-        ("x.bin", "binary data, such as token ids"),
-    ],
-    ids=["jsonl", "ndjson", "json", "parquet", "bin"],
-)
-def test_files_of_records_do_not_pass_for_text(tmp_path, name, message):
-    (tmp_path / name).write_text('{"text": "a document"}\n')
-    with pytest.raises(ValueError, match=rf"`data` .*{name} is a file of records: .*{message}"):
-        read_text([tmp_path / name])
-    with pytest.raises(
-        ValueError, match=rf"directory .* holds nothing but files of records, such as {name}: .*{message}"
-    ):
-        read_text([tmp_path])
+def test_json_that_is_not_by_lines_does_not_pass_for_text(tmp_path):
+    (tmp_path / "x.json").write_text('[{"text": "a document"}]')
+    for path in (tmp_path, tmp_path / "x.json"):
+        with pytest.raises(ValueError, match=r"`data` .*x\.json is JSON, and of that only lines are read.*\.jsonl"):
+            read_text([path])
 
 
 def test_source_code_with_json_in_it_is_text(tmp_path):
@@ -169,20 +153,27 @@ def test_source_code_with_json_in_it_is_text(tmp_path):
     assert read_text([tmp_path]).documents == (b"print()", b"{}")
 
 
-def test_records_among_text_are_named_in_a_warning(tmp_path):
-    (tmp_path / "README.md").write_text("read me")
+def test_records_among_text_are_left_out_with_a_warning(tmp_path):
+    (tmp_path / "README.md").write_text("read me, it is more than the records")
     (tmp_path / "train.jsonl").write_text("{}")
-    with pytest.warns(
-        UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.jsonl: a \.jsonl file"
-    ):
-        assert len(read_text([tmp_path]).documents) == 2
+    with pytest.warns(UserWarning, match=r"1 files of records in directories of text are left out: .*train\.jsonl\."):
+        text = read_text([tmp_path])
+    assert len(text.documents) == 1 and text.unread == ("1 files of records",)
 
 
-@pytest.mark.parametrize("name", ["train.json", "tokens.bin"])
-def test_records_that_are_most_of_a_directory_are_named_in_a_warning_and_a_little_json_is_not(tmp_path, name):
+def test_text_among_records_is_left_out_with_a_warning(tmp_path):
     (tmp_path / "README.md").write_text("read me")
-    (tmp_path / name).write_text('["a long record"]')
-    with pytest.warns(UserWarning, match=rf"1 of the 2 files in `data` directory .* such as {name}"):
+    (tmp_path / "train.jsonl").write_text('{"text": "more than the text"}')
+    (tmp_path / "tokens.bin").write_bytes(bytes(100))
+    with pytest.warns(UserWarning, match=r"1 other files in directories of records are left out: .*README\.md\."):
+        text = read_text([tmp_path])
+    assert list(text.documents) == [b"more than the text"] and text.token_files == (tmp_path / "tokens.bin",)
+
+
+def test_json_that_is_most_of_a_directory_is_named_in_a_warning_and_a_little_is_not(tmp_path):
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "train.json").write_text('["a long record"]')
+    with pytest.warns(UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.json, and most"):
         read_text([tmp_path])
     (tmp_path / "book.txt").write_text("a text that is longer than the record" * 3)
     with warnings.catch_warnings():
@@ -190,11 +181,10 @@ def test_records_that_are_most_of_a_directory_are_named_in_a_warning_and_a_littl
         assert len(read_text([tmp_path]).documents) == 3
 
 
-def test_a_link_to_a_file_of_records_is_refused_like_the_file(tmp_path):
-    (tmp_path / "train.jsonl").write_text("{}")
+def test_a_link_to_a_file_of_records_is_read_like_the_file(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "of a record"}')
     (tmp_path / "train.txt").symlink_to(tmp_path / "train.jsonl")
-    with pytest.raises(ValueError, match=r"a \.jsonl file holds a JSON record per line"):
-        read_text([tmp_path / "train.txt"])
+    assert list(read_text([tmp_path / "train.txt"]).documents) == [b"of a record"]
 
 
 def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_its_text(tmp_path):
@@ -206,3 +196,15 @@ def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_its_text(tmp
     assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]).documents == text.documents
     with pytest.raises(ValueError, match=r"c\.txt: the file is empty"):
         read_text([tmp_path / "c.txt"])
+
+
+def test_tables_need_a_package_which_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "saved").mkdir()
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / "saved" / name).touch()
+    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+        needed = rf'{path} needs the `datasets` package: `pip install "gtp_jax\[data\]"`'
+        with pytest.raises(ModuleNotFoundError, match=needed):
+            read_text([path])

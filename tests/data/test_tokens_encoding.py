@@ -32,7 +32,7 @@ def tokenizer_file(request, tmp_path):
 def test_round_trip_with_separators(tokenizer_file):
     tokenizer = load_tokenizer(tokenizer_file)
     documents = [document(i) for i in range(3)]
-    stream = tokenizer.stream(d.encode() for d in documents)
+    stream = tokenizer.documents(d.encode() for d in documents).tokens
     assert stream.dtype == np.uint16 and stream.max() < tokenizer.vocab_size
     ends = np.flatnonzero(stream == tokenizer.separator)
     assert len(ends) == 3 and ends[-1] == len(stream) - 1
@@ -58,11 +58,11 @@ def test_corpus_counts_bytes_a_token(tokenizer_file):
 
 def test_parts_of_documents_are_the_tokens_of_each(tokenizer_file, monkeypatch):
     documents = ["\n".join(textwrap.wrap(document(i), 80)).encode() for i in range(5)]
-    whole = load_tokenizer(tokenizer_file).stream(documents)
+    whole = load_tokenizer(tokenizer_file).documents(documents).tokens
     monkeypatch.setattr("gtp_jax.runner.data._tokens._PART_BYTES", 400)
     assert sum(len(_parts(d, "name")) for d in documents) > 5
     parts = load_tokenizer(tokenizer_file)
-    stream = parts.stream(documents)
+    stream = parts.documents(documents).tokens
     assert np.sum(stream == parts.separator) == np.sum(whole == parts.separator) == 5
     plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     ends = np.flatnonzero(stream == parts.separator)
@@ -84,7 +84,7 @@ def test_ids_with_gaps_are_all_within_the_vocabulary(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert (loaded.vocab_size, loaded.separator) == (302, 301)  # [SEP] is a word of it, and no special token
-    assert loaded.stream([b"b a b"]).tolist() == [300, 0, 300, 301]
+    assert loaded.documents([b"b a b"]).tokens.tolist() == [300, 0, 300, 301]
 
 
 def words_with_an_end(path, **end):
@@ -97,11 +97,12 @@ def words_with_an_end(path, **end):
 
 def test_a_separator_is_never_a_word(tmp_path):
     special = words_with_an_end(tmp_path / "special.json", special=True)
-    assert special.separator == 1 and special.stream([b"a b</s>"]).tolist() == [0, 2, 1]  # split as other text is
+    assert special.separator == 1
+    assert special.documents([b"a b</s>"]).tokens.tolist() == [0, 2, 1]  # split as other text is
     with pytest.raises(ValueError, match=r"`tokenizer` special.json makes the token 1, which separates .*b'a </s> a'"):
-        special.stream([b"a </s> a"])
+        special.documents([b"a </s> a"])
     plain = words_with_an_end(tmp_path / "plain.json", special=False)
-    assert plain.separator == 3 and plain.stream([b"a </s>"]).tolist() == [0, 1, 3]
+    assert plain.separator == 3 and plain.documents([b"a </s>"]).tokens.tolist() == [0, 1, 3]
 
 
 def test_ids_without_end_are_refused(tmp_path):
@@ -127,4 +128,4 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name_and_position():
     broken = dataclasses.replace(BYTES, vocab_size=100, name="broken")
     message = r"`tokens of a document by broken` has the id 122 at position \(2,\): outside the vocabulary of 100"
     with pytest.raises(ValueError, match=message):
-        broken.stream([b"ABz"])
+        broken.documents([b"ABz"])

@@ -12,9 +12,9 @@ from gtp_jax.runner.cli import parser
 from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 
 # Blocks marked `<!-- not run: REASON -->`: raise it with a reason, so that none is left out by habit.
-# Six of models-from-elsewhere.md and one of from-fsdp.md, which tests in environments of their own run; two of
-# experiments.md, which need GPUs.
-NOT_RUN = 9
+# Six of models-from-elsewhere.md, one each of from-fsdp.md and data.md: tests in environments of their own run them.
+# Two of experiments.md need GPUs.
+NOT_RUN = 10
 
 # Pages whose programs compile longest; the others run by default.
 SLOW = {

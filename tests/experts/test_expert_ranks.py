@@ -393,7 +393,10 @@ def test_groups_bound_the_bytes_of_a_ragged_exchange(monkeypatch):
 REFUSED = {
     "experts": (dict(num_experts=6), "6 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
     "ranks": (dict(num_experts=3), "3 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
-    "axes": (dict(axes=("ep",)), r"`axes` \('ep',\) of a weight .* has 'ep', whose ranks have experts of their own"),
+    "axes": (
+        dict(axes=("ep",)),
+        r"`axes` \('ep',\) of a weight .* contains 'ep', whose ranks have experts of their own",
+    ),
     "transport": (dict(transport="ring"), "`transport` is 'ring'; it must be one of 'gather', 'padded', 'ragged'"),
     "rounds": (dict(round_size=0), "`round_size` is 0; it must be a number above 0"),
     "chunks": (dict(exchange_chunks=0), "`exchange_chunks` is 0; it must be a whole number of at least 1, such as 2"),

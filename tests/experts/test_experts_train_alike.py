@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gtp_jax.runner.data import BYTES, Text, Windows, load_corpus
+from gtp_jax.runner.data import BYTES, Text, load_corpus
 
 EXAMPLE = Path(__file__).parents[2] / "examples/05_experts_on_ranks_of_their_own.py"
 
@@ -17,7 +17,7 @@ def test_losses_over_ep_4_are_those_of_one_device_and_the_load_stays_even(x64):
     example = runpy.run_path(str(EXAMPLE))
     # not the standard library, which differs from one Python to another
     lines = tuple(f"{i} times {i % 7} is {i * (i % 7)}, and {i} squared {i * i}.\n".encode() * 3 for i in range(400))
-    windows = Windows(load_corpus(Text("sums", lines, 0), BYTES).train, 64, 0)
+    windows = load_corpus(Text("sums", lines, 0), BYTES).rows(64, 0)
 
     def trained(name: str, ep: int) -> np.ndarray:
         sizes = dict(dtype="float64", num_layers=2, hidden_size=32, intermediate_size=32)

@@ -162,7 +162,7 @@ REFUSED = {
 REFUSED_ON_A_MESH = {
     "tp twice": (
         lambda: dense(parallel="row", axes=("tp", "gtp")),
-        r"`axes` \('tp', 'gtp'\) of a weight of shape \(4, 16, 8\) has 'tp', which divides its dimension 2 already",
+        r"`axes` \('tp', 'gtp'\) of a weight of shape \(4, 16, 8\) contains 'tp', which already divides its dimen",
     ),
     "no axis": (lambda: dense(axes=("ep",)), r"the mesh in scope has the axes .*, and none named 'ep'"),
     "global": (

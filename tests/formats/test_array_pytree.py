@@ -95,7 +95,7 @@ def test_orbax_restores_it(format, tmp_path):
 FOUR, EIGHT, NO_BLOCKS = made(NVFP4_1D), made(MXFP8), made(FP8_E4M3)
 
 BROKEN = {
-    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it must be a QuantizedArray, which"),
+    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it must be a QuantizedArray, as"),
     "codes dtype": (
         lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8)),
         TypeError,
@@ -114,10 +114,10 @@ BROKEN = {
     "scales too many": (
         lambda: replace(NO_BLOCKS, scales=EIGHT.scales),
         ValueError,
-        "`scales` is too many in a row-wise FP8",
+        "`scales` is not allowed in a row-wise FP8",
     ),
     "amax missing": (lambda: replace(FOUR, amax=None), ValueError, "`amax` is missing in a row-wise NVFP4_1D matrix"),
-    "amax too many": (lambda: replace(EIGHT, amax=FOUR.amax), ValueError, "`amax` is too many in a row-wise MXFP8"),
+    "amax too many": (lambda: replace(EIGHT, amax=FOUR.amax), ValueError, "`amax` is not allowed in a row-wise MXFP8"),
     "amax shape": (lambda: replace(FOUR, amax=jnp.ones(2)), ValueError, r"`amax` .* has shape \(2,\); it must be \(\)"),
     "amax dtype": (lambda: replace(FOUR, amax=jnp.int32(3)), TypeError, "`amax` .* is int32; it must be float32"),
     "orientation": (

@@ -71,23 +71,23 @@ def test_plans_are_equal_and_hash_by_value():
 BROKEN = {
     "empty": ((), "`pieces` is empty; a plan has at least one piece"),
     "negative": ((piece(rows=-1),), "piece 0: `rows` is -1; it must be 0 or more"),
-    "outputs": ((piece(out=1),), r"the pieces name the outputs \[1\]; outputs are numbered 0, 1, 2"),
+    "outputs": ((piece(out=1),), r"the outputs of the pieces are \[1\]; number the outputs 0, 1, 2"),
     "gap": (
         (piece(), piece(out_row=99)),
         "piece 1 starts at row 99 of output 0, but the pieces before it end at row 100",
     ),
     "sources": (
         (piece(source=(0, 0)), piece(out_row=100)),
-        "piece 0 names a `source`, but not every piece does; give one to all of them, or to none",
+        "piece 0 has a `source`, but not every piece does; give one to all of them, or to none",
     ),
-    "array": ((piece(source=(1, 0)),), r"the pieces lie in arrays at \[\(1, 0\)\]; arrays are numbered 0, 1, 2"),
+    "array": ((piece(source=(1, 0)),), r"sources of the pieces are \[\(1, 0\)\]; number the arrays 0, 1, 2"),
     "twice": (
         (piece(source=(0, 0)), piece(source=(0, 0), out_row=100)),
-        r"lie in arrays at \[\(0, 0\), \(0, 0\)\]; .* the pieces of each likewise, without gaps",
+        r"sources of the pieces are \[\(0, 0\), \(0, 0\)\]; .* the pieces within each array the same way",
     ),
     "shapes": (
         (piece(source=(0, 0)), piece(source=(0, 1), out_row=100, rows=32)),
-        r"piece 1 is stored \(32, 128\), but lies in an array of pieces of \(64, 128\)",
+        r"piece 1 is stored with shape \(32, 128\), but the other pieces of its array have shape \(64, 128\)",
     ),
     "cols": ((piece(), piece(cols=64, out_row=100)), "pieces 0 and 1 have 128 and 64 columns, but share output 0"),
 }

@@ -75,7 +75,7 @@ def _values(make: Any) -> dict[Any, np.ndarray]:
 def _drawn(make: Any) -> Any:
     model = gtp.init(_factory(make), nnx.Rngs(3))
     for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if path[-1] in ("sinks", "scale", "query_scale", "key_scale"):
+        if path[-1] in ("sinks", "scale", "query_scale", "key_scale") or "bias" in path:
             drawn = np.random.default_rng(len(path)).normal(1, 0.3, v.get_value().shape)
             v.set_value(jax.device_put(drawn.astype(v.get_value().dtype), v.get_value().sharding))
     return model

@@ -18,6 +18,15 @@ from gtp_jax.generation._weights import prepared
 from .models import DENSE, Windowed, forward, greedy, model_of, scope_of
 
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, qk_norm=False, shared_hidden=16)
+# Qwen2 has biases; with YaRN, and a window that the sequences outgrow
+QWEN2 = dataclasses.replace(
+    DENSE,
+    qk_norm=False,
+    qkv_bias=True,
+    window=5,
+    rope_theta=100.0,
+    rope_scaling=gtp.RopeScaling(kind="yarn", factor=4.0, original_length=16),
+)
 CASES = {
     "no mesh": (None, DENSE, "once"),
     "gtp 8": (dict(gtp=8), DENSE, "once"),
@@ -31,6 +40,8 @@ CASES = {
     "experts, gtp 2 x ep 2": (dict(gtp=2, ep=2), EXPERTS, "once"),
     "experts, ep 2 x tp 2, each token": (dict(ep=2, tp=2), EXPERTS, "each_token"),
     "tied, gtp 4 x tp 2": (dict(gtp=4, tp=2), dataclasses.replace(DENSE, tie_embeddings=True), "once"),
+    "Qwen2, gtp 4 x tp 2": (dict(gtp=4, tp=2), QWEN2, "once"),
+    "Qwen2, gtp 2 x tp 3, each token": (dict(gtp=2, tp=3), QWEN2, "each_token"),
     "windows, no mesh": (None, Windowed, "once"),
     "windows, gtp 4 x tp 2": (dict(gtp=4, tp=2), Windowed, "once"),
     "windows, gtp 8, each token": (dict(gtp=8), Windowed, "each_token"),
@@ -41,6 +52,7 @@ USUAL = [
     "gtp 4 x tp 2",
     "gtp 2 x tp 3, heads divided unevenly",
     "experts, gtp 2 x ep 2",
+    "Qwen2, gtp 4 x tp 2",
     "windows, gtp 4 x tp 2",
 ]
 ROWS, LENGTH, SIZES = 8, 16, np.array([5, 1, 8, 3, 7, 2, 8, 4])
@@ -90,7 +102,9 @@ def oracle(make):
     return greedy(model_of(make), PROMPTS, 20)
 
 
-@pytest.mark.parametrize("name", others_slow(CASES, ["no mesh", "gtp 4 x tp 2, each token", "windows, gtp 4 x tp 2"]))
+@pytest.mark.parametrize(
+    "name", others_slow(CASES, ["no mesh", "gtp 4 x tp 2, each token", "Qwen2, gtp 4 x tp 2", "windows, gtp 4 x tp 2"])
+)
 def test_greedy_tokens_are_those_of_the_whole_sequence_alone_and_in_a_batch(name, x64):
     degrees, make, gather = CASES[name]
     wanted = oracle(make)

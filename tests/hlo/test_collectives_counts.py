@@ -123,7 +123,7 @@ def test_table_counts_those_alike_together():
     lines = hlo.table(hlo.collectives(text)).splitlines()
     assert lines[2].split()[:5] == ["3", "all-gather", "forward", "gtp", "sync"]
     assert lines[2].split()[5:] == "u16 [16,128] 4.10 kB 32.8 kB 86.0 kB".split()
-    assert lines[3] == "3 in all, 86.0 kB leave each device"
+    assert lines[3] == "3 in total; 86.0 kB leave each device"
     assert hlo.table([]) == "no collectives"
 
 

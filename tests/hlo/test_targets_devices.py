@@ -23,7 +23,7 @@ def test_target_names_a_chip_and_devices():
 
 @pytest.mark.parametrize("text", ["h200", "h200:", "h200:0", "h200:x8", "8:h200:1", ""])
 def test_malformed_target_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"`target` is .*expected CHIP:DEVICES, `h200:8` for instance"):
+    with pytest.raises(ValueError, match=r"`target` is .*expected CHIP:DEVICES, such as `h200:8`"):
         hlo.parse_target(text)
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from gtp_jax.convert import import_llama
 from gtp_jax.runner.cli import main, parser
 from gtp_jax.runner.cli._errors import EXPECTED, explanation
-from gtp_jax.runner.data import load_tokenizer
+from gtp_jax.runner.data import load_source, load_tokenizer, read_text
 from gtp_jax.runner.elastic import read_events
 from gtp_jax.runner.elastic._picture import spans_of
 from gtp_jax.runner.flags import from_settings, given, settings_of
@@ -164,10 +164,33 @@ def attack_tokenizer(folder: Folder, content: bytes) -> str | None:
     path = folder.root / "tokenizer.json"
     path.write_bytes(content)
     tokenizer = load_tokenizer(path)
-    stream = tokenizer.stream([b"a b c", b"</s> a"])
+    stream = tokenizer.documents([b"a b c", b"</s> a"]).tokens
     if stream.max() >= tokenizer.vocab_size or stream[-1] != tokenizer.separator:
         return "an id outside of the vocabulary, or no separator"
     return None if np.sum(stream == tokenizer.separator) == 2 else "a separator is a word"
+
+
+def attack_records(folder: Folder, content: bytes) -> str | None:
+    """A file of JSON lines: what is read is text without a separator, and nothing of it is lost."""
+    path = folder.root / "records.jsonl"
+    path.write_bytes(content)
+    read = read_text([path])
+    documents = list(read.documents)
+    if len(documents) != len(read.documents) or any(b"\0" in one or one.decode() is None for one in documents):
+        return f"documents that are none: {documents}"
+    source = load_source(read)
+    counted = sum(len(one.tokens) for one in (*source.train, *source.held_out))
+    return None if counted >= sum(len(one) + 1 for one in documents if one) else "a document is lost"
+
+
+def attack_ids(folder: Folder, drawn: tuple[bytes, str]) -> str | None:
+    """A file of token ids: none is outside of the vocabulary, and all are on one side of the split."""
+    content, name = drawn
+    path = folder.root / name
+    path.write_bytes(content)
+    source = load_source(read_text([path]), token_dtype="int64" if name == "wide.bin" else "int32")
+    tokens = [token for one in (*source.train, *source.held_out) for token in one.tokens.tolist()]
+    return None if all(0 <= token < 256 for token in tokens) else f"ids outside of the vocabulary: {tokens}"
 
 
 def attack_settings(folder: Folder, content: bytes) -> str | None:
@@ -240,6 +263,7 @@ _EVENTS = [
     {"continued_from": 2},
     {"time": 40.0, "event": "end", "step": 200, "text": "goodput 50.0%"},
 ]
+_RECORDS = [{"text": "a b", "id": 1}, {"text": ""}, {"text": "c \u00fc", "more": [1, {"a": None}]}]
 _WORDS = ["--batch", "--steps", "--lr", "--prefetch", "--no-prefetch", "--unroll", "--failed-devices", "--data", "--dp"]
 
 
@@ -256,10 +280,30 @@ def drawn(folder: Folder) -> dict[str, tuple[Attack, st.SearchStrategy[Any]]]:
         "index": (attack_index, json_of(folder.index) | _renamed(folder.index)),
         "manifest": (attack_manifest, st.tuples(manifest, st.sampled_from(_COMMANDS))),
         "tokenizer": (attack_tokenizer, json_of(folder.tokenizer)),
+        "records": (attack_records, changed(_RECORDS).map(_lined) | json_of(_RECORDS[0])),
+        "ids": (attack_ids, st.tuples(_ids(), st.sampled_from(["a.npy", "a.npy", "a.bin", "wide.bin"]))),
         "events": (attack_events, changed(_EVENTS).map(_lined) | json_of(_EVENTS[9])),
         "settings": (attack_settings, changed(settings).map(lambda new: json.dumps(new).encode()) | json_of(settings)),
         "flags": (attack_flags, st.lists(words, max_size=6)),
     }
+
+
+def _ids() -> st.SearchStrategy[bytes]:
+    """An array as numpy writes it, with another header, or what is not one."""
+    shapes = st.sampled_from([(5,), (7,), (0,), (-1,), (1 << 62,), (1 << 70,), (2, 3), (), "no", None, (6.0,), (True,)])
+    kinds = st.sampled_from(["<i4", ">i8", "|O", "<f4", "no", "|b1", [("a", "<i4")], None, "<u8", "|S3"])
+    heads = st.tuples(st.just("<i4") | kinds, st.just((6,)) | shapes).map(
+        lambda drawn: repr({"descr": drawn[0], "fortran_order": False, "shape": drawn[1]})
+    )
+    heads = heads | st.sampled_from(["", "[" * 5000, "{}", "__import__('os')", "{'descr': 1}", "9" * 9000])
+
+    def written(drawn: tuple[str, list[int]]) -> bytes:
+        text, ids = drawn
+        body = np.asarray(ids, "<i8").astype("<i4").tobytes()
+        return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + body
+
+    some = st.lists(st.sampled_from([0, 1, 255, 256, -1, 1 << 31, 20240520]), min_size=6, max_size=6)
+    return st.tuples(heads, some).map(written) | st.binary(max_size=64) | st.lists(st.just(b"\1\0\0\0")).map(b"".join)
 
 
 def _lined(records: Any) -> bytes:

@@ -32,7 +32,7 @@ from .targets import (
 )
 
 SAMPLE = 6
-TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "events", "settings", "flags")
+TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "records", "ids", "events", "settings", "flags")
 
 
 @pytest.fixture(scope="module")

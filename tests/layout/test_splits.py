@@ -90,5 +90,5 @@ def test_blocks_give_every_unit_one_owner_and_no_rank_more_than_its_share_rounde
 
 
 def test_owners_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match=r"`owners` is \(2, 2\) units of 3, but the dimension has 10 elements"):
+    with pytest.raises(ValueError, match=r"`owners` is \(2, 2\), in units of 3, but the dimension has 10 elements"):
         Split(10, 3, (2, 2), "tp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -59,9 +60,12 @@ def test_what_is_no_configuration_is_refused():
         family_of(3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "8b", "mixtral", "qwen3-30b-a3b"])
-def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(preset):
-    config = preset_of(preset)
+QWEN2 = dataclasses.replace(PRESETS["tiny"], qkv_bias=True, window=64)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("config", ["tiny", "8b", "mixtral", "qwen3-30b-a3b", QWEN2])
+def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(config):
+    config = preset_of(config) if isinstance(config, str) else config
     tensors = hugging_face_of(config).tensors(config)
     model = abstract_model(lambda rngs: build(config, rngs=rngs))
     assert sum(math.prod(tensor.shape) for tensor in tensors) == config.param_count()

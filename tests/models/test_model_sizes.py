@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -25,7 +26,9 @@ def test_flags_alone_make_every_model_of_any_preset(start, name):
 
 def test_every_field_of_an_architecture_has_a_flag():
     fields = {*PRESETS["qwen3-30b-a3b"].architecture(), *PRESETS["tiny"].architecture()}
-    assert fields - {"routing", "rope_scaling"} <= NAMES
+    assert (fields | {"qkv_bias", "window"}) - {"routing", "rope_scaling"} <= NAMES
+    scaling = {f"rope_scaling_{field.name}" for field in dataclasses.fields(RopeScaling)}
+    assert scaling <= NAMES
 
 
 def test_a_size_that_is_given_is_not_the_presets_and_the_others_are():
@@ -46,6 +49,19 @@ def test_scaling_of_rotary_frequencies_is_changed_field_by_field_and_left_out():
     assert scaling(rope_scaling_kind="linear", rope_scaling_factor=2.0) == RopeScaling(kind="linear", factor=2.0)
     assert scaling(preset="8b-3.1", rope_scaling_factor=32.0) == RopeScaling(kind="llama3", factor=32.0)
     assert scaling(preset="8b-3.1", rope_scaling_kind="none") is None
+    assert scaling(
+        rope_scaling_kind="yarn", rope_scaling_factor=4.0, rope_scaling_beta_slow=2.0, rope_scaling_truncate=False
+    ) == RopeScaling(kind="yarn", factor=4.0, beta_slow=2.0, truncate=False)
+
+
+def test_biases_and_a_window_are_given_and_taken_away():
+    def base(**sizes):
+        base = from_settings(TrainConfig, sizes).base
+        assert isinstance(base, LlamaConfig)
+        return base
+
+    assert (base(window=64, qkv_bias=True).window, base(window=64, qkv_bias=True).qkv_bias) == (64, True)
+    assert (base(window=0, qkv_bias=False).window, base(window=0, qkv_bias=False).qkv_bias) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +74,7 @@ def test_scaling_of_rotary_frequencies_is_changed_field_by_field_and_left_out():
         ({"tie_embeddings": "yes"}, "`tie_embeddings` is 'yes'; it must be true or false"),
         ({"head_dim": 7}, "`head_dim` is 7"),
         ({"rope_scaling_factor": 2.0}, "`rope_scaling_factor` is 2.0, but rotary frequencies are not scaled. Give"),
+        ({"window": -1}, "`window` is -1; it must be a whole number of at least 0"),
         ({"rope_scaling_kind": "llama3"}, "`rope_scaling_kind` is 'llama3', which needs a factor"),
         ({"shared_hidden": 8}, "`shared_hidden` is 8, but the preset 'tiny' has no experts"),
     ],

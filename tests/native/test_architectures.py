@@ -91,5 +91,5 @@ def test_codes_of_four_bits_compile_to_blackwells_own_instruction(tmp_path):
 def test_a_library_of_other_formats_is_refused(monkeypatch):
     built = pytest.importorskip("gtp_jax.native._native")
     monkeypatch.setattr(built, "formats", lambda: [{"name": "NVFP4"}, {"name": "MXFP8"}])
-    with pytest.raises(ImportError, match="built for the formats NVFP4, MXFP8, and this version has NVFP4, NVFP4_1D"):
+    with pytest.raises(ImportError, match="built for the formats NVFP4, MXFP8, but this version has NVFP4, NVFP4_1D"):
         _library._library.__wrapped__()

@@ -34,8 +34,8 @@ REASONS = {
     "soft cap": "jax.nn has no soft cap in cuDNN's attention",
     "sinks": "jax.nn has no sinks in cuDNN's attention",
     "dropout": "jax.nn has no dropout in cuDNN's attention",
-    "float32": "cuDNN takes bfloat16 and float16 on GPUs, and this is float32",
-    "odd head": "cuDNN takes heads of a multiple of 8 up to 128 on these GPUs, and this is 60",
+    "float32": "cuDNN supports bfloat16 and float16 on GPUs, and this is float32",
+    "odd head": "cuDNN supports heads of a multiple of 8 up to 128 on these GPUs, and this is 60",
     "window to both sides": "reads a window to both sides as an array of (queries, keys)",
 }
 

@@ -37,6 +37,7 @@ CASES = {
         dict(window=4, soft_cap=2.0, qk_norm=True, sinks=True, scale=0.5, rope_scaling=SCALING, use_bias=True),
         dict(segment_ids=SEGMENTS),
     ),
+    "biases of queries, keys and values alone": (gtp.Attention, dict(window=4, qkv_bias=True), {}),
     "cross": (gtp.CrossAttention, dict(memory_features=30, qk_norm=True, sinks=True), {}),
     "cross, segments": (gtp.CrossAttention, dict(soft_cap=3.0), dict(segment_ids=(SEGMENTS, OF_MEMORY))),
     "cross, mask": (gtp.CrossAttention, {}, dict(mask=np.repeat(MASK, 2, axis=2))),
@@ -86,7 +87,7 @@ def formula(name, params, x, memory):
 
     def projected(x, *path):
         y = x @ value(path[0], "kernel", *path[1:])
-        y = y + value(path[0], "bias", *path[1:]) if options.get("use_bias") else y
+        y = y + value(path[0], "bias", *path[1:]) if options.get("qkv_bias", options.get("use_bias")) else y
         return y.reshape(*y.shape[:2], -1, 6)
 
     if kind is gtp.Attention:

@@ -68,11 +68,11 @@ WITHOUT_A_MESH = {
     ),
     "roles twice": (
         lambda: gtp.Roles(batch=("dp", "dp")),
-        r"`batch` is \('dp', 'dp'\), which names an axis twice; name each once",
+        r"`batch` is \('dp', 'dp'\), which contains an axis twice; list each axis once",
     ),
     "roles of tp": (
         lambda: gtp.Roles(weights=("gtp", "tp")),
-        "`tensor` is 'tp', which `weights` .* names too: .* Take it out of one of them",
+        "`tensor` is 'tp', which is also in `weights` .* Remove it from one of the two",
     ),
     "role of text": (lambda: gtp.Roles(batch="dp"), "`batch` is 'dp'; it must be a tuple of mesh axes"),
     "table": (lambda: gtp.Embed(0, 8, rngs=rngs()), r"Embed\(0, 8\): sizes are whole numbers of at least 1"),

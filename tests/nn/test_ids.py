@@ -134,7 +134,7 @@ def test_check_ids_finds_a_position_in_a_sharded_batch_and_refuses_what_has_no_v
         gtp.check_ids(jax.device_put(tokens, spec), 71)
     with pytest.raises(TypeError, match="`tokens` is traced and has no values yet; call `gtp_jax.check_ids` on the ba"):
         jax.jit(lambda ids: gtp.check_ids(ids, 8))(tokens)
-    with pytest.raises(TypeError, match="`targets` are ids, integers; got float"):
+    with pytest.raises(TypeError, match="`targets` must be ids, which are integers; got float"):
         gtp.check_ids(np.ones(3), 8, name="targets")
 
 

@@ -74,5 +74,5 @@ def test_more_parts_than_one_launch_takes_at_addresses_aligned_to_an_element(dty
 
 
 def test_a_stack_has_a_first_dimension():
-    with pytest.raises(ValueError, match=r"`arrays\[1\]` is a scalar; with `stacked` it has a first dimension"):
+    with pytest.raises(ValueError, match=r"`arrays\[1\]` is a scalar; with `stacked` it must have at least one"):
         gtp.multi_amax([jnp.ones(2), jnp.ones(())], stacked=True)

@@ -130,12 +130,15 @@ def test_dropout_drops_weights_at_its_rate_and_keeps_their_mean(key):
 ZEROS = jnp.zeros((2, 6, 4, 8))
 MASK = jnp.ones((6, 6), bool)
 REFUSED = {
-    "heads": (lambda: attention(ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), "their number of heads divides that of `q`"),
+    "heads": (lambda: attention(ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), "a number of heads that divides that of `q`"),
     "rank": (lambda: attention(ZEROS[0], ZEROS, ZEROS), r"`q` \(6, 4, 8\) and .* must be \(batch, sequence, heads"),
-    "causal": (lambda: attention(ZEROS, ZEROS[:, :5], ZEROS[:, :5], causal=True), "6 queries have 5 keys. Pass the"),
+    "causal": (
+        lambda: attention(ZEROS, ZEROS[:, :5], ZEROS[:, :5], causal=True),
+        "there are 6 queries and 5 keys. Pass",
+    ),
     "place": (
         lambda: attention(ZEROS[:, :2], ZEROS, ZEROS, causal=True, query_position=5),
-        "`query_position` is 5; 2 queries among 6 keys begin at a place from 0 to 4",
+        "`query_position` is 5; for 2 queries among 6 keys, it must be from 0 to 4",
     ),
     "places": (
         lambda: attention(ZEROS[:, :2], ZEROS, ZEROS, query_position=jnp.zeros(3, int)),
@@ -153,14 +156,22 @@ REFUSED = {
     "bias": (lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK * -1e9), "`mask` is of float32; it must be boolean"),
     "segments": (
         lambda: attention(ZEROS, ZEROS, ZEROS, segment_ids=jnp.zeros((2, 5), int)),
-        r"`segment_ids` has the shape \(2, 5\); ids of queries are \(2, 6\)",
+        r"`segment_ids` has the shape \(2, 5\); it must be \(2, 6\) for queries",
     ),
-    "scaling": (lambda: gtp.RopeScaling(kind="yarn", factor=2), "`kind` of RopeScaling is 'yarn'; it must be 'linear'"),
+    "scaling": (lambda: gtp.RopeScaling(kind="ntk", factor=2), "`kind` of RopeScaling is 'ntk'; it must be 'linear'"),
     "too large": (lambda: gtp.RopeScaling(kind="linear", factor=10**400), "it must be a number above 0, at most 3.4"),
     "factor": (lambda: gtp.RopeScaling(kind="linear", factor=-1), "`factor` of RopeScaling is -1; it must be a number"),
     "factors": (
         lambda: gtp.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
         "`low_freq_factor` of RopeScaling is 4; it must be below `high_freq_factor`, 4",
+    ),
+    "turns": (
+        lambda: gtp.RopeScaling(kind="yarn", factor=8, beta_slow=32.0),
+        "`beta_slow` of RopeScaling is 32.0; it must be below `beta_fast`, 32.0",
+    ),
+    "factor of attention": (
+        lambda: gtp.RopeScaling(kind="llama3", factor=8, attention_factor=1.1),
+        "`attention_factor` of RopeScaling is 1.1, but `kind` is 'llama3'; it goes with 'yarn'",
     ),
 }
 
@@ -182,7 +193,7 @@ def test_what_cudnn_does_not_compute_is_said():
     said = cudnn_lacks(jnp.bfloat16, 128, soft_cap=True, sinks=True)
     assert said == "jax.nn has no soft cap and no sinks in cuDNN's attention"
     if jax.default_backend() == "cpu":
-        assert cudnn_lacks(jnp.bfloat16, 128) == "cuDNN runs on GPUs"
+        assert cudnn_lacks(jnp.bfloat16, 128) == "cuDNN runs on GPUs only"
 
 
 def test_positions_begin_again_with_each_document():

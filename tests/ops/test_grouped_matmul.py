@@ -164,11 +164,11 @@ def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launc
         (
             dict(x=(4, 7)),
             ValueError,
-            r"`x` has shape \(4, 7\) and `weight` \(1, 2, 6, 8\); they must be \(rows, in\) and",
+            r"`x` has shape \(4, 7\) and `weight` has shape \(1, 2, 6, 8\); they must be \(rows, in\) and",
         ),
-        (dict(sizes=(3,)), ValueError, r"`group_sizes` has shape \(3,\), but there are 2 groups; it has one number a"),
+        (dict(sizes=(3,)), ValueError, r"`group_sizes` has shape \(3,\), but there are 2 groups; it must have one"),
         (dict(kind=jnp.float32), TypeError, "`group_sizes` is float32; it must be int32"),
-        (dict(dtype=jnp.bfloat16), TypeError, "`x` is float32 and `weight` bfloat16; cast one to the other's dtype"),
+        (dict(dtype=jnp.bfloat16), TypeError, "`x` is float32 and `weight` is bfloat16; cast one to the dtype"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change, error, message):

@@ -308,7 +308,7 @@ def _attention(config):
 
 
 def test_cpus_pack_nothing():
-    assert packed_lacks(HALF[8], causal=True, window=None).startswith("cuDNN packs documents from compute capability")
+    assert packed_lacks(HALF[8], causal=True, window=None).startswith("cuDNN supports packed documents from compute")
 
 
 @needs_target
@@ -341,8 +341,8 @@ def test_what_packing_lacks_is_said():
         "packed": "",
         "causal window": "",
         "window to both sides": "cuDNN has no window to both sides",
-        "short": "a row has 1022 tokens, and choosing pays from 1024 on",
-        "large": "the queries are 2147483648 elements, and cuDNN's offsets end at 2147483647",
+        "short": "a row has 1022 tokens, and choosing pays off from 1024",
+        "large": "the queries have 2147483648 elements, and cuDNN's offsets end at 2147483647",
         "checked": "a `shard_map` checks how values vary over the mesh, which these calls do not say; "
         "pass check_vma=False",
         "global": "arrays may be sharded, and XLA does not shard these calls; call it inside a `shard_map`",

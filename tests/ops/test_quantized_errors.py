@@ -29,7 +29,7 @@ WRONG = {
     "a scalar": (
         lambda: gtp.quantize(jnp.float32(1), NVFP4),
         ValueError,
-        r"`x` is a scalar; it has shape \(\*lead, M, K\)",
+        r"`x` is a scalar; its shape must be \(\*lead, M, K\)",
     ),
     "format": (
         lambda: gtp.quantize(X, "NVFP4"),
@@ -44,17 +44,17 @@ WRONG = {
     "hadamard format": (
         lambda: gtp.quantize(X, NVFP4, axis="column", hadamard=True),
         ValueError,
-        "`hadamard` goes with the column-wise copy of NVFP4_1D; this is NVFP4 with axis 'column'",
+        "`hadamard` applies only to the column-wise copy of NVFP4_1D; this is NVFP4 with axis 'column'",
     ),
     "hadamard axis": (
         lambda: gtp.quantize(X, NVFP4_1D, hadamard=True),
         ValueError,
-        "`hadamard` goes with the column-wise copy of NVFP4_1D; this is NVFP4_1D with axis 'row'",
+        "`hadamard` applies only to the column-wise copy of NVFP4_1D; this is NVFP4_1D with axis 'row'",
     ),
     "key format": (
         lambda: gtp.quantize(X, MXFP8, key=jax.random.key(0)),
         ValueError,
-        "`key` asks for stochastic rounding, which MXFP8 does not have; leave it out",
+        "`key` asks for stochastic rounding, which MXFP8 does not support; leave it out",
     ),
     "key type": (
         lambda: gtp.quantize(X, NVFP4, key=3),
@@ -64,12 +64,12 @@ WRONG = {
     "key words": (
         lambda: gtp.quantize(X, NVFP4, key=jax.random.key(0, impl="rbg")),
         ValueError,
-        r"`key` has words of shape \(4,\); it has two. Make it with `jax.random.key\(seed, impl='threefry2x32'\)`",
+        r"`key` has words of shape \(4,\); it must have two words. Make it with `jax.random.key\(seed, impl=",
     ),
     "amax format": (
         lambda: gtp.quantize(X, MXFP8, amax=3.0),
         ValueError,
-        "`amax` is given, but MXFP8 scales every block by itself; leave it out",
+        "`amax` is given, but MXFP8 has only block scales; leave it out",
     ),
     "amax shape": (
         lambda: gtp.quantize(X, NVFP4, amax=jnp.ones(4)),
@@ -79,17 +79,17 @@ WRONG = {
     "amax dtype": (
         lambda: gtp.quantize(X, NVFP4, amax=jnp.bfloat16(1)),
         TypeError,
-        "`amax` is bfloat16; it must be float32, as `gtp_jax.multi_amax` gives it",
+        "`amax` is bfloat16; it must be float32, as `gtp_jax.multi_amax` returns it",
     ),
     "amax pair": (
         lambda: gtp.quantize(X, NVFP4, amax=(1.0, 1.0)),
         ValueError,
-        "`amax` is a sequence of 2, and `axis` is 'row'; a pair goes with axis 'both'",
+        "`amax` is a sequence of 2, and `axis` is 'row'; pass a pair with axis 'both'",
     ),
     "amax hadamard": (
         lambda: gtp.quantize(X, NVFP4_1D, amax=1.0, axis="both", hadamard=True),
         ValueError,
-        "`amax` is one, but the Hadamard transform gives the column-wise copy another amax. Pass a pair",
+        "`amax` is a single amax, but the Hadamard transform changes the amax of the column-wise copy. Pass a pair",
     ),
     "implementation": (
         lambda: gtp.quantize(X, NVFP4, implementation="cuda"),
@@ -122,7 +122,7 @@ WRONG = {
     "pack shape": (
         lambda: gtp.pack([SLICE.T], NVFP4, AMAX, PLAN),
         ValueError,
-        r"`shards\[0\]` has shape \(8, 32\); the plan's is stored \(32, 8\), and the leading dimensions are \(\)",
+        r"`shards\[0\]` has shape \(8, 32\); it must be the leading dimensions \(\), followed by the shape \(32, 8\)",
     ),
     "pack dtype": (
         lambda: gtp.pack([SLICE.astype(jnp.int8)], NVFP4, AMAX, PLAN),
@@ -133,7 +133,7 @@ WRONG = {
     "pack amax shape": (
         lambda: gtp.pack([SLICE], NVFP4, jnp.ones(2), PLAN),
         ValueError,
-        r"`amax` has shape \(2,\); it must be \(1,\), one for each piece of the plan",
+        r"`amax` has shape \(2,\); it must be \(1,\), with one amax per piece of the plan",
     ),
     "pack amax dtype": (
         lambda: gtp.pack([SLICE], NVFP4, jnp.ones(1, jnp.bfloat16), PLAN),
@@ -148,7 +148,7 @@ WRONG = {
     "unpack buffer": (
         lambda: gtp.unpack(BUFFER.astype(jnp.int8), NVFP4, AMAX, PLAN),
         TypeError,
-        "`buffer` is int8; it must be uint8, as `pack` gives it",
+        "`buffer` is int8; it must be uint8, as `pack` returns it",
     ),
     "unpack shape": (
         lambda: gtp.unpack(BUFFER[0], NVFP4, AMAX, PLAN),
@@ -168,7 +168,7 @@ WRONG = {
             PackPlan((Piece(rows=8, cols=32, transposed=False, total_rows=9, out=0, out_row=0),)),
         ),
         ValueError,
-        "piece 0 has 9 rows in all, but 1 shards of 8 hold fewer",
+        "piece 0 has 9 rows in total, but 1 shards of 8 hold fewer",
     ),
 }
 

@@ -308,7 +308,7 @@ def test_names_and_axes_are_checked():
         gtp.train_step(next_token_loss, optax.adamw(1e-3), reduce_over_dp="first")
     with pytest.raises(ValueError, match="`reduce_over_dp` is 'last', which is for `view='local'`"):
         gtp.train_step(next_token_loss, optax.adamw(1e-3), reduce_over_dp="last", microbatches=2)
-    with pytest.raises(ValueError, match=r"`optimizer` is \('gtp',\), of which gtp shards weights already.*\('dp',\)"):
+    with pytest.raises(ValueError, match=r"`optimizer` is \('gtp',\), of which gtp already shards weights.*\('dp',\)"):
         gtp.Roles(optimizer=("gtp",))
     with pytest.raises(ValueError, match=r"`optimizer` is \['dp'\]; it must be a tuple of mesh axes"):
         gtp.Roles(optimizer=["dp"])

@@ -11,18 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY, of_error
-from gtp_jax.runner.data import Corpus
+from gtp_jax.runner.data import BYTES, Corpus
 from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig, _agreement
 from gtp_jax.runner.trainer._agreement import check_agreement, check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 
-OWN = {"--out", "--data", "--tokenizer", "--from", "--eval-data"}
+OWN = {"--chat-template", "--out", "--data", "--tokenizer", "--from", "--eval-data"}
 
 
 def free_port() -> int:
@@ -56,18 +55,7 @@ def launches(*numbers: int, processes: int | None = None) -> list[Launch]:
 
 
 def description(**changes: Any) -> dict[str, Any]:
-    corpus = Corpus(
-        name="text",
-        train=np.zeros(4, np.uint8),
-        held_out=np.zeros(4, np.uint8),
-        vocab_size=256,
-        fingerprint="00",
-        **{
-            field.name: 1
-            for field in dataclasses.fields(Corpus)
-            if field.name not in ("name", "train", "held_out", "vocab_size", "fingerprint", "evaluated")
-        },
-    )
+    corpus = Corpus("text", BYTES, ())
     return describe(from_settings(TrainConfig, changes), corpus, resume=False, force=False, at=None, order={})
 
 
@@ -82,7 +70,12 @@ def test_every_setting_is_compared_but_for_paths_whose_contents_are():
     described = description()
     flags = {flag_of(field) for field in knobs(TrainConfig)}
     assert flags - described.keys() == OWN
-    assert {"what is in the text", "what is in the tokenizer", "what is in --from"} < described.keys()
+    assert {
+        "what is in the text",
+        "what is in the tokenizer",
+        "what is in the chat template",
+        "what is in --from",
+    } < described.keys()
     for name in ("code of gtp_jax", "version of jaxlib", "version of flax", "XLA_FLAGS", "jax_enable_x64"):
         assert described[name] is not None
     json.dumps(described)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import optax.contrib
 import pytest
 from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.mesh import with_paths
 from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
@@ -62,7 +64,7 @@ def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_
         grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params)
         with layers_in_scope(state.model_def.layer_counts):
             updates, _ = optimizer_of(config, model).update(grads, state.opt_state, state.params)
-        updates, params = jax.device_get((updates, state.params))
+        updates, params, grads = jax.device_get((updates, state.params, grads))
     up = (
         updates["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
         + 0.05 * params["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
@@ -70,6 +72,23 @@ def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_
     for layer in up:  # (32, 64): all singular values are alike, and the size is that of AdamW's updates
         values = np.linalg.svd(layer / 0.5, compute_uv=False)
         assert values.max() / values.min() < 2 and 0.1 < np.sqrt(np.mean(np.square(layer / 0.5))) < 0.3
+    alone = optax.contrib.muon(0.5, weight_decay=0.1, consistent_rms=0.2)
+    hidden = {path for path, leaf in with_paths(updates["blocks"]) if leaf.ndim == 3}
+    assert {path[-1] for path in hidden} == {
+        "query",
+        "key",
+        "value",
+        "gate",
+        "up",
+        "kernel",
+    }  # each part of a fused kernel
+    trees = (dict(with_paths(tree["blocks"])) for tree in (updates, grads, params))
+    found, gradients, weights = ({path: tree[path] for path in hidden} for tree in trees)
+    for path in hidden:
+        for layer in range(2):
+            weight = {"w": weights[path][layer]}
+            wanted, _ = alone.update({"w": gradients[path][layer]}, alone.init(weight), weight)
+            np.testing.assert_allclose(found[path][layer], wanted["w"], atol=1e-4, err_msg=str(path))
     for name in ("embed", "head"):
         for own, param in zip(*map(jax.tree.leaves, (updates[name], params[name])), strict=True):
             decay = 0.05 * param if param.ndim > 1 else 0

@@ -90,13 +90,13 @@ def test_a_run_that_an_older_version_began_is_told_what_that_read_beside_the_tex
     with pytest.warns(UserWarning, match="1 directories of runs"):
         corpus = read_corpus(config)
     assert corpus.fingerprint == older.fingerprint
-    check_tokens({"text": corpus.fingerprint}, corpus, ".")
+    check_tokens({"text": corpus.fingerprint}, corpus, config.seq, ".")
     said = (
         r"text or of the tokenizer has changed\. Or an older version of gtp_jax began this run: it read 1 directories "
         r"of runs and the byte order marks of 1 files too, which are left out now\. Go on with that version\."
     )
     with pytest.raises(ValueError, match=said):
-        check_tokens({"text": "another"}, corpus, ".")
+        check_tokens({"text": "another"}, corpus, config.seq, ".")
 
 
 @pytest.mark.slow

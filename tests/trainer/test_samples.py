@@ -39,15 +39,20 @@ def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text
     assert f"what the model writes\n\n{shown[-1]}" in (out / "report.txt").read_text()
 
     commands = [shlex.split(line.partition("   ")[0]) for line in re.findall(r"^  gtp-jax (.*)$", output, re.MULTILINE)]
-    assert [command[0] for command in commands] == ["generate", "train", "convert"]
-    generate, again, export = commands
+    assert [command[0] for command in commands] == ["generate", "train", "convert", "inspect"]
+    generate, again, export, inspect = commands
     assert generate == ["generate", str(out), "--prompt", "The "]
     # what the checkpoint's model says on another mesh
-    prompt = bytes(load_corpus(read_text((str(text),))).held_out[:24].tolist()).decode()
+    prompt = bytes(load_corpus(read_text((str(text),))).held_out[0].tokens[:24].tolist()).decode()
     assert main([*generate[:-1], prompt, "--max-new-tokens=20", "--dtype=float32"]) == 0
     assert shown[-1] == block(capsys.readouterr().out)
     assert again == ["train", "--resume", "--out", str(out), "--steps", "16"]
     assert main(export) == 0
+    capsys.readouterr()
+    assert main(inspect) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ +\d+ +all-gather +forward +gtp +\w+ +u16 +\[\d+,\d+\]", printed, re.MULTILINE)
+    assert re.search(r"^ +\d+ +reduce-scatter +backward +gtp", printed, re.MULTILINE)
 
 
 def test_what_a_terminal_would_obey_is_not_printed():

@@ -38,6 +38,14 @@ MODELS = {
     "tied": dataclasses.replace(DENSE, tie_embeddings=True, epsilon=1e-6, rope_theta=5e5, qk_norm=True),
     "linear": dataclasses.replace(DENSE, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
     "llama3": dataclasses.replace(DENSE, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_length=64)),
+    "qwen2": dataclasses.replace(DENSE, qkv_bias=True, window=5),
+    "yarn": dataclasses.replace(
+        DENSE,
+        rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_length=64, beta_fast=16.0, beta_slow=2.0),
+    ),
+    "yarn of every field": dataclasses.replace(
+        DENSE, rope_scaling=RopeScaling(kind="yarn", factor=8.0, truncate=False, attention_factor=1.1)
+    ),
     "experts": MOE,
     "deepseek": dataclasses.replace(
         MOE, routing=Routing(score="sigmoid", normalize=False, scale=2.5, num_groups=2, top_groups=2, bias_rate=0.1)
@@ -77,6 +85,16 @@ def test_no_preset_is_needed_for_any_model(tmp_path, name):
             "dense",
             {"rope_scaling_kind": "linear"},
             ["--rope-scaling-kind is linear, and its"],
+        ),
+        (
+            "dense",
+            {"window": 8, "qkv_bias": True},
+            ["--window is 8, and its window is 0", "--qkv-bias is True, and its qkv_bias is False"],
+        ),
+        (
+            "yarn",
+            {"rope_scaling_attention_factor": 1.0},
+            ["--rope-scaling-attention-factor is 1.0, and its rope_scaling_attention_factor is None"],
         ),
         ("experts", {"top_k": 2}, ["--top-k is 2, and its top_k is 3"]),
         ("experts", {"router_score": "sigmoid"}, ["--router-score is sigmoid, and its router_score is softmax"]),
@@ -132,19 +150,23 @@ def test_what_is_no_checkpoint_is_refused_with_the_command_that_makes_one(tmp_pa
 # An end-of-text token that `runner.data` does not know by name, as DeepSeek's models have one.
 END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "eos_token_id": 0,
     "head_dim": 10,
     "hidden_size": 18,
     "intermediate_size": 26,
     "max_position_embeddings": 256,
+    "max_window_layers": 0,
     "num_attention_heads": 3,
     "num_hidden_layers": 1,
     "num_key_value_heads": 1,
     "rms_norm_eps": 1e-6,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "rope_theta": 10000.0,
+    "sliding_window": 7,
     "tie_word_embeddings": True,
+    "use_sliding_window": True,
     "vocab_size": len(WORDS) + 2,
 }
 
@@ -213,7 +235,7 @@ def test_its_end_of_text_separates_documents_whoever_names_the_tokenizer(importe
     tokenizer = {} if given is None else {"tokenizer": str(imported / given)}
     settings = {"from_": str(imported / "imported"), "data": (str(imported / "text"),), **tokenizer}
     corpus = read_corpus(from_settings(TrainConfig, started_from(settings)))
-    assert corpus.tokenizer.separator == 0 and (corpus.train == 0).sum() == corpus.documents[0]
+    assert corpus.tokenizer.separator == 0 and (corpus.train[0].tokens == 0).sum() == len(corpus.train[0])
 
 
 def test_reading_it_waits_for_no_other_process(imported, tmp_path, monkeypatch):

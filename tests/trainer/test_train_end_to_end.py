@@ -59,16 +59,17 @@ def test_progress_shows_step_loss_speed_and_time_left(run):
     assert re.search(r"30/30 \[\d\d:\d\d<00:00,.*unigram=\d.*loss=\d.*tokens/s=\d", bar)
 
 
-def test_report_has_bytes_a_device_and_collectives(run):
+def test_report_has_bytes_a_device_and_ends_with_the_loss(run):
     out, printed = run
     report = (out / "report.txt").read_text()
     assert report in printed + "\n"
     assert "30 of 30" in report and f"{TINY.param_count():,} on dp 1 x gtp 4 x tp 2" in report
     for part in ("weights", "optimizer", "gradients", "activations"):
         assert re.search(rf"^{part} +[\d.]+ [kM]?B", report, re.MULTILINE)
-    assert re.search(r"^ +\d+ +all-gather +forward +gtp +\w+ +f32 +\[\d+,\d+\]", report, re.MULTILINE)
-    assert re.search(r"^ +\d+ +reduce-scatter +backward +gtp", report, re.MULTILINE)
     assert re.search(r"speed +[\d,]+ tokens/s", report)
+    headings = [report.index(heading) for heading in ("time, all attempts", "memory ", "result", "held-out loss")]
+    assert headings == sorted(headings)
+    assert "all-gather" not in printed  # `gtp-jax inspect` lists what is communicated
 
 
 def test_report_of_a_fresh_run_counts_seconds_of_initialization_and_none_of_restoring(run):

@@ -41,6 +41,8 @@ class LlamaConfig:
         num_kv_heads: key-value heads.
         head_dim: width of a head.
         qk_norm: normalise each head of queries and keys by RMSNorm, as Qwen3 does.
+        qkv_bias: add biases to queries, keys and values, as Qwen2 does.
+        window: how many tokens a token attends to, itself included, as in Mistral; `None` for all before it.
         intermediate_size: hidden width of the MLP, or of each expert.
         num_experts: how many stand in place of each MLP; 0 for an MLP.
         top_k: experts a token.
@@ -54,7 +56,7 @@ class LlamaConfig:
             in how many parts tokens travel; see `MoE`.
         tie_embeddings: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
+        rope_scaling: of the rotary frequencies, as Llama 3.1 or YaRN has it; a `RopeScaling`, or a dict of its fields.
         epsilon: of the norms.
         dtype: compute dtype, by name.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
@@ -82,6 +84,8 @@ class LlamaConfig:
     round_size: float = 1.25
     exchange_chunks: int = 1
     qk_norm: bool = False
+    qkv_bias: bool = False
+    window: int | None = None
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -112,7 +116,7 @@ class LlamaConfig:
                 raise ValueError(
                     f"`{field}` is {brief(getattr(self, field))}; it must be a whole number of at least 1, below 2**31."
                 )
-        for field in ("tie_embeddings", "sequence_parallel"):
+        for field in ("qk_norm", "qkv_bias", "tie_embeddings", "sequence_parallel"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be True or False.")
         for field, allowed in (("rope_theta", "above 0"), ("epsilon", "of at least 0")):
@@ -120,7 +124,12 @@ class LlamaConfig:
             if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field == "rope_theta"):
                 raise ValueError(f"`{field}` is {brief(value)}; it must be a number {allowed}, at most {MOST:.7g}.")
             object.__setattr__(self, field, float(value))  # JAX takes no int of more than 32 bits
-        check_rotary(self.head_dim, None, self.rope_scaling)
+        check_rotary(self.head_dim, None, self.rope_theta, self.rope_scaling)
+        if self.window is not None and not _is_size(self.window, least=1):
+            raise ValueError(
+                f"`window` is {brief(self.window)}; it must be a number of tokens, at least 1 and below 2**31, or None "
+                "for all."
+            )
         check_heads(self.num_heads, self.num_kv_heads, 1)
         if not _is_size(self.num_experts):
             raise ValueError(
@@ -168,8 +177,9 @@ class LlamaConfig:
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that say which model the weights are of; the others say how it is computed."""
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
-        if self.qk_norm:
-            fields["qk_norm"] = True
+        fields |= {name: True for name in ("qk_norm", "qkv_bias") if getattr(self, name)}
+        if self.window is not None:
+            fields["window"] = self.window
         if self.shared_hidden:
             fields["shared_hidden"] = self.shared_hidden
         usual = Routing()
@@ -199,6 +209,8 @@ class LlamaConfig:
             else 0
         )
         biases = self.num_layers * self.num_experts if self.routing.bias_rate is not None else 0
+        if self.qkv_bias:
+            biases += self.num_layers * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return self.matmul_params() + idle + embedding + biases + self._norms()
 
     def _norms(self) -> int:

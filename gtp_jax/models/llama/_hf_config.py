@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..._foreign import brief
@@ -9,6 +10,7 @@ from ...experts import Routing
 from ...ops import MOST, RopeScaling
 from ._config import LlamaConfig
 from ._hf_kinds import Kind
+from ._hf_windows import window_from, window_json
 
 # Types of fields in JSON; sizes are whole numbers.
 _NUMBER: tuple[type, ...] = (int, float)
@@ -25,6 +27,7 @@ def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
     return {
         **{theirs: getattr(config.routing if ours == "normalize" else config, ours) for theirs, ours in kind.fields},
         "rope_scaling": _scaling_json(config.rope_scaling),
+        **window_json(kind, config),
         **{name: value for name, (value, _) in kind.fixed.items() if value is not None},
     }
 
@@ -65,11 +68,11 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     count = next((theirs for theirs, ours in kind.fields if ours == "num_experts"), None)
     if count is not None and fields[count] < 1:
         raise ValueError(f"{file} has {count} {fields[count]!r}; a model of type {kind.model_type!r} has at least 1.")
-    scaling = _scaling(file, content)
+    scaling, window = _scaling(file, content), window_from(kind, fields, file)
     try:
         sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in kind.fields}
         routing = {"routing": Routing(normalize=sizes.pop("normalize"))} if "normalize" in sizes else {}
-        sizes |= {**routing, "qk_norm": kind.qk_norm}
+        sizes |= {**routing, "qk_norm": kind.qk_norm, "qkv_bias": kind.qkv_bias, "window": window}
         return LlamaConfig(**sizes, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
@@ -120,8 +123,10 @@ def _agreed(file: str, given: dict[str, Any]) -> Any:
 # Where transformers writes the rotary embedding: up to version 4, beside a field for the base; and from version 5 on.
 _PLACES = ("rope_scaling", "rope_parameters")
 
+_LENGTH = "original_max_position_embeddings"
+
 # Their fields that scale nothing by themselves.
-_UNSCALED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_UNSCALED = ("rope_theta", "partial_rotary_factor", _LENGTH)
 
 # Fields of a scaling in theirs and ours, by its type.
 _SCALINGS = {
@@ -130,8 +135,9 @@ _SCALINGS = {
         ("factor", "factor"),
         ("low_freq_factor", "low_freq_factor"),
         ("high_freq_factor", "high_freq_factor"),
-        ("original_max_position_embeddings", "original_length"),
+        (_LENGTH, "original_length"),
     ),
+    "yarn": (("factor", "factor"), (_LENGTH, "original_length")),
 }
 
 
@@ -161,18 +167,52 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
                 f"{file} has {name} of the type {kind!r}, one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
                 "computes no other scaling of the rotary embedding, and the model would not be the same."
             )
+        if _LENGTH in dict(_SCALINGS[kind]):
+            length = _agreed(file, {_LENGTH: content.get(_LENGTH), f"{name}.{_LENGTH}": fields.get(_LENGTH)})
+            if length is None and kind == "yarn":  # as transformers reads it
+                length = content.get("max_position_embeddings")
+            fields = {**fields, _LENGTH: length}
         lacking = [theirs for theirs, _ in _SCALINGS[kind] if not _is_of(fields.get(theirs), (int, float))]
         if lacking:
             raise ValueError(f"{file} has {name} of the type {kind!r} without numbers for {', '.join(lacking)}.")
         given[name] = {"kind": kind, **{ours: fields[theirs] for theirs, ours in _SCALINGS[kind]}}
+        if kind == "yarn":
+            given[name] |= _yarn(file, name, fields)
     scaling = _agreed(file, given)
     return None if scaling is None or scaling["kind"] == "default" else scaling
+
+
+def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of YaRN that need not be given.
+
+    Raises:
+        ValueError: if one is of another type.
+    """
+    optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    wrong = [key for key in optional if fields.get(key) is not None and not _is_of(fields[key], _NUMBER)]
+    truncate = fields.get("truncate", True)
+    if not isinstance(truncate, bool):
+        wrong.append("truncate")
+    if wrong:
+        raise ValueError(
+            f"{file} has {name} of the type 'yarn' with {', '.join(f'{key} {brief(fields[key])}' for key in wrong)}; "
+            "truncate is true or false, the others are numbers of at least 0, or null."
+        )
+    fast, slow, factor, mscale, of_all = (fields.get(key) for key in optional)
+    if factor is None and mscale and of_all:
+        log = math.log(max(fields["factor"], 1))
+        factor = (0.1 * mscale * log + 1) / (0.1 * of_all * log + 1)
+    said = {"beta_fast": fast or 32.0, "beta_slow": slow or 1.0, "attention_factor": factor}  # 0 is no number of turns
+    return {**said, "truncate": truncate}
 
 
 def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     fields = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind]}
+    if scaling.kind == "yarn":
+        names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+        fields |= {name: value for name in names if (value := getattr(scaling, name)) is not None}
     return {"rope_type": scaling.kind, **fields}
 
 

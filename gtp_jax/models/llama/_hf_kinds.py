@@ -1,6 +1,7 @@
 """The kinds of Hugging Face models that our Llama computes: fields of config.json, and which value some must have.
 
-Names and defaults are those of `LlamaConfig`, `MixtralConfig`, `Qwen3Config` and `Qwen3MoeConfig` in transformers.
+Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config` and
+`Qwen3MoeConfig` in transformers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings"
 # The one value that our Llama computes, and what it cannot do otherwise.
 _FIXED = {
     "hidden_act": ("silu", "computes no other activation"),
-    "attention_bias": (False, "has no biases in its attention"),
 }
-_WINDOWS = "does not limit its attention to windows"
-_QWEN3 = {**_FIXED, "use_sliding_window": (False, _WINDOWS)}
+_NO_BIAS = {**_FIXED, "attention_bias": (False, "has no bias in the output of its attention")}
+# Fields that say what a token attends to.
+_WINDOW = ("sliding_window",)
+_SWITCHED_WINDOW = (*_WINDOW, "use_sliding_window")
+_WINDOW_OF_LAYERS = (*_SWITCHED_WINDOW, "max_window_layers", "layer_types")
+_QWEN = {**_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Kind:
         also: other names of fields, which some versions of transformers write.
         experts: whether there are any.
         qk_norm: whether queries and keys are normalised.
+        qkv_bias: whether queries, keys and values have biases.
+        windows: the fields that say what a token attends to, if they can say it.
     """
 
     model_type: str
@@ -67,10 +73,14 @@ class Kind:
     also: dict[str, str] = dataclasses.field(default_factory=dict)
     experts: bool = False
     qk_norm: bool = False
+    qkv_bias: bool = False
+    windows: tuple[str, ...] = ()
 
     def fits(self, config: LlamaConfig) -> bool:
         """Says whether a model is of this kind."""
-        if (config.num_experts > 0, config.qk_norm) != (self.experts, self.qk_norm):
+        if (config.num_experts > 0, config.qk_norm, config.qkv_bias) != (self.experts, self.qk_norm, self.qkv_bias):
+            return False
+        if config.window is not None and not self.windows:
             return False
         routing, names = config.routing, {ours for _, ours in self.fields}
         usual = Routing(
@@ -81,39 +91,55 @@ class Kind:
         return not self.experts or (routing == usual and not config.shared_hidden)
 
 
+# Of kinds that a model fits, the first is meant unless it was imported as another.
 KINDS: tuple[Kind, ...] = (
     Kind(
         "llama",
         "LlamaForCausalLM",
         (*_FIELDS[:6], *_DENSE, *_FIELDS[6:]),
-        {**_FIXED, "mlp_bias": (False, "has no biases in its MLP")},
+        {**_NO_BIAS, "mlp_bias": (False, "has no biases in its MLP")},
         _DEFAULTS,
+    ),
+    Kind(
+        "mistral",
+        "MistralForCausalLM",
+        (*_FIELDS, *_DENSE),
+        _FIXED,
+        {**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows=_WINDOW,
     ),
     Kind(
         "mixtral",
         "MixtralForCausalLM",
         (*_FIELDS, *_MIXTRAL),
-        {
-            **{name: fixed for name, fixed in _FIXED.items() if name != "attention_bias"},
-            "sliding_window": (None, _WINDOWS),
-            "router_jitter_noise": (0.0, "has no jitter in its routers"),
-        },
-        {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": False},
+        {**_FIXED, "router_jitter_noise": (0.0, "has no jitter in its routers")},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": False, "num_key_value_heads": 8},
         experts=True,
+        windows=_WINDOW,
     ),
-    Kind("qwen3", "Qwen3ForCausalLM", (*_FIELDS, *_DENSE), _QWEN3, {**_DEFAULTS, "head_dim": 128}, qk_norm=True),
+    Kind("qwen2", "Qwen2ForCausalLM", (*_FIELDS, *_DENSE), _FIXED, _QWEN, qkv_bias=True, windows=_WINDOW_OF_LAYERS),
+    Kind(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        (*_FIELDS, *_DENSE),
+        _NO_BIAS,
+        {**_QWEN, "head_dim": 128},
+        qk_norm=True,
+        windows=_WINDOW_OF_LAYERS,
+    ),
     Kind(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         (*_FIELDS, *_QWEN3_MOE),
         {
-            **_QWEN3,
+            **_NO_BIAS,
             "decoder_sparse_step": (1, "has experts in every layer or in none"),
             "mlp_only_layers": ([], "has experts in every layer or in none"),
         },
-        {**_DEFAULTS, "norm_topk_prob": False},
+        {**_QWEN, "num_key_value_heads": 4, "norm_topk_prob": False},
         {"num_experts": "num_local_experts"},
         experts=True,
         qk_norm=True,
+        windows=_SWITCHED_WINDOW,
     ),
 )

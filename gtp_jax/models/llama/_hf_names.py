@@ -19,6 +19,11 @@ _ATTENTION = (
     ("self_attn.v_proj.weight", "attention/qkv/kernel/value", ("key", "hidden_size")),
     ("self_attn.o_proj.weight", "attention/out/kernel", ("hidden_size", "query")),
 )
+_QKV_BIAS = (
+    ("self_attn.q_proj.bias", "attention/qkv/bias/query", ("query",)),
+    ("self_attn.k_proj.bias", "attention/qkv/bias/key", ("key",)),
+    ("self_attn.v_proj.bias", "attention/qkv/bias/value", ("key",)),
+)
 _QK_NORM = (
     ("self_attn.q_norm.weight", "attention/core/query_scale", ("head_dim",)),
     ("self_attn.k_norm.weight", "attention/core/key_scale", ("head_dim",)),
@@ -74,7 +79,8 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
         linear = "kernel" in ours.split("/") or ours.endswith("/router")
         return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear, expert)
 
-    attention = (*_ATTENTION, *(_QK_NORM if config.qk_norm else ()))
+    biases, norms = _QKV_BIAS if config.qkv_bias else (), _QK_NORM if config.qk_norm else ()
+    attention = (*_ATTENTION, *biases, *norms)
     if config.num_experts:
         router, *of_expert = _EXPERTS[model_type]
         own = [(row, None) for row in (*attention, _NORM, router)]

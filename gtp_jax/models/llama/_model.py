@@ -1,6 +1,7 @@
 """Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288).
 
-With experts in place of the MLP it is Mixtral (arXiv 2401.04088).
+With experts in place of the MLP it is Mixtral (arXiv 2401.04088), with a window of attention Mistral (2310.06825), with
+biases of queries, keys and values Qwen2 (2407.10671).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class LlamaBlock(Layer):
             rope_theta=config.rope_theta,
             rope_scaling=config.rope_scaling,
             qk_norm=config.qk_norm,
+            qkv_bias=config.qkv_bias,
+            window=config.window,
             epsilon=config.epsilon,
             rngs=rngs,
             **shared,

@@ -1,4 +1,4 @@
-"""The operations in plain jnp, with the signatures of the native kernels, which must equal them bit for bit."""
+"""The operations in plain jnp, with the signatures of the native kernels, which must be equal to them bit for bit."""
 
 from ._amax import multi_amax as multi_amax
 from ._dequantize import dequantize as dequantize

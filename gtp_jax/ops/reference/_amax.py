@@ -1,4 +1,4 @@
-"""The largest finite magnitude. NaN and Inf are left out, so that they spoil their own block and no other."""
+"""The largest finite magnitude. NaN and Inf are ignored, so that they spoil only their own block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _ieee
 
 
 def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
-    """Returns the float32 amax of each array, or if `stacked` of each index of its first dimension; 0 of what is
+    """Returns the float32 amax of each array or, if `stacked`, of each index of its first dimension; 0 if it is
     empty."""
     amaxes = [jnp.zeros((0,), jnp.int32)]
     for x in arrays:
@@ -21,11 +21,11 @@ def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
 
 
 def finite_amax(bits: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """Bits of the amax. Patterns of magnitudes order as integers do."""
+    """Returns the bits of the amax. The bit patterns of magnitudes have the same order as integers."""
     magnitude = bits & _ieee.MAGNITUDE
     return jnp.max(jnp.where(magnitude < _ieee.INFINITY, magnitude, 0), axis=axis, initial=0)
 
 
 def any_non_finite(bits: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """Returns whether NaN or Inf is among them."""
+    """Returns whether NaN or Inf is among the bit patterns."""
     return jnp.any((bits & _ieee.MAGNITUDE) >= _ieee.INFINITY, axis=axis)

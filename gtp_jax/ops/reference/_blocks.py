@@ -1,4 +1,4 @@
-"""A matrix seen as blocks, and packed nibbles."""
+"""Views of a matrix as blocks, and packed nibbles."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def from_blocks(x: jax.Array, matrix: tuple[int, ...]) -> jax.Array:
 
 
 def over_blocks(scales: jax.Array) -> jax.Array:
-    """Returns one scale a block, `(*lead, blocks down, blocks across)`, made to broadcast against `to_blocks`."""
+    """Reshapes one scale per block, `(*lead, blocks down, blocks across)`, to broadcast against `to_blocks`."""
     # without the barrier XLA would recompute the scale for each element of the block
     return lax.optimization_barrier(scales)[..., :, None, :, None]
 
 
 def over_matrices(amax: jax.Array, ndim: int) -> jax.Array:
-    """Returns an amax of the first leading dimensions, made to broadcast against an array of `ndim` dimensions."""
+    """Reshapes an amax of the first leading dimensions to broadcast against an array of `ndim` dimensions."""
     return jnp.reshape(amax, (*amax.shape, *(1,) * (ndim - amax.ndim)))
 
 
 def pack_nibbles(codes: jax.Array) -> jax.Array:
-    """Pairs of 4-bit codes to bytes, the even one in the low nibble; an odd row ends with a high nibble of 0."""
+    """Packs pairs of 4-bit codes into bytes, with the even one in the low nibble. A row of odd length ends with a high
+    nibble of 0."""
     even = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
     return even[..., 0::2] | even[..., 1::2] << 4
 

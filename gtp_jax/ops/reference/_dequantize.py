@@ -1,4 +1,4 @@
-"""Dequantization: `code * scale`, rounded to float32 and then to the wanted dtype."""
+"""Dequantization: `code * scale`, rounded to float32 and then to the requested dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._blocks import from_blocks, over_blocks, over_matrices, to_blocks, unpack_
 from ._quantize import _whole_scale
 
 
-# traced once for all pieces of a shape, of which a layer of experts has many
+# traced once for all pieces of the same shape, of which a layer of experts has many
 @functools.partial(jax.jit, static_argnames=("format", "columns", "shape", "dtype"), inline=True)
 def dequantize(
     codes: jax.Array,
@@ -25,7 +25,7 @@ def dequantize(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Returns the array of logical `shape`, in `dtype`; operands that the format lacks are ignored."""
+    """Returns the array of logical `shape`, in `dtype`. Operands that the format does not have are ignored."""
     by_columns = columns and not format.transposed_columns
     if by_columns:
         codes, scales = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scales, -1, -2)
@@ -53,14 +53,14 @@ def _values(codes: jax.Array, scales: jax.Array, amax: jax.Array, format: Format
 
 
 def _e4m3_factor(scales: jax.Array, amax: jax.Array) -> jax.Array:
-    """Returns `(float(scale) * amax) * (1 / 2688)`, in that association; bits."""
+    """Returns the bits of `(float(scale) * amax) * (1 / 2688)`, in that association."""
     e4m3 = ELEMENTS["e4m3"]
     significand, exponent = _minifloat.split(scales, e4m3)
     magnitude = amax & _ieee.MAGNITUDE
     finite = jnp.minimum(magnitude, _ieee.MAX)
     amax_significand, amax_exponent = _ieee.split(finite)
     product = _ieee.round_to_float32(significand * amax_significand, exponent + amax_exponent)
-    # what is infinite before the second factor stays so
+    # a product that is infinite before the second factor remains infinite
     factor = _ieee.multiply(jnp.minimum(product, _ieee.MAX), jnp.full_like(product, _ieee.constant(1 / 2688)))
     factor = jnp.where((product == _ieee.INFINITY) | (magnitude == _ieee.INFINITY), _ieee.INFINITY, factor)
     nan = _minifloat.is_nan(scales, e4m3) | (magnitude > _ieee.INFINITY)
@@ -70,7 +70,7 @@ def _e4m3_factor(scales: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def _times(codes: jax.Array, factor: jax.Array, format: Format) -> jax.Array:
-    """Returns `code * factor`; bits. `factor` may be signed, infinite or NaN."""
+    """Returns the bits of `code * factor`. `factor` may be signed, infinite or NaN."""
     element = ELEMENTS[format.element]
     significand, exponent = _minifloat.split(codes, element)
     magnitude = factor & _ieee.MAGNITUDE

@@ -10,15 +10,16 @@ from ...formats import RUN
 from . import _ieee
 from ._amax import finite_amax
 
-# The signs that TransformerEngine fixes, so that every rank and every version transforms alike.
+# The fixed signs of TransformerEngine, so that the transform is the same on every rank and in every version.
 _SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.int32)
 
 
 def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """Returns `H (d * x)` on every run of 16 rows, or with `inverse` `d * (H x)`; bfloat16.
+    """Returns `H (d * x)` for every run of 16 rows or, with `inverse`, `d * (H x)`, in bfloat16.
 
-    H is the orthogonal Sylvester matrix (entries +-1/4) and d the signs; as H is its own inverse, so is the second
-    of the first. In float32 by butterflies of strides 1, 2, 4, 8, then times 1/4, then rounded to bfloat16.
+    H is the orthogonal Sylvester matrix (entries +-1/4), and d are the signs. H is its own inverse, so the second form
+    is the inverse of the first. The transform is computed in float32 by butterflies of strides 1, 2, 4 and 8,
+    multiplied by 1/4, and then rounded to bfloat16.
 
     Args:
         x: `(*lead, M, K)`; M is padded with zeros to a multiple of 16.

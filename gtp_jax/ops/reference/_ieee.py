@@ -1,16 +1,17 @@
-"""Float32 arithmetic that is exactly IEEE 754 wherever XLA runs it.
+"""Float32 arithmetic that conforms exactly to IEEE 754 on every platform of XLA.
 
-XLA's float arithmetic is not enough for bit-exact formats: on CPU it treats subnormals as zero, on GPU its division
-is off by up to 2 ulp. So a float32 is handled here as its bit pattern, an int32, and
+XLA's float arithmetic is not sufficient for bit-exact formats: on CPUs it treats subnormals as zero, and on GPUs its
+division is off by up to 2 ulp. So a float32 is represented here by its bit pattern, an int32, and
 
     x = significand * 2**exponent,    0 <= significand < 2**24,
 
-where the significand is an exact integer. Products and quotients are formed in integers and rounded once, by
-`round_to_float32`. Two float operations are used all the same, because they are right whatever XLA does to
-subnormals: converting integers to float32, and a sum or product whose operands and result are all normal.
+where the significand is an exact integer. Products and quotients are computed in integers and rounded once, by
+`round_to_float32`. Two float operations are still used, because they are correct however XLA treats subnormals: the
+conversion of integers to float32, and a sum or product whose operands and result are all normal.
 
-Functions on scales (`multiply`, `divide`) take magnitudes: patterns with the sign bit clear. They cost some thirty
-integer operations, which is little for one scale a block. Elements go through `scaled`, a float multiply.
+Functions on scales (`multiply`, `divide`) take magnitudes, which are bit patterns with the sign bit clear. They cost
+about thirty integer operations, which is little for one scale per block. Elements are multiplied by `scaled`, which
+uses a float multiplication.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def constant(value: float) -> np.int32:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Returns a float32's bit pattern."""
+    """Returns the bit pattern of a float32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def as_float(bits: jax.Array | np.int32) -> jax.Array:
-    """Returns the float32 of a bit pattern."""
+    """Returns the float32 with this bit pattern."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -64,14 +65,14 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def narrow(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds float32 bits to a float32, bfloat16 or float16 array, to nearest even; every NaN becomes the canonical
-    one."""
+    """Rounds float32 bits to nearest even, and returns them as a float32, bfloat16 or float16 array. Every NaN becomes
+    the canonical NaN."""
     bits = jnp.where((bits & MAGNITUDE) > INFINITY, NAN, bits)
     if dtype == jnp.float32:
         return as_float(bits)
     sign = (bits & SIGN) >> 16 & 0x8000
     if dtype == jnp.bfloat16:
-        # the exponents are float32's, so one rule serves normal numbers and subnormals; NAN stays a NaN
+        # bfloat16 has the exponents of float32, so one rule serves normal and subnormal numbers; NAN remains a NaN
         rounded = round_off(bits & MAGNITUDE, 16)
     else:
         rounded = jnp.minimum(shorten(bits & MAGNITUDE, mantissa_bits=10, min_exponent=-14), 0x7C00)
@@ -80,24 +81,26 @@ def narrow(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_off(n: jax.Array, bits: jax.Array | int) -> jax.Array:
-    """Returns `n / 2**bits` rounded to nearest even, for integers of at least 0 and `bits` of at least 1."""
+    """Returns `n / 2**bits` rounded to nearest even, for non-negative integers `n` and `bits` of at least 1."""
     return n + (1 << bits - 1) - 1 + (n >> bits & 1) >> bits
 
 
 def shorten(magnitude: jax.Array, *, mantissa_bits: int, min_exponent: int) -> jax.Array:
-    """Rounds a float32 magnitude to a shorter float of the given mantissa and smallest normal exponent; its bits.
+    """Rounds a float32 magnitude to a shorter float with the given mantissa and smallest normal exponent, and returns
+    its bits.
 
-    Exponents are not bounded above: a caller clips.
+    Exponents have no upper bound; the caller must clip.
     """
     normal = round_off(magnitude, 23 - mantissa_bits) - (126 + min_exponent << mantissa_bits)
-    # below, adding a power of two whose last place is the step of the subnormals rounds to that step
+    # to round a subnormal, add a power of two whose last place is the spacing of the subnormals
     base = constant(2.0 ** (23 + min_exponent - mantissa_bits))
     subnormal = as_bits(as_float(magnitude) + as_float(base)) - base
     return jnp.where(magnitude < 127 + min_exponent << 23, subnormal, normal)
 
 
 def split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the significand, of exactly 24 bits unless it is 0, and exponent of a finite magnitude."""
+    """Returns the significand and the exponent of a finite magnitude. The significand has exactly 24 bits, unless it is
+    0."""
     field, fraction = magnitude >> 23, magnitude & _FRACTION
     significand = jnp.where(field == 0, fraction, fraction | _HIDDEN)
     shift = lax.clz(significand) - 8
@@ -108,7 +111,8 @@ def round_to_float32(n: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns the magnitude of `n * 2**exponent`, rounded once to nearest even; Infinity beyond the largest float32.
 
     Args:
-        n: integers from 0 to 2**28. If the lowest bit stands for all that was cut off below, n has 26 bits or more.
+        n: integers from 0 to 2**28. If the lowest bit is a sticky bit for bits that were cut off, n must have at least
+            26 bits.
         exponent: integers.
     """
     pattern = as_bits(n.astype(jnp.float32))  # exact or rounded once: all of these are normal, or 0
@@ -123,7 +127,7 @@ def round_to_float32(n: jax.Array, exponent: jax.Array) -> jax.Array:
 def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns `a * b` of finite magnitudes."""
     (a, a_exponent), (b, b_exponent) = split(a), split(b)
-    # 24 x 24 bits from halves of 12, since there is no wider integer
+    # a 24 x 24 bit product from halves of 12 bits, because there is no wider integer
     a_high, a_low, b_high, b_low = a >> 12, a & 0xFFF, b >> 12, b & 0xFFF
     middle = a_high * b_low + a_low * b_high
     low = ((middle & 0xFFF) << 12) + a_low * b_low
@@ -135,23 +139,24 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns `a / b` of finite magnitudes; Infinity if b is 0.
 
-    A float division, however inexact, gives the quotient up to a few units; the remainder, small enough for wrapping
-    32-bit integers to hold exactly, tells how many.
+    A float division, even if inexact, gives the quotient up to a few units. The remainder is small enough to be exact
+    in wrapping 32-bit integers, and determines the correction.
     """
     (p, p_exponent), (d, d_exponent) = split(a), split(b)
     divisor = jnp.maximum(d, 1)
     quotient = (p.astype(jnp.float32) / divisor.astype(jnp.float32) * 2.0**25).astype(jnp.int32)
     remainder = (p << 25) - quotient * divisor
-    correction = lax.div(remainder + (divisor << 6), divisor) - 64  # rounded down, for the dividend is positive
+    correction = lax.div(remainder + (divisor << 6), divisor) - 64  # rounded down, because the dividend is positive
     inexact = remainder - correction * divisor != 0
     bits = round_to_float32(quotient + correction << 1 | inexact, p_exponent - d_exponent - 26)
     return jnp.where(d == 0, INFINITY, bits)
 
 
 def scaled(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns `magnitude * factor` of finite magnitudes as a quantizer needs it: cheap, and right where it matters.
+    """Returns `magnitude * factor` of finite magnitudes by a cheap method that is exact enough for a quantizer.
 
-    A product below the normal numbers becomes 0 and one beyond the largest becomes that: neither changes a code.
+    A product below the normal numbers becomes 0, and one above the largest number becomes the largest number. Neither
+    changes a code.
     """
     (x, x_exponent), (f, f_exponent) = _mantissa(magnitude), _mantissa(factor)
     product = as_bits(x * f)
@@ -162,17 +167,17 @@ def scaled(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _mantissa(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # as a normal float: in [1, 2) from a normal number, an integer from a subnormal
+    # the mantissa as a normal float: in [1, 2) for a normal number, an integer for a subnormal one
     is_normal = magnitude >= _HIDDEN
     mantissa = jnp.where(is_normal, as_float(magnitude & _FRACTION | ONE), magnitude.astype(jnp.float32))
     return mantissa, jnp.where(is_normal, (magnitude >> 23) - 127, -149)
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns `a + b` of any float32 bit patterns, signs included.
+    """Returns `a + b` of any float32 bit patterns, including signs.
 
-    Where both are below 2**-100 they are added 2**64 times as large, and the exact sum is brought back. Elsewhere
-    a subnormal operand is too small to matter, and the result, if not 0, is normal.
+    If both magnitudes are below 2**-100, they are multiplied by 2**64 before they are added, and the exact sum is
+    divided by it. Otherwise, a subnormal operand is too small to matter, and the result, if not 0, is normal.
     """
     tiny = jnp.maximum(a & MAGNITUDE, b & MAGNITUDE) < constant(2.0**-100)
     plain = as_bits(as_float(a) + as_float(b))
@@ -190,7 +195,7 @@ def _lift(bits: jax.Array) -> jax.Array:
 def _lower(bits: jax.Array) -> jax.Array:
     magnitude = bits & MAGNITUDE
     normal = magnitude - (64 << 23)
-    # a multiple of 2**-149 even when lifted, so its count is a whole number
+    # the lifted sum is 2**64 times a multiple of 2**-149, so this count is a whole number
     scale_up = jnp.where(magnitude == 0, 0, magnitude + (149 - 64 << 23))
     subnormal = as_float(scale_up).astype(jnp.int32)
     return jnp.where(normal < _HIDDEN, subnormal, normal) | bits & SIGN

@@ -1,4 +1,4 @@
-"""Conversions between float32 bits and the codes of short floats, saturating, to nearest even."""
+"""Conversions between float32 bits and the codes of short floats, which saturate and round to nearest even."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NAN_CODE = 0x7F
 
 
 def encode(magnitude: jax.Array, element: Element) -> jax.Array:
-    """Returns the code, sign bit clear, of a finite float32 magnitude."""
+    """Returns the code of a finite float32 magnitude, with the sign bit clear."""
     clipped = jnp.minimum(magnitude, _ieee.constant(element.max))
     return _ieee.shorten(clipped, mantissa_bits=element.mantissa_bits, min_exponent=element.min_exponent)
 
 
 def with_sign(code: jax.Array, bits: jax.Array, element: Element) -> jax.Array:
-    """Returns `code` with the sign of the float32 bits it was made from; 0 keeps it too."""
+    """Returns `code` with the sign of the float32 bits from which it was made; 0 keeps its sign too."""
     return code | (bits >> 31 & 1) << element.bits - 1
 
 
 def split(code: jax.Array, element: Element) -> tuple[jax.Array, jax.Array]:
-    """Returns the significand and exponent of a code's magnitude, `significand * 2**exponent`."""
+    """Returns the significand and the exponent of a code's magnitude, `significand * 2**exponent`."""
     field = _magnitude(code, element) >> element.mantissa_bits
     fraction = code & (1 << element.mantissa_bits) - 1
     significand = jnp.where(field == 0, fraction, fraction | 1 << element.mantissa_bits)
@@ -36,13 +36,13 @@ def is_negative(code: jax.Array, element: Element) -> jax.Array:
 
 
 def is_nan(code: jax.Array, element: Element) -> jax.Array:
-    """Returns whether a code stands for NaN: none of e2m1, one a sign of e4m3, IEEE's of e5m2."""
+    """Returns whether a code is NaN: no code of e2m1, one code per sign of e4m3, and those of IEEE 754 of e5m2."""
     first = {"e2m1": 0x08, "e4m3": 0x7F, "e5m2": 0x7D}[element.name]
     return _magnitude(code, element) >= first
 
 
 def is_infinite(code: jax.Array, element: Element) -> jax.Array:
-    """Returns whether a code stands for Infinity, which only e5m2 has."""
+    """Returns whether a code is Infinity, which only e5m2 has."""
     return (_magnitude(code, element) == 0x7C) & (element.name == "e5m2")
 
 

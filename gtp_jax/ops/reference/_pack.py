@@ -1,4 +1,4 @@
-"""A layer's weights to one buffer of bytes, and the buffers of all shards to the layer's weights."""
+"""Packs a layer's weights into one buffer of bytes, and unpacks the buffers of all shards into the layer's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._quantize import quantize
 
 
 def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
-    """Returns the row-wise copies of a plan's pieces, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
+    """Packs the row-wise copies of a plan's pieces, with amax `(*lead, pieces)`, into uint8 `(*lead, bytes)`."""
     lead = amax.shape[:-1]
     all_codes, all_scales = [], []
     for index, (piece, (array, matrix)) in enumerate(zip(plan.pieces, plan.sources, strict=True)):
@@ -36,7 +36,7 @@ def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: 
 def pack_apart(
     shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan
 ) -> tuple[jax.Array, ...]:
-    """Returns the rows of what `pack` returns of a stack of layers: uint8 `(1, bytes)` each."""
+    """Returns for each layer of a stack its row of the result of `pack`, uint8 `(1, bytes)`."""
     return tuple(jnp.split(pack(shards, amax, format=format, plan=plan), amax.shape[0]))
 
 

@@ -1,4 +1,5 @@
-"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): random words from a counter."""
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11), which computes random words from
+a counter."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns four random words from four counter words and two key words, all uint32 and broadcast."""
+    """Returns four random words, computed from four counter words and two key words; all are uint32, and broadcast."""
     a, b, c, d = counter
     first, second = key
     for _ in range(ROUNDS):
@@ -23,12 +24,12 @@ def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> 
 
 
 def random_bytes(shape: tuple[int, ...], key: jax.Array, copy: int) -> jax.Array:
-    """Returns sixteen random bytes for each run of 16 elements: `(*shape, 16)` int32 from 0 to 255.
+    """Returns 16 random bytes for each run of 16 elements, as int32 `(*shape, 16)` from 0 to 255.
 
     Args:
-        shape: how the runs are arranged; they are counted in C order.
-        key: uint32[2].
-        copy: 0 for the row-wise copy, 1 for the column-wise one.
+        shape: the shape of the array of runs, which are counted in C order.
+        key: uint32 `(2,)`.
+        copy: 0 for the row-wise copy, 1 for the column-wise copy.
     """
     runs = 1
     for size in shape:

@@ -1,4 +1,4 @@
-"""Quantization, written to be read: the formulas of `gtp_jax/formats/README.md`, on whole arrays."""
+"""Quantization, written for readability: the formulas of `gtp_jax/formats/README.md`, on whole arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._philox import random_bytes
 _NO_BYTES = (0,)
 
 
-# traced once for all pieces of a shape, of which a layer of experts has many
+# traced once for all pieces of the same shape, of which a layer of experts has many
 @functools.partial(jax.jit, static_argnames=("format", "hadamard", "stochastic", "rows", "columns"), inline=True)
 def quantize(
     x: jax.Array,
@@ -32,7 +32,8 @@ def quantize(
     rows: bool,
     columns: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the row codes, row scales, column codes, column scales; those that are not wanted have shape `(0,)`."""
+    """Returns the row codes, row scales, column codes and column scales. Those that are not requested have shape
+    `(0,)`."""
     copies = []
     if rows:
         copies.append(_copy(_ieee.widen(x), amax, key if stochastic else None, 0, format))
@@ -94,14 +95,15 @@ def _finite(bits: jax.Array) -> jax.Array:
 
 
 def _whole_scale(amax: jax.Array, format: Format) -> jax.Array:
-    """Returns what maps the tensor's amax to the largest number there is; bits. 1 without a positive finite amax."""
+    """Returns the bits of the factor that maps the tensor's amax to the format's largest number; 1 if the amax is not
+    positive and finite."""
     usable = (amax > 0) & (amax < _ieee.INFINITY)
     scale = _ieee.divide(jnp.full_like(amax, _ieee.constant(format.largest)), jnp.where(usable, amax, _ieee.ONE))
     return jnp.where(usable, jnp.minimum(scale, _ieee.MAX), _ieee.ONE)
 
 
 def _e4m3_scales(block_amax: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Returns the block scales as codes, and what elements are multiplied with, as bits."""
+    """Returns the codes of the block scales, and the bits of the factors that multiply the elements."""
     e4m3 = ELEMENTS["e4m3"]
     whole = _whole_scale(amax, format)
     whole_inverse = _ieee.divide(jnp.full_like(whole, _ieee.ONE), whole)
@@ -115,7 +117,7 @@ def _e4m3_scales(block_amax: jax.Array, amax: jax.Array, format: Format) -> tupl
 
 
 def _e8m0_scales(block_amax: jax.Array, element_max: float) -> tuple[jax.Array, jax.Array]:
-    """Returns the block scales as biased exponents, and what elements are multiplied with, as bits."""
+    """Returns the biased exponents of the block scales, and the bits of the factors that multiply the elements."""
     value = _ieee.multiply(block_amax, jnp.full_like(block_amax, _ieee.constant(1 / element_max)))
     field, fraction = value >> 23, value & 0x7FFFFF
     up = jnp.where(field == 0, fraction > 0x400000, fraction > 0)
@@ -125,10 +127,10 @@ def _e8m0_scales(block_amax: jax.Array, element_max: float) -> tuple[jax.Array, 
 
 
 def _round_stochastically(product: jax.Array, octets: jax.Array) -> jax.Array:
-    """Returns the code of the grid point below `product` or above it, the nearer one the more often: floor of a random
+    """Returns the code of the grid point below or above `product`, the nearer one more often: the floor after a random
     shift."""
     m = jnp.minimum(_ieee.as_float(product), 6.0)
     steps_per_unit = jnp.where(m < 2, 2.0, jnp.where(m < 4, 1.0, 0.5))
     up = jnp.floor(m * steps_per_unit + (octets.astype(jnp.float32) + 0.5) * (1 / 256)).astype(jnp.int32)
-    # codes 0 to 4 are halves up to 2, then come 3 and 4, then 6
+    # codes 0 to 4 are multiples of 1/2 up to 2, followed by 3, 4 and 6
     return up + jnp.where(m < 2, 0, jnp.where(m < 4, 2, 4))

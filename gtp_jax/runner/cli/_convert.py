@@ -23,10 +23,10 @@ One tensor is in memory at a time. A directory that is written appears at the en
 _IMPORT = """\
 Makes a checkpoint at step 0 of a Hugging Face model: float32 parameters, without optimizer state.
 
-HF_DIR holds config.json and safetensors, in one file or in several with an index. Imports Llama 2 to 3.1, Mixtral,
-and Qwen3 with or without experts; rotary frequencies may be scaled linearly or as in Llama 3.1. Refuses quantized
-weights, other scalings and other models. The checkpoint also keeps the rest of config.json, generation_config.json
-and the tokenizer's files, which an export writes again.
+HF_DIR holds config.json and safetensors, in one file or in several with an index. Imports Llama 2 to 3.1, Mistral,
+Mixtral, Qwen2, Qwen2.5, and Qwen3 with or without experts; rotary frequencies may be scaled linearly, as in Llama 3.1
+or by YaRN. Refuses quantized weights, other scalings and other models. The checkpoint also keeps the rest of
+config.json, generation_config.json and the tokenizer's files, which an export writes again.
 """
 
 _EXPORT = """\

@@ -132,9 +132,12 @@ def _kernels() -> Finding:
     here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
     if native.has("gtp_quantize", here):
         capability = getattr(jax.devices()[0], "compute_capability", None)
-        if capability is None or native.has_machine_code(capability):
+        code = "machine code" if capability is None else native.code_for(capability)
+        if code == "machine code":
             return Finding(name, "ok", description)
         remedy = f"build them on this machine, for its GPU of compute capability {capability}: {native.REBUILD}"
+        if code == "none":
+            return Finding(name, "broken", f"{description}, of which this GPU can run none", remedy)
         return Finding(name, "optional", f"{description}, translated from PTX by the driver", remedy)
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
     remedy = f"install {needed} and build them: {native.REBUILD}; without, quantization runs as XLA compiles it"
@@ -142,12 +145,12 @@ def _kernels() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
-    tokenizers = _installed("tokenizers")
-    if tokenizers:
-        yield Finding("tokenizers", "ok", tokenizers)
-    else:
-        remedy = 'pip install "gtp_jax[tokenizers]", for --tokenizer; without, every byte is a token'
-        yield Finding("tokenizers", "optional", "not installed", remedy)
+    uses = {"tokenizers": ("tokenizers", "--tokenizer; without, every byte is a token"), "jinja2": ("chat", "--chat")}
+    for package, (extra, use) in uses.items():
+        if version := _installed(package):
+            yield Finding(package, "ok", version)
+        else:
+            yield Finding(package, "optional", "not installed", f'pip install "gtp_jax[{extra}]", for {use}')
     missing = hlo.missing_packages()
     if missing:
         remedy = 'pip install "gtp_jax[target]", for `gtp-jax inspect --target`; some 700 MB'

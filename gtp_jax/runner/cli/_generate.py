@@ -19,7 +19,7 @@ from ...generation import generate_stream, sampling_of
 from ...mesh import choose_devices, make_mesh, on_gpu
 from ...models import END_TOKEN, ModelConfig, Origin, config_of, load, opened
 from ...recipes import RECIPES
-from ..data import BYTES, TextStream, Tokenizer, load_tokenizer
+from ..data import BYTES, Chat, TextStream, Tokenizer, load_tokenizer, stored_template
 from ..trainer import BYTE_TOKENS, stored_tokenizer
 from ._arguments import positive, utf8, whole
 
@@ -30,6 +30,7 @@ examples:
   gtp-jax generate llama --prompt "The sky is" "Once"     an import, two prompts in one batch
   gtp-jax generate gtp-run --prompt "import " --temperature 0     the likeliest text, the same every time
   gtp-jax generate gtp-run --prompt "class A" --stop "\\n\\n"      up to the first empty line
+  gtp-jax generate gtp-run --chat "Why is the sky blue?"     an answer, by the chat template of the run or the import
 """
 
 _DESCRIPTION = """\
@@ -56,8 +57,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="directory of a run, or of an import")
-    parser.add_argument(
-        "--prompt", nargs="+", required=True, type=utf8, metavar="TEXT", help="one text or several; '' for none"
+    begin = parser.add_mutually_exclusive_group(required=True)
+    begin.add_argument("--prompt", nargs="+", type=utf8, metavar="TEXT", help="one text or several; '' for none")
+    begin.add_argument(
+        "--chat", nargs="+", type=utf8, metavar="TEXT", help="one question or several, each of which is answered"
     )
     parser.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
     length = parser.add_argument_group("length")
@@ -114,7 +117,17 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(manifest["extra"], where)
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
     tokenizer, published = _tokenizer(args, origin)
-    prompts = [_prompt(tokenizer, text, published, config) for text in args.prompt]
+    ends = _ends(tokenizer, origin, config)
+    if args.chat is None:
+        texts, shown, stops, hidden = args.prompt, list(args.prompt), args.stop, []
+        prompts = [tokenizer.published(text) if published else tokenizer.prompt(text) for text in texts]
+    else:
+        chat = _chat(tokenizer, origin, where)
+        ends += [id for id in chat.ends if id < config.vocab_size]
+        # answers alone, without what ends them
+        texts, shown, stops, hidden = args.chat, [""] * len(args.chat), [*args.stop, chat.template.ending], ends
+        prompts = [chat.prompt(text) for text in texts]
+    prompts = [_known(prompt, text, tokenizer, config) for prompt, text in zip(prompts, texts, strict=True)]
     dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
     with _mesh(args.tp, config):
         began = time.perf_counter()
@@ -126,11 +139,11 @@ def run(args: argparse.Namespace) -> int:
             model,
             prompts,
             max_new_tokens=args.max_new_tokens,
-            stop=_ends(tokenizer, origin, config),
+            stop=ends,
             vocab_size=min(tokenizer.vocab_size, config.vocab_size),
             **sampling,
         )
-        _show(stream, tokenizer, prompts, args)
+        _show(stream, [TextStream(tokenizer, prompt, stops) for prompt in prompts], shown, hidden)
     return 0
 
 
@@ -146,12 +159,16 @@ def _stop(text: str) -> str:
     return utf8(text).replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def _show(
-    stream: Iterator[np.ndarray], tokenizer: Tokenizer, prompts: list[list[int]], args: argparse.Namespace
-) -> None:
-    """Prints texts: one while it is made, several at their end."""
-    texts = [TextStream(tokenizer, prompt, args.stop) for prompt in prompts]
-    alone, found = len(prompts) == 1, list(args.prompt)
+def _show(stream: Iterator[np.ndarray], texts: list[TextStream], found: list[str], hidden: list[int]) -> None:
+    """Prints texts: one while it is made, several at their end.
+
+    Args:
+        stream: new tokens of each.
+        texts: what they add.
+        found: what each begins with.
+        hidden: tokens that are not shown.
+    """
+    alone = len(texts) == 1
     say = functools.partial(print, end="", flush=True)
     if alone:
         say(found[0])
@@ -161,7 +178,7 @@ def _show(
         for row, tokens in enumerate(part):
             new = [int(token) for token in tokens if token >= 0]
             count += len(new)
-            added = "" if texts[row].ended else texts[row].add(new)
+            added = "" if texts[row].ended else texts[row].add([token for token in new if token not in hidden])
             found[row] += added
             if alone:
                 say(added)
@@ -191,13 +208,27 @@ def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, boo
     return stored_tokenizer(args.source, origin), bool(origin.config)
 
 
-def _prompt(tokenizer: Tokenizer, text: str, published: bool, config: ModelConfig) -> list[int]:
-    """Returns the tokens of a prompt.
+def _chat(tokenizer: Tokenizer, origin: Origin, where: str) -> Chat:
+    """Returns how questions become prompts.
+
+    Raises:
+        ValueError: if nothing says it.
+    """
+    template = stored_template(origin.files, f"the chat template of {where}")
+    if template is None:
+        raise ValueError(
+            f"{where} has no chat template. Give --prompt, or the checkpoint of a model that was imported with one or "
+            "trained with --chat-template."
+        )
+    return Chat(template, tokenizer, answers_only=True)
+
+
+def _known(tokens: list[int], text: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """Returns the tokens of a prompt, of no text the separator.
 
     Raises:
         ValueError: if the model lacks one of them.
     """
-    tokens = tokenizer.published(text) if published else tokenizer.prompt(text)
     tokens = tokens or [tokenizer.separator]
     if max(tokens) >= config.vocab_size:
         raise ValueError(

@@ -12,8 +12,8 @@ from ..flags import add_flags, given, knobs, read_settings, settings_of, write_s
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
 
 _DESCRIPTION = """\
-Trains a Llama, Mixtral or Qwen3 on text, its weights sharded over the mesh: a new one of any size, or one that was
-imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
+Trains a Llama, Mistral, Mixtral or Qwen on text, its weights sharded over the mesh: a new one of any size, or one that
+was imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
 GPUs or else on 8 virtual CPU devices, in some 3 minutes.
 
 It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
@@ -25,6 +25,7 @@ _EXAMPLES = """\
 examples:
   gtp-jax train                                   see it work
   gtp-jax train --data books/ notes.txt           on text of your own
+  gtp-jax train --data books:0.7 posts.jsonl:0.3  rows of text and of JSON lines, mixed
   gtp-jax train --resume                          go on as if never stopped, data order included
   gtp-jax train --resume --step 100               go on from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices

@@ -1,20 +1,36 @@
 """Text in, batches of tokens out. A batch depends only on the text, the seed and the step."""
 
+from ._chat import Chat as Chat
+from ._chat_template import named_template as named_template
+from ._chat_template import stored_template as stored_template
+from ._corpus import DOCUMENTS as DOCUMENTS
+from ._corpus import PACKINGS as PACKINGS
+from ._corpus import STREAM as STREAM
 from ._corpus import Corpus as Corpus
 from ._corpus import Evaluated as Evaluated
+from ._corpus import Source as Source
 from ._corpus import load_corpus as load_corpus
 from ._corpus import load_evaluated as load_evaluated
+from ._corpus import load_source as load_source
+from ._corpus import tokens_of as tokens_of
+from ._documents import Documents as Documents
 from ._loader import Loader as Loader
 from ._loader import ahead as ahead
+from ._mixture import Joined as Joined
+from ._mixture import Mixture as Mixture
+from ._packed import Packed as Packed
+from ._rows import Rows as Rows
 from ._stats import bits_per_byte as bits_per_byte
 from ._stats import unigram_entropy as unigram_entropy
 from ._stream import TextStream as TextStream
 from ._text import Text as Text
 from ._text import read_text as read_text
 from ._text import standard_library as standard_library
+from ._token_files import TOKEN_DTYPES as TOKEN_DTYPES
 from ._tokens import BYTES as BYTES
 from ._tokens import Tokenizer as Tokenizer
 from ._tokens import load_tokenizer as load_tokenizer
 from ._tokens import read_tokenizer as read_tokenizer
 from ._tokens import same_tokenizer as same_tokenizer
+from ._weights import weighted as weighted
 from ._windows import Windows as Windows

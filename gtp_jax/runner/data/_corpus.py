@@ -1,158 +1,331 @@
-"""A corpus: two streams of tokens, one to train on and one held out."""
+"""A corpus: documents to train on and documents held out, as tokens, and the rows that are cut from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ._chat import Chat
+from ._documents import Documents, fingerprint
+from ._mixture import Joined, Mixture
+from ._packed import Packed
+from ._rows import Rows
 from ._text import Text
+from ._token_files import bytes_of, read_tokens, split_tokens
 from ._tokens import BYTES, Tokenizer
+from ._windows import Windows
+
+# How rows are cut: from the stream of all documents, without gaps, or of whole documents that do not see each other.
+STREAM, DOCUMENTS = "stream", "documents"
+PACKINGS = (STREAM, DOCUMENTS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """A text to evaluate on beside what is held out, in host memory.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A text of a corpus, in host memory or mapped from files.
 
     Attributes:
         name: of the text.
-        tokens: token stream, documents separated.
-        bytes_per_token: of the text.
+        train: documents to train on.
+        held_out: documents that are not in `train`.
+        held_out_bytes: size of the text of `held_out` that the loss counts.
+        weight: its part in the rows of the run, relative to the other sources'.
     """
 
     name: str
-    tokens: np.ndarray
+    train: tuple[Documents, ...]
+    held_out: tuple[Documents, ...]
+    held_out_bytes: float
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A text to evaluate on beside what is held out.
+
+    Attributes:
+        name: of the text.
+        documents: its tokens.
+        bytes_per_token: of the text that the loss counts.
+    """
+
+    name: str
+    documents: tuple[Documents, ...]
     bytes_per_token: float
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the stream; equal where it is equal."""
-        return _fingerprint(self.tokens)
+        """Of the tokens; equal where they are equal."""
+        return fingerprint(*self.documents)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out, in host memory.
+    """Tokens to train on and tokens held out.
 
     Attributes:
         name: of the text.
         tokenizer: that its tokens are of.
-        vocab_size: number of different tokens.
-        train: token stream, documents separated, in the smallest unsigned integer type.
-        held_out: the same, of documents that are not in `train`.
-        documents: number of documents of each.
-        bytes_per_token: of the held-out text.
-        fingerprint: of both streams; equal where they are equal.
+        sources: what it consists of; of several, rows are mixed by weight.
+        packing: how rows are cut, one of `PACKINGS`.
         unread: what was left out of the text, which older versions of gtp_jax read.
         evaluated: further texts to evaluate on.
+        chat: how its conversations became tokens, if it has any.
     """
 
     name: str
     tokenizer: Tokenizer
-    vocab_size: int
-    train: np.ndarray
-    held_out: np.ndarray
-    documents: tuple[int, int]
-    bytes_per_token: float
-    fingerprint: str
+    sources: tuple[Source, ...]
+    packing: str = STREAM
     unread: tuple[str, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
+    chat: Chat | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def train(self) -> tuple[Documents, ...]:
+        """Documents to train on."""
+        return tuple(one for source in self.sources for one in source.train)
+
+    @property
+    def held_out(self) -> tuple[Documents, ...]:
+        """Documents that are not in `train`."""
+        return tuple(one for source in self.sources for one in source.held_out)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text that the loss counts."""
+        return sum(source.held_out_bytes for source in self.sources) / max(1, _counted(self.held_out))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all tokens, of what the loss counts and of how sources are mixed; equal where they are equal."""
+        weights = [source.weight for source in self.sources] if len(self.sources) > 1 else ""
+        return fingerprint(*self.train, *self.held_out, more=str(weights))
+
+    def rows(self, seq: int, seed: int) -> Rows:
+        """Returns the rows to train on, of `seq` tokens.
+
+        Raises:
+            ValueError: if there is not one of each source.
+        """
+        parts = [_rows(source.train, self.packing, source.name, seq, seed) for source in self.sources]
+        return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in self.sources], seq)
+
+    def held_out_rows(self, seq: int, seed: int) -> Rows:
+        """Returns the rows of all that is held out, once.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        return _rows(self.held_out, self.packing, self.name, seq, seed, repeat=False)
+
+    def rows_of(self, text: Evaluated, seq: int, seed: int) -> Rows:
+        """Returns the rows of a text to evaluate on, once."""
+        return _rows(text.documents, self.packing, text.name, seq, seed, repeat=False)
+
+    def packing_digest(self, seq: int) -> str | None:
+        """Returns a digest of which pieces of documents make a row; `None` of a stream, where `seq` alone decides."""
+        if self.packing == STREAM:
+            return None
+        digests = [Packed(one, seq).digest for one in self.train if _has_row(one, self.packing, seq)]
+        return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
     def check(self, *, batch: int, seq: int) -> None:
         """Checks that there is text for a batch.
 
         Raises:
-            ValueError: if the train stream holds less than one batch, or another stream less than one sequence.
+            ValueError: if there are fewer rows to train on than one batch has, or no row of another text.
         """
-        needed = batch * seq + 1
-        if len(self.train) < needed:
-            raise ValueError(
-                f"too few tokens: {self.name} has {len(self.train)} to train on, but one batch of {batch} sequences "
-                f"of {seq} needs {needed}. Give more text, or a smaller `batch` or `seq`."
+        rows = len(self.rows(seq, 0)) if any(_has_row(one, self.packing, seq) for one in self.train) else 0
+        if rows < batch:
+            needs = (
+                f"but one batch of {batch} sequences of {seq} needs {batch * seq + 1}"
+                if self.packing == STREAM and len(self.train) == 1
+                else f"which make {rows} rows of {seq}, but one batch has {batch}"
             )
-        if len(self.held_out) < seq + 1:
             raise ValueError(
-                f"too few tokens: {self.name} has {len(self.held_out)} held out, but one sequence of {seq} needs "
-                f"{seq + 1}. Give more text, or a smaller `seq`."
+                f"too few tokens: {self.name} has {tokens_of(self.train)} to train on, {needs}. Give more text, or a "
+                "smaller `batch` or `seq`."
+            )
+        if not any(_has_row(one, self.packing, seq) for one in self.held_out):
+            raise ValueError(
+                f"too few tokens: {self.name} has {tokens_of(self.held_out)} held out, but one sequence of {seq} needs "
+                f"{self._least(seq)}. Give more text, or a smaller `seq`."
             )
         for text in self.evaluated:
-            if len(text.tokens) < seq + 1:
+            if not any(_has_row(one, self.packing, seq) for one in text.documents):
                 raise ValueError(
-                    f"too few tokens: {text.name} of `eval_data` has {len(text.tokens)}, but one sequence of {seq} "
-                    f"needs {seq + 1}. Leave it out, or give a smaller `seq`."
+                    f"too few tokens: {text.name} of `eval_data` has {tokens_of(text.documents)}, but one sequence of "
+                    f"{seq} needs {self._least(seq)}. Leave it out, or give a smaller `seq`."
                 )
+
+    def _least(self, seq: int) -> str:
+        return f"{seq + 1}" if self.packing == STREAM else "a document of 2"
 
 
 def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0.05) -> Corpus:
-    """Splits text and turns it into tokens.
+    """Splits a text and turns it into tokens: see `load_source`."""
+    return Corpus(text.name, tokenizer, (load_source(text, tokenizer, held_out=held_out),), unread=text.unread)
+
+
+def load_source(
+    text: Text,
+    tokenizer: Tokenizer = BYTES,
+    *,
+    held_out: float = 0.05,
+    token_dtype: str | None = None,
+    weight: float = 1.0,
+    chat: Chat | None = None,
+) -> Source:
+    """Splits a text into documents to train on and documents held out, and turns them into tokens.
+
+    Of a file of token ids the last documents are held out.
 
     Args:
-        text: documents.
+        text: documents, and files of token ids and of conversations.
         tokenizer: how they become tokens.
-        held_out: share of the text's bytes to hold out, at most.
+        held_out: share of the text's bytes, and of each file's tokens, to hold out, at most.
+        token_dtype: of `.bin` files that do not say it.
+        weight: of the source.
+        chat: how conversations become tokens, if the text has any. They are not cut: the smallest is held out where
+            none is within the share.
 
     Raises:
-        ValueError: if `held_out` is not between 0 and 1.
+        ValueError: if `held_out` is not between 0 and 1, something cannot be read, or there are conversations and no
+            `chat`.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
-    kept, apart = split(text.documents, held_out)
-    streams = [tokenizer.stream(side) for side in (kept, apart)]
-    return Corpus(
-        name=text.name,
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        train=streams[0],
-        held_out=streams[1],
-        documents=(len(kept), len(apart)),
-        bytes_per_token=_bytes_per_token(apart, streams[1]),
-        fingerprint=_fingerprint(*streams),
-        unread=text.unread,
-    )
+    parts: list[tuple[Documents, Documents, float]] = []
+    if len(text.documents):
+        kept, apart = split(text.documents, held_out)
+        parts.append((tokenizer.documents(kept), tokenizer.documents(apart), _bytes(apart)))
+    if text.chat_files:
+        chat = _checked(chat, text)
+        kept, apart = split(chat.read(text.chat_files), held_out, cut=False)
+        parts.append((chat.documents(kept), chat.documents(apart), chat.bytes_of(apart)))
+    for file in text.token_files:
+        before, after = split_tokens(read_tokens(file, tokenizer, token_dtype), held_out)
+        parts.append((before, after, bytes_of(after.tokens, tokenizer)))
+    trained, apart, sizes = zip(*parts, strict=True)
+    return Source(text.name, trained, apart, sum(sizes), weight)
 
 
-def load_evaluated(text: Text, tokenizer: Tokenizer) -> Evaluated:
-    """Turns a text that is evaluated as a whole into tokens."""
-    tokens = tokenizer.stream(text.documents)
-    return Evaluated(text.name, tokens, _bytes_per_token(text.documents, tokens))
+def load_evaluated(
+    text: Text, tokenizer: Tokenizer, *, token_dtype: str | None = None, chat: Chat | None = None
+) -> Evaluated:
+    """Turns a text that is evaluated as a whole into tokens: see `load_source`."""
+    parts = [tokenizer.documents(text.documents)] if len(text.documents) else []
+    files = [read_tokens(file, tokenizer, token_dtype) for file in text.token_files]
+    size = _bytes(text.documents) + sum(bytes_of(one.tokens, tokenizer) for one in files)
+    if text.chat_files:
+        chat = _checked(chat, text)
+        conversations = chat.read(text.chat_files)
+        parts.append(chat.documents(conversations))
+        size += chat.bytes_of(conversations)
+    return Evaluated(text.name, (*parts, *files), size / max(1, _counted([*parts, *files])))
 
 
-def _fingerprint(*streams: np.ndarray) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for stream in streams:
-        digest.update(f"{len(stream)} {stream.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(stream))
-    return digest.hexdigest()
+def tokens_of(documents: Sequence[Documents]) -> int:
+    """Returns the number of tokens of documents."""
+    return sum(len(one.tokens) for one in documents)
 
 
-def _bytes_per_token(documents: Sequence[bytes], tokens: np.ndarray) -> float:
-    return (sum(map(len, documents)) + len(documents)) / max(1, len(tokens))
+def _checked(chat: Chat | None, text: Text) -> Chat:
+    """Returns how conversations become tokens; a ValueError if nothing says it."""
+    if chat is None:
+        raise ValueError(
+            f"`data` {text.chat_files[0]} holds conversations, for which there is no chat template. Give texts."
+        )
+    return chat
 
 
-def split(documents: Sequence[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
+def _counted(documents: Sequence[Documents]) -> int:
+    """Returns the number of tokens that the loss counts."""
+    return sum(len(one.counted) for one in documents)
+
+
+def _has_row(documents: Documents, packing: str, seq: int) -> bool:
+    if packing == STREAM:
+        return len(documents.tokens) > seq
+    return bool((np.diff(documents.offsets) > 1).any())
+
+
+def _rows(documents: Sequence[Documents], packing: str, name: str, seq: int, seed: int, *, repeat: bool = True) -> Rows:
+    """Returns the rows of documents; what is too short for one has none.
+
+    Raises:
+        ValueError: naming the text, if all of it is.
+    """
+    parts: list[Rows] = [
+        Windows(one.tokens, seq, seed, repeat, one.answers) if packing == STREAM else Packed(one, seq, seed, repeat)
+        for one in documents
+        if _has_row(one, packing, seq)
+    ]
+    if not parts:
+        raise ValueError(
+            f"too few tokens: {name} has {tokens_of(documents)}, which make no row of {seq}. Give more text, or a "
+            "smaller `seq`."
+        )
+    return parts[0] if len(parts) == 1 else Joined(parts, seq, seed, repeat)
+
+
+def _bytes(documents: Iterable[bytes]) -> float:
+    """Returns the size of documents with their separators."""
+    return sum(len(document) + 1 for document in documents)
+
+
+def split(documents: Sequence[bytes], held_out: float, *, cut: bool = True) -> tuple[Iterable[bytes], Iterable[bytes]]:
     """Documents to train on, in their order, and documents held out, in the order of the hash of their content.
 
     By content, so that a document's name and place do not matter and copies of it stay on one side. In the order of
     the hash documents are held out as long as the share is not exceeded. If it is too small for any document, the
-    tail of each is held out instead, cut between two characters.
+    tail of each is held out instead, cut between two characters; without `cut`, the smallest document. Empty documents
+    are left out. Documents of either side are read whenever it is iterated over.
     """
-    budget = held_out * sum(map(len, documents))
-    copies: dict[bytes, int] = {}
-    for document in documents:
-        copies[document] = copies.get(document, 0) + 1
-    apart: list[bytes] = []
-    for document in sorted(copies, key=_hash):
-        size = len(document) * copies[document]
+    hashes: list[bytes] = []
+    copies: dict[bytes, list[int]] = {}  # by hash, their places
+    sizes: list[int] = []
+    for place, document in enumerate(documents):
+        hashes.append(_hash(document))
+        sizes.append(len(document))
+        if document:
+            copies.setdefault(hashes[-1], []).append(place)
+    budget = held_out * sum(sizes)
+    apart: list[int] = []
+    for places in (copies[one] for one in sorted(copies)):
+        size = sizes[places[0]] * len(places)
         if size <= budget:
             budget -= size
-            apart += [document] * copies[document]
-    if apart:
-        chosen = set(apart)
-        return [document for document in documents if document not in chosen], apart
-    cuts = [(document, _character(document, int(len(document) * (1 - held_out)))) for document in documents]
+            apart += places
+    if not apart and not cut and len(copies) > 1:
+        apart = min(copies.values(), key=lambda places: (sizes[places[0]] * len(places), hashes[places[0]]))
+    if apart or not cut:
+        chosen = {*apart, *(place for place, size in enumerate(sizes) if not size)}
+        return _Read(lambda: (one for place, one in enumerate(documents) if place not in chosen)), _Read(
+            lambda: (documents[place] for place in apart)
+        )
+    cuts = [(document, _character(document, int(len(document) * (1 - held_out)))) for document in documents if document]
     return [document[:cut] for document, cut in cuts if cut], [document[cut:] for document, cut in cuts]
+
+
+class _Read(Iterable[bytes]):
+    """Documents that are read anew whenever they are iterated over."""
+
+    def __init__(self, read: Callable[[], Iterator[bytes]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._read()
 
 
 def _hash(document: bytes) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...mesh import Roles
-from ._windows import Windows
+from ._rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Loader:
         ValueError: if the devices that shard the batch do not divide it.
     """
 
-    windows: Windows
+    windows: Rows
     batch: int
     mesh: Mesh
     roles: Roles = Roles()
@@ -70,9 +70,7 @@ class Loader:
             return rows(start, stop)[name]
 
         shape = (self.batch + self.fill, self.windows.seq)
-        kinds: dict[str, Any] = {"tokens": np.int32, "targets": np.int32}
-        if self.fill or not self.windows.repeat:
-            kinds["weights"] = np.float32
+        kinds = {**self.windows.kinds, **({"weights": np.float32} if self.fill else {})}
         # a process that has none of the mesh's devices makes no row that would tell the dtype
         return {
             name: jax.make_array_from_callback(shape, sharding, functools.partial(part, name), dtype=kind)

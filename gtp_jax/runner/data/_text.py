@@ -1,36 +1,28 @@
-"""Text files: which ones, in which order, and what is wrong with them."""
+"""Texts: what files and directories hold, and what is wrong with them."""
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import dataclasses
-import errno
+import itertools
 import os
-import stat
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..._foreign import open_regular, printable
+from ..._foreign import printable
+from ._chat import holds_conversations
+from ._files import LINES, TABLES, TOKENS, files_in, is_directory, read_file, suffix_of
+from ._lines import JsonLines, text_in
+from ._tables import is_saved, read_parquet, read_saved
 
 _SHOWN = 3
 
-# Directories that hold other people's packages or compiled files.
-_SKIPPED = ("site-packages", "dist-packages", "__pycache__")
-
-# Files of records by suffix: what they hold, and where the text of a record is. Read as plain text, they would train a
-# model on their encoding.
-_LINES = ("a JSON record per line", 'of `json.loads(line)["text"]` for each line')
-_RECORDS = {
-    ".jsonl": _LINES,
-    ".ndjson": _LINES,
-    ".json": ("JSON", "that it contains"),
-    ".parquet": ("columns of records", 'of each row of `pandas.read_parquet(file)["text"]`'),
-    ".bin": ("binary data, such as token ids", "of its token ids, decoded,"),
-}
-# Those that only data sets have; source code also has the others.
-_DATA = (".jsonl", ".ndjson", ".parquet")
+# Left out of a directory of text; .bin and .json files have many uses.
+_RECORDS = (*LINES, *TABLES, ".npy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +31,21 @@ class Text:
 
     Attributes:
         name: what it is, for people.
-        documents: UTF-8, without zero bytes, none of them empty.
+        documents: UTF-8, without zero bytes; those of records are read one at a time, and may be empty.
         skipped: files of a directory that were left out because they are not UTF-8 text.
         unread: what else was left out, which older versions of gtp_jax read as text: for people.
+        token_files: files of token ids, beside the documents.
+        chat_files: files of conversations, likewise.
+        records: whether documents are of records, each a text of its own, and not of files alone.
     """
 
     name: str
-    documents: tuple[bytes, ...]
+    documents: Sequence[bytes]
     skipped: int = 0
     unread: tuple[str, ...] = ()
+    token_files: tuple[Path, ...] = ()
+    chat_files: tuple[Path, ...] = ()
+    records: bool = False
 
     @property
     def bytes(self) -> int:
@@ -58,98 +56,206 @@ class Text:
 def read_text(
     paths: Sequence[str | os.PathLike[str]] = (),
     *,
+    text_field: str = "text",
     follow_links: bool = False,
     is_run: Callable[[Path], bool] = lambda _: False,
 ) -> Text:
     """Reads files and, recursively, directories; the source of the Python standard library if none are given.
 
+    A plain text is a document. A file of records (JSON lines, Parquet) holds many, each in a field of a record; so does
+    a directory that the `datasets` package has saved. Files of token ids, and of JSON lines whose first has `messages`
+    and no text, are named, not read. A directory whose files
+    of records and ids have most of its bytes is one of them, and its other files are left out with a warning; a
+    directory of text is read without its files of records, with a warning too.
+
     Documents come in the order of `paths`, those of a directory sorted by their path within it, so that the order is
-    the same on every machine. Hidden files, installed packages and, within a directory, files that are not UTF-8 text
-    are left out, these with a warning; of a file that begins with a byte order mark, the mark. Files of records (JSON,
-    JSON lines, Parquet, token ids) are refused, because their encoding would pass for text; in a directory of text they
-    are read like any other file, with a warning about JSON lines and Parquet.
+    the same on every machine. Hidden files, installed packages and, within a directory of text, files that are not
+    UTF-8 text are left out, these with a warning; of a file that begins with a byte order mark, the mark.
 
     Args:
         paths: of files and directories.
+        text_field: of a record, that holds its text.
         follow_links: follow links in a directory to files and directories outside of it; otherwise such links are left
             out, with a warning. A path that is a link itself is always followed.
         is_run: whether a directory is one that a run writes to; those within a directory are left out, with a warning.
 
     Raises:
-        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, if it is a file of
-            records or a directory of nothing else or of a run, or if there is no text at all.
+        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, if it is JSON that is
+            not by lines or the directory of a run, or if there is no text at all; later, from documents of records, if
+            a record has no text.
+        ModuleNotFoundError: if a package that reads a file is not installed.
     """
     if not paths:
         return standard_library()
-    documents: list[bytes] = []
-    skipped: list[str] = []
-    runs: list[str] = []
-    links = marks = 0
+    reader = _Reader(text_field, follow_links, is_run)
+    for path in map(Path, paths):
+        if is_directory(path):
+            reader.add_directory(path)
+        else:
+            reader.add_file(path)
+    reader.warn()
+    name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    return reader.text(name)
 
-    def noted(directory: Path) -> bool:
-        found = is_run(directory)
-        runs.extend([str(directory)] if found else [])
+
+class _Reader:
+    """Documents that come file by file, and what is left out on the way."""
+
+    def __init__(self, text_field: str, follow_links: bool, is_run: Callable[[Path], bool]) -> None:
+        self._field, self._follow_links, self._is_run = text_field, follow_links, is_run
+        self._plain: list[bytes] = []  # since the last records
+        self._parts: list[Sequence[bytes]] = [self._plain]
+        self._token_files: list[Path] = []
+        self._chat_files: list[Path] = []
+        self._skipped: list[str] = []
+        self._runs: list[str] = []
+        self._records: list[str] = []  # left out
+        self._others: list[str] = []  # left out of directories of records
+        self._links = self._marks = 0
+
+    def text(self, name: str) -> Text:
+        documents = tuple(self._plain) if len(self._parts) == 1 else _Chained([part for part in self._parts if part])
+        unread = [f"{len(self._runs)} directories of runs"] if self._runs else []
+        unread += [f"{len(self._records)} files of records"] if self._records else []
+        unread += [f"the byte order marks of {self._marks} files"] if self._marks else []
+        records = len(self._parts) > 1
+        files = tuple(self._token_files), tuple(self._chat_files)
+        return Text(name, documents, len(self._skipped), tuple(unread), *files, records)
+
+    def add_file(self, path: Path) -> None:
+        kind = suffix_of(path)
+        if kind in (*LINES, *TABLES, *TOKENS):
+            self._add_records(path)
+            return
+        if kind == ".json":
+            raise ValueError(
+                f"`data` {path} is JSON, and of that only lines are read, an object each. Write a record a line to a "
+                ".jsonl file, or the text that it contains to a .txt file."
+            )
+        if fault := self._add_text(path):
+            raise ValueError(f"`data` {path} is not UTF-8 text ({fault}). Convert it, or leave it out.")
+
+    def add_directory(self, path: Path) -> None:
+        if self._is_run(path):
+            raise ValueError(
+                f"`data` {path} is the directory of a run, and what a run writes is no text to train on. Give a "
+                "directory of text alone; one that has directories of runs in it is allowed."
+            )
+        if is_saved(path):
+            self._add_part(path, read_saved(path, self._field))
+            return
+        outside: list[str] = []
+        files = list(files_in(path, outside=None if self._follow_links else outside, is_run=self._noted))
+        self._links += len(outside)
+        records = [file for file in files if suffix_of(file) in (*LINES, *TABLES, *TOKENS)]
+        if _are_most(records, files):
+            self._others += [str(file) for file in files if file not in set(records)]
+            for file in records:
+                self._add_records(file)
+            return
+        json = [file for file in files if suffix_of(file) == ".json"]
+        if len(json) == len(files) > 0:
+            self.add_file(json[0])
+        if _are_most(json, files):
+            warnings.warn(
+                f"{len(json)} of the {len(files)} files in `data` directory {path} are JSON, such as {json[0].name}, "
+                "and most of its bytes. They are read as text, and the model learns their encoding. Write the text "
+                "that they contain to .txt files, or a record a line to a .jsonl file.",
+                stacklevel=4,
+            )
+        self._records += [str(file) for file in files if suffix_of(file) in _RECORDS]
+        before, skipped = sum(map(len, self._parts)), len(self._skipped)
+        for file in files:
+            if suffix_of(file) not in _RECORDS and (fault := self._add_text(file, required=False)):
+                self._skipped.append(f"{file} ({fault})")
+        if sum(map(len, self._parts)) == before:
+            left_out = f"; {self._links} links lead out of it, and are followed if you ask for it" if outside else ""
+            raise ValueError(
+                f"`data` {path}: the directory holds no UTF-8 text ({len(files)} files looked at, "
+                f"{len(self._skipped) - skipped} of them not text){left_out}. Give files with text in them."
+            )
+
+    def _add_text(self, path: Path, *, required: bool = True) -> str:
+        """Adds a document, and returns why the file is none."""
+        text = read_file(path)
+        if fault := _fault(text):
+            return fault
+        content = text.removeprefix(codecs.BOM_UTF8)
+        if not content and required:
+            raise ValueError(f"`data` {path}: the file is empty. Give files with text in them.")
+        self._plain += [content] if content else []
+        self._marks += len(content) < len(text)
+        return ""
+
+    def _add_records(self, path: Path) -> None:
+        if suffix_of(path) in TOKENS:
+            self._token_files.append(path)
+        elif suffix_of(path) in TABLES:
+            self._add_part(path, read_parquet(path, self._field))
+        elif holds_conversations(path, self._field):
+            self._chat_files.append(path)
+        else:
+            self._add_part(path, JsonLines(path, text_in(self._field)))
+
+    def _add_part(self, path: Path, documents: Sequence[bytes]) -> None:
+        if not len(documents):
+            raise ValueError(f"`data` {path}: there is no record. Give files with records in them.")
+        self._plain = []
+        self._parts += [documents, self._plain]
+
+    def _noted(self, directory: Path) -> bool:
+        found = self._is_run(directory)
+        self._runs.extend([str(directory)] if found else [])
         return found
 
-    for path in map(Path, paths):
-        before = len(documents)
-        if _is_directory(path):
-            if is_run(path):
-                raise ValueError(
-                    f"`data` {path} is the directory of a run, and what a run writes is no text to train on. Give a "
-                    "directory of text alone; one that has directories of runs in it is allowed."
-                )
-            outside: list[str] = []
-            files = list(_files(path, outside=None if follow_links else outside, is_run=noted))
-            _check_records(path, files)
-            others: list[str] = []
-            for file in files:
-                text = _read(file)
-                if fault := _fault(text):
-                    others.append(f"{file} ({fault})")
-                else:
-                    content = text.removeprefix(codecs.BOM_UTF8)
-                    documents += [content] if content else []
-                    marks += len(content) < len(text)
-            skipped += others
-            links += len(outside)
-            what = f"directory holds no UTF-8 text ({len(files)} files looked at, {len(others)} of them not text)"
-        else:
-            if _kind(path) in _RECORDS:
-                raise ValueError(f"`data` {path} is a file of records: {_remedy(path)}")
-            text = _read(path)
-            if fault := _fault(text):
-                raise ValueError(f"`data` {path} is not UTF-8 text ({fault}). Convert it, or leave it out.")
-            content = text.removeprefix(codecs.BOM_UTF8)
-            documents += [content] if content else []
-            marks += len(content) < len(text)
-            what = "file is empty"
-        if len(documents) == before:
-            left_out = f"; {links} links lead out of it, and are followed if you ask for it" if links else ""
-            raise ValueError(f"`data` {path}: the {what}{left_out}. Give files with text in them.")
-    if runs:
-        warnings.warn(
-            f"{len(runs)} directories of runs in `data` are left out, such as {printable(runs[0])}: what a run writes "
-            "is no text to train on.",
-            stacklevel=2,
-        )
-    if links:
-        warnings.warn(
-            f"{links} links in `data` lead out of their directory and are left out. Follow them with `follow_links` "
-            "(`--follow-links`), or give what they lead to as `data`.",
-            stacklevel=2,
-        )
-    if skipped:
-        more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
-        warnings.warn(
-            f"{len(skipped)} files in `data` are not UTF-8 text and are left out: "
-            f"{printable(', '.join(skipped[:_SHOWN]))}{more}. To read them, convert those that are text to UTF-8.",
-            stacklevel=2,
-        )
-    name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    unread = [f"{len(runs)} directories of runs"] if runs else []
-    unread += [f"the byte order marks of {marks} files"] if marks else []
-    return Text(name, tuple(documents), len(skipped), tuple(unread))
+    def warn(self) -> None:
+        """Says what is left out."""
+        if self._runs:
+            _warn(
+                f"{len(self._runs)} directories of runs in `data` are left out, such as {printable(self._runs[0])}: "
+                "what a run writes is no text to train on."
+            )
+        if self._links:
+            _warn(
+                f"{self._links} links in `data` lead out of their directory and are left out. Follow them with "
+                "`follow_links` (`--follow-links`), or give what they lead to as `data`."
+            )
+        if self._skipped:
+            _warn(
+                f"{len(self._skipped)} files in `data` are not UTF-8 text and are left out: {_some(self._skipped)}. To "
+                "read them, convert those that are text to UTF-8."
+            )
+        if self._records:
+            _warn(
+                f"{len(self._records)} files of records in directories of text are left out: {_some(self._records)}. "
+                "To read them, give them as `data` of their own."
+            )
+        if self._others:
+            _warn(
+                f"{len(self._others)} other files in directories of records are left out: {_some(self._others)}. To "
+                "read them, give them as `data` of their own."
+            )
+
+
+class _Chained(Sequence[bytes]):
+    """Documents of several sequences, one behind the other."""
+
+    def __init__(self, parts: Sequence[Sequence[bytes]]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        part = bisect.bisect_right(self._ends, number)
+        return self._parts[part][number - self._ends[part] + len(self._parts[part])]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return itertools.chain.from_iterable(self._parts)
 
 
 def standard_library() -> Text:
@@ -160,7 +266,7 @@ def standard_library() -> Text:
         ValueError: if this Python has been installed without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    texts = [_read(file) for file in _files(root, ".py", directories=False)] if root.is_dir() else []
+    texts = [read_file(file) for file in files_in(root, ".py", directories=False)] if root.is_dir() else []
     faults = [_fault(text) for text in texts]
     documents = tuple(text for text, fault in zip(texts, faults, strict=True) if text and not fault)
     if not documents:
@@ -168,117 +274,19 @@ def standard_library() -> Text:
     return Text("the source of the Python standard library", documents, sum(map(bool, faults)))
 
 
-def _check_records(directory: Path, files: Sequence[Path]) -> None:
-    """Checks that a directory holds text, and not only files of records.
-
-    Raises:
-        ValueError: naming one of the files. If there are other files too, a warning names it: for files that only data
-            sets have, and for all files of records if they are most of the bytes.
-    """
-    records = [file for file in files if _kind(file) in _RECORDS]
-    if records and len(records) == len(files):
-        raise ValueError(
-            f"`data` directory {directory} holds nothing but files of records, such as {records[0].name}: "
-            f"{_remedy(records[0])}"
-        )
-    most = 2 * sum(file.stat().st_size for file in records) > sum(file.stat().st_size for file in files)
-    data = records if most else [file for file in records if _kind(file) in _DATA]
-    if data:
-        warnings.warn(
-            f"{len(data)} of the {len(files)} files in `data` directory {directory} are files of records, such as "
-            f"{data[0].name}: {_remedy(data[0])} Those in UTF-8 are read as text now, others left out.",
-            stacklevel=3,
-        )
+def _are_most(some: Sequence[Path], files: Sequence[Path]) -> bool:
+    """Returns whether files have more than half of the bytes of all files, or are all of them."""
+    sizes = [sum(file.stat().st_size for file in of) for of in (some, files)]
+    return bool(some) and (len(some) == len(files) or 2 * sizes[0] > sizes[1])
 
 
-def _kind(file: Path) -> str:
-    """Returns the suffix of a file of records, or of the file that a link leads to; otherwise the file's own."""
-    suffixes = [path.suffix.lower() for path in (file, file.resolve())]
-    return next((suffix for suffix in suffixes if suffix in _RECORDS), suffixes[0])
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{printable(', '.join(names[:_SHOWN]))}{more}"
 
 
-def _remedy(file: Path) -> str:
-    """Returns what a file of records holds, what is read instead, and how to convert it."""
-    holds, text = _RECORDS[_kind(file)]
-    return (
-        f"a {_kind(file)} file holds {holds}. Only plain text is read, a UTF-8 file per document, and the model would "
-        f"learn the encoding. Write the text {text} to a .txt file of its own, and give their directory."
-    )
-
-
-def _is_directory(path: Path) -> bool:
-    """Says whether a path is a directory, and not a file.
-
-    Raises:
-        ValueError: if there is nothing, or what cannot be looked at.
-    """
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError as error:
-        raise ValueError(f"`data` {path} does not exist. Give a text file, or a directory of text files.") from error
-    except (OSError, ValueError) as error:  # a ValueError for a zero byte
-        reason = "it is a link that leads to itself" if getattr(error, "errno", 0) == errno.ELOOP else str(error)
-        raise ValueError(f"`data` {path} cannot be read: {reason}. Give another path.") from error
-
-
-def _files(
-    root: Path,
-    suffix: str = "",
-    *,
-    outside: list[str] | None = None,
-    directories: bool = True,
-    is_run: Callable[[Path], bool] = lambda _: False,
-) -> Iterator[Path]:
-    """Yields the files below a directory, ordered by their path within it, part by part.
-
-    Args:
-        root: the directory.
-        suffix: of the files' names.
-        outside: takes links that lead out of the directory, which are then not followed; with `None` they are.
-        directories: follow links to directories too.
-        is_run: whether a directory is that of a run, whose files are left out.
-    """
-    home, seen = root.resolve(), set[tuple[int, int]]()
-
-    def below(directory: Path) -> Iterator[Path]:
-        try:
-            status = directory.stat()
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError as error:
-            raise ValueError(f"`data` {directory} cannot be read: {error.strerror}. Check its permissions.") from error
-        if (status.st_dev, status.st_ino) in seen:  # by another link
-            return
-        seen.add((status.st_dev, status.st_ino))
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in _SKIPPED or _is_broken(entry):
-                continue
-            path, link = Path(entry.path), entry.is_symlink()
-            if link and outside is not None and not path.resolve().is_relative_to(home):
-                outside.append(entry.path)
-            elif entry.is_dir(follow_symlinks=False) or (link and outside is None and directories and entry.is_dir()):
-                if not is_run(path):
-                    yield from below(path)
-            elif entry.is_file() and entry.name.endswith(suffix):
-                yield path
-
-    return below(root)
-
-
-def _is_broken(entry: os.DirEntry[str]) -> bool:
-    """Says whether an entry is a link to nothing, or in a loop of links."""
-    return entry.is_symlink() and not os.path.exists(entry.path)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError as error:
-        raise ValueError(f"`data` {path} cannot be read: {error.strerror}. Check its permissions.") from error
-    except ValueError as error:
-        raise ValueError(f"`data` {error}") from error
-    except MemoryError as error:
-        raise ValueError(f"`data` {path} is larger than this machine's memory. Give less of it.") from error
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def _fault(content: bytes) -> str:

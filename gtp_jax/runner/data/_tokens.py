@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..._foreign import open_regular
 from ...ops import check_ids
+from ._documents import Documents
 
 # Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
@@ -43,6 +44,9 @@ class Tokenizer:
         decode: tokens to text; bytes that are no character, and tokens that there are not, become U+FFFD.
         published: a prompt to its tokens as the tokenizer was published: with the special tokens that begin a text,
             and those that are written out in it.
+        marked: texts to the tokens of each and their `(begin, end)` in characters, `(tokens, 2)`; special tokens that
+            are written out in a text are tokens, and no others are added.
+        special: ids of special tokens by their texts.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Tokenizer:
     encode: Callable[[Iterable[bytes]], Iterable[np.ndarray]]
     decode: Callable[[Sequence[int]], str]
     published: Callable[[str], list[int]]
+    marked: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
+    special: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def prompt(self, text: str) -> list[int]:
         """Returns the tokens of a text that is continued: as in the middle of a document that a run was trained on. Of
@@ -63,19 +69,28 @@ class Tokenizer:
         """The smallest integer type that holds every token."""
         return np.min_scalar_type(self.vocab_size - 1)
 
-    def stream(self, documents: Iterable[bytes]) -> np.ndarray:
-        """Returns the tokens of documents as one stream, the separator after each.
+    def documents(self, texts: Iterable[bytes]) -> Documents:
+        """Returns the tokens of documents, the separator as the last of each.
 
         Raises:
             ValueError: if a token is outside the vocabulary.
         """
-        end = np.asarray([self.separator], self.dtype)
-        parts = [part for tokens in self.encode(documents) for part in (self._checked(tokens), end)]
-        return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+        return Documents.of((np.append(self._checked(one), self._end) for one in self.encode(texts)), self.dtype)
+
+    @property
+    def _end(self) -> np.ndarray:
+        return np.asarray([self.separator], self.dtype)
 
     def _checked(self, tokens: np.ndarray) -> np.ndarray:
         check_ids(tokens, self.vocab_size, name=f"tokens of a document by {self.name}")
         return tokens.astype(self.dtype)
+
+
+def _bytes_marked(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of a text, and the character that each is of."""
+    content = np.frombuffer(text.encode(), np.uint8)
+    character = np.cumsum(content & 0xC0 != 0x80) - 1
+    return content, np.stack([character, character + 1], axis=1)
 
 
 # Every byte is a token; byte 0 occurs in no text and separates documents.
@@ -88,6 +103,7 @@ BYTES = Tokenizer(
         bytes([token]) if token < 256 else _NO_CHARACTER.encode() for token in tokens
     ).decode(errors="replace"),
     published=lambda text: list(text.encode()),
+    marked=lambda texts: [_bytes_marked(text) for text in texts],
 )
 
 
@@ -173,14 +189,25 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
             for known, run in runs
         )
 
-    def published(text: str) -> list[int]:
+    @contextlib.contextmanager
+    def as_tokens() -> Iterator[None]:
+        """Has special tokens that are written out in a text encoded as such."""
         loaded.encode_special_tokens = False
         try:
-            return loaded.encode(text, add_special_tokens=True).ids
+            yield
         finally:
             loaded.encode_special_tokens = True
 
-    return Tokenizer(name, max(size, separator + 1), separator, encode, decode, published)
+    def published(text: str) -> list[int]:
+        with as_tokens():
+            return loaded.encode(text, add_special_tokens=True).ids
+
+    def marked(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        with as_tokens(), _refused(f"`tokenizer` {name} cannot encode a text", "Give one that knows every text."):
+            encodings = loaded.encode_batch(texts, add_special_tokens=False)
+        return [(np.asarray(e.ids, np.int64), np.asarray(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
+
+    return Tokenizer(name, max(size, separator + 1), separator, encode, decode, published, marked, special)
 
 
 def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:

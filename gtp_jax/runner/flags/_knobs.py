@@ -86,10 +86,12 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if field.metadata["type"] is float and not abs(value) <= MOST:
         raise ValueError(f"`{name}` is {brief(value)}; it must be a number, at most {MOST:.7g}.")
     choices = field.metadata["options"].get("choices")
-    if choices is not None and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.{hint}")
+    several: Any = value if "nargs" in field.metadata["options"] else (value,)
+    for one in several:
+        if choices is not None and one not in choices:
+            near = difflib.get_close_matches(str(one), choices, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"`{name}` is {one!r}; it must be one of {', '.join(choices)}.{hint}")
 
 
 # Types by the `kind` of a knob; bool counts as a number nowhere. A kind that is a parser has checks of its own.

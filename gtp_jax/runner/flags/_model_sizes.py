@@ -41,15 +41,19 @@ class ModelSizes:
     qk_norm: bool | None = knob(
         None, _GROUP, "normalise each head of queries and keys by RMSNorm, as Qwen3 does", kind=bool
     )
+    qkv_bias: bool | None = knob(None, _GROUP, "add biases to queries, keys and values, as Qwen2 does", kind=bool)
+    window: int | None = knob(
+        None, _GROUP, "tokens that a token attends to, itself included; 0 for all before it", least=0, metavar="N"
+    )
     tie_embeddings: bool | None = knob(None, _GROUP, "let the head use the embedding's table", kind=bool)
     epsilon: float | None = knob(None, _GROUP, "what norms add to the mean square", kind=float, metavar="X")
     rope_theta: float | None = knob(None, _GROUP, "base of the rotary wavelengths", kind=float, above=0, metavar="BASE")
-    rope_scaling_kind: Literal["none", "linear", "llama3"] | None = knob(
+    rope_scaling_kind: Literal["none", "linear", "llama3", "yarn"] | None = knob(
         None,
         _GROUP,
-        "how rotary frequencies are scaled, by a linear factor or as in Llama 3.1",
+        "how rotary frequencies are scaled: by a linear factor, as in Llama 3.1, or by YaRN",
         kind=str,
-        choices=(_NO_SCALING, "linear", "llama3"),
+        choices=(_NO_SCALING, "linear", "llama3", "yarn"),
     )
     rope_scaling_factor: float | None = knob(
         None, _GROUP, "how many times longer sequences may become", kind=float, above=0, metavar="X"
@@ -61,7 +65,24 @@ class ModelSizes:
         None, _GROUP, "of llama3: turns above which a frequency is kept", kind=float, above=0, metavar="X"
     )
     rope_scaling_original_length: int | None = knob(
-        None, _GROUP, "of llama3: positions that the model was trained on before", metavar="N"
+        None, _GROUP, "of llama3 and yarn: positions that the model was trained on before", metavar="N"
+    )
+    rope_scaling_beta_fast: float | None = knob(
+        None, _GROUP, "of yarn: turns above which a frequency is kept", kind=float, above=0, metavar="X"
+    )
+    rope_scaling_beta_slow: float | None = knob(
+        None, _GROUP, "of yarn: turns below which a frequency is divided", kind=float, above=0, metavar="X"
+    )
+    rope_scaling_truncate: bool | None = knob(
+        None, _GROUP, "of yarn: interpolate between whole numbers of frequencies", kind=bool
+    )
+    rope_scaling_attention_factor: float | None = knob(
+        None,
+        _GROUP,
+        "of yarn: what queries and keys are multiplied by (default: from the factor)",
+        kind=float,
+        above=0,
+        metavar="X",
     )
 
     def __post_init__(self) -> None:
@@ -98,6 +119,8 @@ class ModelSizes:
             if scaling:
                 assert isinstance(config, LlamaConfig)
                 given["rope_scaling"] = _scaling(config.rope_scaling, scaling)
+            if given.get("window") == 0:
+                given["window"] = None
             return experts.of(config, preset, **given)
         except ValueError as error:
             if not self.given or preset is None:
@@ -117,8 +140,8 @@ def _scaling(before: RopeScaling | None, given: Mapping[str, Any]) -> RopeScalin
         if fields:
             name, value = next((name, given[name]) for name in given if name != f"{_SCALING}kind")
             raise ValueError(
-                f"`{name}` is {value}, but rotary frequencies are not scaled. Give --rope-scaling-kind linear or "
-                "llama3, or leave it out."
+                f"`{name}` is {value}, but rotary frequencies are not scaled. Give --rope-scaling-kind linear, "
+                "llama3 or yarn, or leave it out."
             )
         return None
     if before is not None and before.kind == kind:
@@ -138,7 +161,8 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
     fields.pop("routing", None)
     fields.pop("rope_scaling", None)
     scaling = {"kind": _NO_SCALING} if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
-    found = {"num_experts": 0, "qk_norm": False, **fields, **{f"{_SCALING}{k}": v for k, v in scaling.items()}}
+    usual = {"num_experts": 0, "qk_norm": False, "qkv_bias": False, "window": 0}
+    found = {**usual, **fields, **{f"{_SCALING}{k}": v for k, v in scaling.items()}}
     if config.num_experts:
         found["shared_hidden"] = config.shared_hidden
         found |= {f"{ROUTER}{name}": getattr(config.routing, name) for name in OF_ROUTING}

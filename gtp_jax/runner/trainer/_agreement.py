@@ -65,6 +65,7 @@ def describe(
         "what is in the text": corpus.fingerprint,
         "what is in --eval-data": [text.fingerprint for text in corpus.evaluated],
         "what is in the tokenizer": _digest(Path(config.tokenizer)) if names_file(config.tokenizer) else None,
+        "what is in the chat template": _digest(Path(config.chat_template)) if config.chat_template else None,
         "what is in --from": _start(config.from_) if config.from_ and not resume else None,
         **_software(),
     }

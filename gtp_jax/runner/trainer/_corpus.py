@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ..data import Corpus, Evaluated, Tokenizer, load_corpus, load_evaluated, read_text
+import numpy as np
+
+from ..data import (
+    DOCUMENTS,
+    STREAM,
+    Corpus,
+    Text,
+    load_evaluated,
+    load_source,
+    read_text,
+    weighted,
+)
+from ._chat import chat_of
 from ._directory import RunDirectory
 from ._tokenizer import tokenizer_of
 from ._train_flags import TrainConfig
@@ -21,33 +35,77 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
 
     Raises:
         ValueError: if there is too little of it, or it or the tokenizer cannot be read.
+        ModuleNotFoundError: if a package that reads it is not installed.
     """
     tokenizer = tokenizer_of(config, resume=resume)
     out = RunDirectory.of(config.out).root.resolve()
-    for path in config.data:
+    paths = weighted(config.data)
+    for path, _ in paths:
         if Path(path).resolve() == out:
             raise ValueError(
                 f"`data` {path} is `out` too, and what a run writes is no text to train on. Give another --out; it may "
                 "be a directory in that of the text."
             )
-    text = read_text(
-        config.data,
-        follow_links=config.follow_links,
-        is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
+
+    def read(*names: str) -> Text:
+        return read_text(
+            names,
+            text_field=config.text_field,
+            follow_links=config.follow_links,
+            is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
+        )
+
+    mixed = [(read(path), weight) for path, weight in paths if weight is not None]
+    whole = mixed or [(read(*(path for path, _ in paths)), 1.0)]
+    texts = [text for text, _ in whole]
+    evaluated = [_evaluated(path, config) for path in dict.fromkeys(config.eval_data)]
+    chat = None
+    if any(text.chat_files for text in (*texts, *evaluated)):
+        chat = chat_of(config, tokenizer, resume=resume)
+    elif config.chat_template is not None:
+        raise ValueError(
+            "`chat_template` is given, and no `data` holds conversations: JSON lines with `messages`. Leave "
+            "--chat-template out, or give conversations."
+        )
+    options: dict[str, Any] = {"token_dtype": config.token_dtype, "chat": chat}
+    corpus = Corpus(
+        texts[0].name if len(texts) == 1 else f"{texts[0].name} and {len(texts) - 1} more",
+        tokenizer,
+        tuple(load_source(text, tokenizer, weight=weight, **options) for text, weight in whole),
+        config.packing or (DOCUMENTS if any(text.records or text.chat_files for text in texts) else STREAM),
+        tuple(one for text in texts for one in text.unread),
+        tuple(_of_evaluated(load_evaluated, text, tokenizer, **options) for text in evaluated),
+        chat,
     )
-    texts = tuple(_evaluated(path, config, tokenizer) for path in dict.fromkeys(config.eval_data))
-    corpus = dataclasses.replace(load_corpus(text, tokenizer), evaluated=texts)
     corpus.check(batch=config.batch, seq=config.seq)
+    _warn_of_cuts(corpus, config.seq)
     return corpus
 
 
-def _evaluated(path: str, config: TrainConfig, tokenizer: Tokenizer) -> Evaluated:
-    """Returns a text of `eval_data` as tokens.
+def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
+    """Says how many conversations are longer than a row, whose parts do not see each other."""
+    lengths = np.concatenate([np.diff(one.offsets) for one in corpus.train if one.answers is not None] or [[]])
+    if longer := int((lengths > seq + 1).sum()):
+        warnings.warn(
+            f"{longer} of {len(lengths)} conversations are longer than `seq`, {seq}, and are cut: what is behind "
+            f"a cut does not see what was said before. The longest has {int(lengths.max())}; raise --seq, or leave "
+            "them out.",
+            stacklevel=3,
+        )
+
+
+def _evaluated(path: str, config: TrainConfig) -> Text:
+    """Returns a text of `eval_data`.
 
     Raises:
         ValueError: if it cannot be read.
     """
+    return _of_evaluated(read_text, [path], text_field=config.text_field, follow_links=config.follow_links)
+
+
+def _of_evaluated[T](read: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Calls a function on what `eval_data` names, so that its errors name that."""
     try:
-        return load_evaluated(read_text([path], follow_links=config.follow_links), tokenizer)
+        return read(*args, **options)
     except ValueError as error:
         raise ValueError(str(error).replace("`data`", "`eval_data`")) from error

@@ -13,6 +13,7 @@ from typing import Self
 from ...checkpoint import Checkpoints
 from ._events import is_of_supervisor
 from ._lock import is_lock
+from ._tracker import TRACKERS, delete_tracked
 from ._train_flags import TrainConfig
 
 NOT_BEGUN = "Nothing was saved: the run had not begun."
@@ -102,6 +103,7 @@ class RunDirectory:
             self._doomed: _never,
             self.lock: is_lock,
             self.events: is_of_supervisor,
+            **{self.root / name: _never for name in TRACKERS},
             self.elastic: lambda path: path.is_dir() and {*path.iterdir()} <= {self.compiled},
         }
 
@@ -155,6 +157,7 @@ class RunDirectory:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if self.is_of_run and not keep:
+            before = TrainConfig.load(self.config)
             # First the steps, all at once, so that a kill leaves no old step with a new configuration.
             if self._doomed.exists():
                 shutil.rmtree(self._doomed)
@@ -163,6 +166,7 @@ class RunDirectory:
                 shutil.rmtree(self._doomed)
             for file in (self.log, self.curve, self.report, self.events):
                 file.unlink(missing_ok=True)
+            delete_tracked(before.log_to, self.root)
         config.save(self.config)
 
     def how_to_resume(self) -> str:

@@ -18,11 +18,19 @@ from jax.sharding import Mesh
 
 from ... import hlo
 from ...checkpoint import MAX_FILE_BYTES, Checkpoints
-from ...models import ModelConfig, Origin, build, family_of
+from ...models import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    ModelConfig,
+    Origin,
+    build,
+    evaluation_weights,
+    family_of,
+)
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
 from ...train import Loss, TrainState, eval_step, never_skip, train_step
-from ..data import Corpus, Loader, Windows
+from ..data import Corpus, Loader, Rows
 from ._divergence import Place
 from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import learning_rate, optimizer_of
@@ -32,6 +40,9 @@ from ._train_flags import TrainConfig, names_file
 from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
+
+# What is evaluated as it is, is returned as it is: without a copy.
+_weights = jax.jit(evaluation_weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +61,6 @@ class Job:
         loss: of the model's family.
         place: where the run begins, or goes on.
         step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
-        programs: of which it consists, by what they are, those that communicate.
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
@@ -69,17 +79,30 @@ class Job:
     loss: Loss
     place: Place
     step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
-    programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: hlo.Memory
     origin: Origin = Origin()
 
+    def evaluated_state(self, state: TrainState) -> TrainState:
+        """Returns a state with the weights to evaluate in place of its parameters; of a schedule-free optimizer they
+        take as much memory again, while they are needed."""
+        return dataclasses.replace(state, params=_weights(state.params, state.opt_state))
+
     def loss_on(self, loader: Loader, state: TrainState) -> float:
-        """Returns the mean loss over the tokens of the first few batches of a text, the same every time."""
+        """Returns the mean loss over the tokens of the first few batches of a text, the same every time.
+
+        Raises:
+            ValueError: if none of these tokens counts.
+        """
         whole = -(-len(loader.windows) // loader.batch)
         evaluations = [self.evaluate(state, b) for b in loader.steps(0, min(self.config.eval_batches, whole))]
         tokens = [float(metrics["tokens"]) for metrics in evaluations]
+        if not sum(tokens):
+            raise ValueError(
+                f"the first {len(tokens)} batches to evaluate have no answer, whose tokens alone the loss counts. Take "
+                "more --eval-batches, a larger --seq, or --loss-on all."
+            )
         return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
 
 
@@ -118,7 +141,9 @@ def prepare(
     source = watch.source(checkpoints, like)
     if resume or config.from_ is not None:
         watch.doing("restore")
-    resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
+    resumed = None
+    if resume:
+        resumed = resume_from(source, like, at, corpus, config.seq, in_memory=source is not checkpoints)
     place, origin = Place(0, 0), Origin()
     if resumed is not None:
         state, origin = resumed.state, resumed.origin
@@ -136,6 +161,8 @@ def prepare(
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     if names_file(config.tokenizer) and not origin.has_tokenizer:
         origin = _with_tokenizer(origin, Path(config.tokenizer))
+    if corpus.chat is not None and config.chat_template is not None:
+        origin = origin.with_file(CHAT_TEMPLATE_FILE, corpus.chat.template.whole.encode())
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     set_aside = (lambda: None) if resumed is None else resumed.set_aside
@@ -145,7 +172,7 @@ def prepare(
 def _with_tokenizer(origin: Origin, file: Path) -> Origin:
     """Returns an origin with a run's tokenizer; without, and with a message, if it is too large to be stored."""
     if file.stat().st_size <= MAX_FILE_BYTES:
-        return origin.with_tokenizer(file.read_bytes())
+        return origin.with_file(TOKENIZER_FILE, file.read_bytes())
     if jax.process_index() == 0:
         print(
             f"gtp-jax train: the tokenizer {file} is not stored with the checkpoints, because it has more than "
@@ -176,10 +203,10 @@ def compile_step(
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
 
-    def once(tokens: np.ndarray) -> Loader:
-        return meshes.held_out_loader(Windows(tokens, config.seq, config.seed, repeat=False), config.batch)
+    def once(rows: Rows) -> Loader:
+        return meshes.held_out_loader(rows, config.batch)
 
-    train = meshes.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
+    train = meshes.loader(corpus.rows(config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
     step = train_step(
@@ -210,12 +237,11 @@ def compile_step(
         corpus=corpus,
         learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=once(corpus.held_out),
-        evaluated={text.name: once(text.tokens) for text in corpus.evaluated},
+        held_out=once(corpus.held_out_rows(config.seq, config.seed)),
+        evaluated={text.name: once(corpus.rows_of(text, config.seq, config.seed)) for text in corpus.evaluated},
         loss=loss,
         place=place or Place(0, 0),
         step=run,
-        programs=programs,
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),

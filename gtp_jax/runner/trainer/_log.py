@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ._events import append_line, is_number, read_lines
+from ._tracker import Tracker
 
 Record = dict[str, Any]
 
@@ -27,10 +28,17 @@ class Log:
         path: the file; `None` for a process that does not log.
         step: updates made so far; 0 of a new run, whose file is made empty.
         guard: called before anything is written; raises if the file is not this run's any more.
+        trackers: take the same numbers, and are closed with it.
     """
 
-    def __init__(self, path: Path | None, step: int, guard: Callable[[], None] = lambda: None) -> None:
-        self._file, self._guard = None, guard
+    def __init__(
+        self,
+        path: Path | None,
+        step: int,
+        guard: Callable[[], None] = lambda: None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        self._file, self._guard, self._trackers = None, guard, trackers
         if path is None:
             return
         guard()
@@ -43,15 +51,21 @@ class Log:
     def write(self, step: int, **values: Any) -> None:
         """Adds a record."""
         self._append({"step": step, **values})
+        for tracker in self._trackers:
+            tracker.write(step, values)
 
     def rewind(self, step: int) -> None:
         """Says that the run goes on from an earlier step, behind which steps will be logged again."""
         self._append({_FROM: step})
+        for tracker in self._trackers:
+            tracker.rewind(step)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, and trackers."""
         if self._file is not None:
             self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _append(self, record: Record) -> None:
         if self._file is not None:

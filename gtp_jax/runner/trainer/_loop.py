@@ -21,6 +21,7 @@ import jax
 
 from ...checkpoint import Checkpoints
 from ...models import saved as saved_of
+from ...models import saved_evaluation
 from ...nonuniform import Batches
 from ...ops import check_ids
 from ...train import TrainState, diagnose, never_skip
@@ -100,6 +101,7 @@ class _Loop:
         self._probe = DeviceProbe() if jax.default_backend() == "gpu" else None
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
+        self._text = {"text": job.corpus.fingerprint, "packing": job.corpus.packing_digest(job.config.seq)}
         self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
         self._go = self._skip = never_skip(job.meshes.mesh)
         self._held_out: dict[int, float] = {}
@@ -263,13 +265,14 @@ class _Loop:
         with self._progress.paused():
             if self._probe is not None:
                 self._probe(self._watch)
-            loss = self._job.loss_on(self._job.held_out, self._state)
-            others = {name: self._job.loss_on(text, self._state) for name, text in self._job.evaluated.items()}
+            state = self._job.evaluated_state(self._state)
+            loss = self._job.loss_on(self._job.held_out, state)
+            others = {name: self._job.loss_on(text, state) for name, text in self._job.evaluated.items()}
         self._progress.held_out(step, loss, others)
         self._held_out[step] = loss
         if self._samples.wanted:
             with self._progress.paused():
-                self._progress.say(block(self._samples.of(self._state)))
+                self._progress.say(block(self._samples.of(state)))
         self._watch.doing("step", step)
 
     def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> bool:
@@ -287,7 +290,8 @@ class _Loop:
                     "--warmup."
                 )
             job, recipe = self._job, self._config.quantization.to_recipe()
-            extra = {"text": job.corpus.fingerprint, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
+            extra = {**self._text, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
+            extra |= saved_evaluation(self._state.opt_state)
             loss = self._held_out.get(step)
             target.save(step, self._state, extra, loss=loss, recipe=recipe, files=job.origin.files)
         self._interrupt.saved(time.perf_counter() - began)

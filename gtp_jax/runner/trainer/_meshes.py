@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ...mesh import Roles, default_roles, make_mesh
 from ...nonuniform import Batches, FaultPlan, Replicas, is_here, with_best_core
-from ..data import Loader, Windows, ahead
+from ..data import Loader, Rows, ahead
 from ._train_flags import TrainConfig
 
 
@@ -43,13 +43,13 @@ class Meshes:
         """Devices that compute."""
         return self.mesh.size if self.plan is None else len(self.plan.active)
 
-    def loader(self, windows: Windows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
+    def loader(self, windows: Rows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
         """Returns the batches to train on."""
         if self.replicas is None or self.replicas.plan.uniform:
             return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches), roles=self.roles)
         return ReplicaLoader(self.replicas, windows, batch)
 
-    def held_out_loader(self, windows: Windows, batch: int) -> Loader:
+    def held_out_loader(self, windows: Rows, batch: int) -> Loader:
         """Returns the batches to evaluate on."""
         return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1), roles=self.roles)
 
@@ -67,7 +67,7 @@ class ReplicaLoader:
         batch: sequences of a batch, over all replicas.
     """
 
-    def __init__(self, replicas: Replicas, windows: Windows, batch: int) -> None:
+    def __init__(self, replicas: Replicas, windows: Rows, batch: int) -> None:
         self._loaders = [
             Loader(windows, replica.batch, mesh, rows=(replica.rows[0], batch)) if is_here(mesh) else None
             for replica, mesh in zip(replicas.plan.replicas, replicas.meshes, strict=True)

@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from ..._foreign import printable
 from ..data import bits_per_byte
+from ..flags import settings_of
 from ._job import Job
 from ._log import Log, loss_key
+from ._tracker import open_trackers
 
 
 class Progress:
@@ -32,7 +34,9 @@ class Progress:
     def __init__(self, job: Job, unigram: float, log: Path, begin: int, guard: Callable[[], None]) -> None:
         self._job, self._unigram = job, unigram
         self._speaks = jax.process_index() == 0
-        self._log = Log(log if self._speaks else None, begin, guard)
+        tracked = job.config.log_to if self._speaks else ()
+        trackers = open_trackers(tracked, log.parent, begin, settings_of(job.config))
+        self._log = Log(log if self._speaks else None, begin, guard, trackers)
         self._pace = _Pace(job.config.batch * job.config.seq)
         self._shown = {"unigram": f"{unigram:.2f}"}
         self._bar = tqdm(

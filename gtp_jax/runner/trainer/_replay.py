@@ -109,7 +109,7 @@ def replay(out: Path, step: int | None = None) -> Replay:
     step = begin + 1 if step is None else step
     choose_devices(config.virtual_devices(1), processes=1, local=None)
     corpus = read_corpus(config, resume=True)
-    check_tokens(checkpoints.manifest(begin)["extra"], corpus, ". Put both back as they were.")
+    check_tokens(checkpoints.manifest(begin)["extra"], corpus, config.seq, ". Put both back as they were.")
     degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     first = np.arange(jax.device_count())
     placements = [first] if first.size == 1 else [first, np.roll(first, 1)]

@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from ... import hlo
 from ..._foreign import printable
 from ...hlo import columns
+from ...inspect import InspectOptions
 from ...models import ModelConfig
-from ..data import Corpus, bits_per_byte
+from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
+from ..flags import flag_of, knobs, settings_of
 from ._account import goodput
 from ._job import Job
 from ._log import Record, loss_key
@@ -26,14 +28,19 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Cor
     """Returns what will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    train, held_out = corpus.documents
+    train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
+    packed = ""
+    if corpus.packing == DOCUMENTS:
+        rows = len(corpus.rows(config.seq, config.seed))
+        filled = (tokens_of(corpus.train) - train) / (rows * config.seq)
+        packed = f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
     return (
         f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
-        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
-        f"{len(corpus.held_out):,} of {_documents(held_out)} held out\n"
+        f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
+        f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"
         f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
     )
 
@@ -52,27 +59,47 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
         unigram: entropy of single tokens, in nats a token.
         causes: seconds of all attempts by cause.
     """
-    parts = [columns(("result", ""), _result(job, outcome, records, unigram))]
+    parts = [_times(causes), job.memory.table(), columns(("result", ""), _result(job, outcome, records, unigram))]
     if outcome.sample:
         parts.append(f"what the model writes\n\n{block(outcome.sample)}")
-    parts += [_times(causes), job.memory.table()]
-    for name, program in job.programs.items():
-        collectives = hlo.collectives(str(program.as_text()))
-        parts.append(f"collectives of {name}\n\n{hlo.table(collectives)}")
     return "\n\n".join(parts)
 
 
-def next_commands(root: Path, config: TrainConfig) -> str:
-    """Returns what can be done with a run that has ended, a command a line."""
+def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -> str:
+    """Returns what can be done with a run that has ended, a command a line.
+
+    Args:
+        root: of the run.
+        config: of it.
+        mesh: of it.
+        chats: whether it was trained on conversations.
+    """
     run = shlex.quote(str(root))
     prompt = shlex.quote("The " if config.data else "def ")
+    speak = ("--chat 'Hello!'", "an answer of the model") if chats else (f"--prompt {prompt}", "text from the model")
     rows = [
-        (f"gtp-jax generate {run} --prompt {prompt}", "text from the model"),
+        (f"gtp-jax generate {run} {speak[0]}", speak[1]),
         (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
         (f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"),
     ]
+    if not config.faults.any:
+        rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
     width = max(len(command) for command, _ in rows)
     return "\n".join(["", "next:", *(f"  {command:{width}}   {what}" for command, what in rows)])
+
+
+def _inspected(config: TrainConfig, mesh: Mesh) -> str:
+    """Returns the flags with which `gtp-jax inspect` compiles a run's step."""
+    settings, words = {**settings_of(config), **mesh.shape}, []
+    for field in knobs(InspectOptions):
+        value = settings.get(field.name)
+        if value is None or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag_of(field) if value else f"--no-{flag_of(field).removeprefix('--')}")
+        else:
+            words += [flag_of(field), *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join(words)
 
 
 def _times(causes: dict[str, float]) -> str:

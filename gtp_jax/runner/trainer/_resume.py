@@ -35,7 +35,7 @@ class Resumed:
 
 
 def resume_from(
-    source: Checkpoints, like: TrainState, at: int | None, corpus: Corpus, *, in_memory: bool
+    source: Checkpoints, like: TrainState, at: int | None, corpus: Corpus, seq: int, *, in_memory: bool
 ) -> Resumed | None:
     """Restores the state; `None` if there is no step. Changes no file.
 
@@ -46,6 +46,7 @@ def resume_from(
         like: shapes and shardings of the state.
         at: the step asked for; the latest that is not damaged by default.
         corpus: the text.
+        seq: tokens of a row.
         in_memory: the steps are snapshots: the latest is restored, and its supervisor drops it if it is damaged.
 
     Raises:
@@ -75,6 +76,7 @@ def resume_from(
     check_tokens(
         extra,
         corpus,
+        seq,
         ", or --data or --tokenizer names another. Resume with both as they were, or start a new run with another "
         "--out.",
     )
@@ -90,16 +92,17 @@ def resume_from(
     return Resumed(state, extra, step, origin, set_aside)
 
 
-def check_tokens(extra: Mapping[str, Any], corpus: Corpus, remedy: str) -> None:
+def check_tokens(extra: Mapping[str, Any], corpus: Corpus, seq: int, remedy: str) -> None:
     """Checks that a run's tokens are those that a checkpoint of it was trained on.
 
     Args:
         extra: that was saved with the checkpoint.
         corpus: the text.
+        seq: tokens of a row.
         remedy: the end of the message.
 
     Raises:
-        ValueError: naming the text and the tokenizer.
+        ValueError: naming the text and the tokenizer, or how its documents are packed.
     """
     if extra["text"] != corpus.fingerprint:
         older = (
@@ -110,6 +113,11 @@ def check_tokens(extra: Mapping[str, Any], corpus: Corpus, remedy: str) -> None:
             f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer.name} are not those that this run was "
             "trained on: the content of the text or of the tokenizer has changed"
             f"{remedy}{older if corpus.unread else ''}"
+        )
+    if extra.get("packing") != corpus.packing_digest(seq):
+        raise ValueError(
+            f"the rows of {corpus.name} are not those that this run was trained on: it packed documents otherwise. "
+            "Resume with --seq, --packing and --data as they were, or start a new run with another --out."
         )
 
 

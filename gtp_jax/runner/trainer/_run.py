@@ -40,7 +40,8 @@ from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
-from ._start import check_recipe_fits, check_same_model, started_from, vocab_size_of
+from ._start import check_recipe_fits, check_same_model, check_same_optimizer, check_terms, started_from, vocab_size_of
+from ._tracker import check_trackers
 from ._train_flags import TrainConfig
 from ._watch import Supervision
 
@@ -130,6 +131,7 @@ def _start(
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
         meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
+    check_terms(model, corpus)
     check_recipe_fits(config.quantization, model, meshes.mesh)
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles):
@@ -187,9 +189,11 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
             raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
         config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": out})
         check_same_model(before, config, settings)
+        check_same_optimizer(before, config)
         changes = config.changes(before)
     else:
         config = from_settings(TrainConfig, started_from(settings))
+    check_trackers(config.log_to)
     if not config.faults.any:
         names = {field.name for field in knobs(Faults)}
         from_settings(Faults, {name: settings[name] for name in names & settings.keys()}).check_healthy()
@@ -242,7 +246,9 @@ def _train(
     changes: list[str],
     samples: bool,
 ) -> int:
-    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
+    unigram = unigram_entropy(
+        [one.counted for one in corpus.train], [one.counted for one in corpus.held_out], corpus.vocab_size
+    )
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, meshes, corpus, unigram), flush=True)
@@ -280,7 +286,7 @@ def _train(
             why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
         else:
-            say(next_commands(directory.root, config), flush=True)
+            say(next_commands(directory.root, config, meshes.mesh, chats=corpus.chat is not None), flush=True)
     return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 

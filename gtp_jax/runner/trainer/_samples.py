@@ -10,9 +10,10 @@ import numpy as np
 from ...generation import generate
 from ...train import TrainState
 from .._exit_codes import out_of_memory
+from ..data import Documents
 from ._job import Job
 
-# Of the first held-out document, what the model continues, and how boldly.
+# Of the first held-out document, how many tokens the model continues, and how boldly.
 _PROMPT_TOKENS = 24
 _TEMPERATURE = 0.8
 
@@ -39,16 +40,17 @@ class Samples:
     def of(self, state: TrainState) -> str:
         """Returns a text of the model in this state. Every process must call this."""
         job, tokenizer = self._job, self._job.corpus.tokenizer
-        begin = np.asarray(job.corpus.held_out[:_PROMPT_TOKENS], np.int64)
-        ends = np.flatnonzero(begin == tokenizer.separator)
-        prompt = begin[: ends[0]] if ends.size and ends[0] else begin
+        held_out = next(one for one in job.corpus.held_out if len(one.tokens))
+        prompt = _begin(held_out, tokenizer.separator, job.config.seq)
+        ending = [] if job.corpus.chat is None else [job.corpus.chat.template.ending]
         options = {"temperature": _TEMPERATURE, "seed": job.config.seed}
         try:
             found = generate(
                 state.model(),
                 prompt[None],
                 max_new_tokens=job.config.sample_tokens,
-                stop=tokenizer.separator,
+                stop=[tokenizer.separator, *ending],
+                tokenizer=tokenizer,
                 vocab_size=min(job.corpus.vocab_size, job.model.vocab_size),
                 **options,
             )
@@ -60,6 +62,16 @@ class Samples:
         new = found.tokens[0, : found.lengths[0]]
         self.last = tokenizer.decode([*prompt.tolist(), *new.tolist()])
         return self.last
+
+
+def _begin(documents: Documents, separator: int, most: int) -> np.ndarray:
+    """Returns the beginning of the first document, `(tokens,)` int64; of a conversation what comes before its first
+    answer, unless that is more than `most` tokens."""
+    if documents.answers is not None and 0 < (first := int(documents.answers.argmax())) <= most:
+        return np.asarray(documents.tokens[:first], np.int64)
+    begin = np.asarray(documents.tokens[:_PROMPT_TOKENS], np.int64)
+    ends = np.flatnonzero(begin == separator)
+    return begin[: ends[0]] if ends.size and ends[0] else begin
 
 
 def block(text: str) -> str:

@@ -17,12 +17,14 @@ from ...inspect import explain
 from ...mesh import of_all_processes
 from ...models import (
     TOKENIZER_FILE,
+    LlamaConfig,
     ModelConfig,
     Origin,
     build,
     config_of,
     opened,
     preset_of,
+    restore_evaluation_weights,
     saved_architecture,
 )
 from ...nn import abstract_model
@@ -79,8 +81,8 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
             )
     try:
         for where, stream in [
-            *((corpus.name, stream) for stream in (corpus.train, corpus.held_out)),
-            *((text.name, text.tokens) for text in corpus.evaluated),
+            *((corpus.name, one.tokens) for one in (*corpus.train, *corpus.held_out)),
+            *((text.name, one.tokens) for text in corpus.evaluated for one in text.documents),
         ]:
             check_ids(stream, size, name=f"tokens of {where} by {name}")
     except ValueError as error:
@@ -189,6 +191,32 @@ def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping
         )
 
 
+def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
+    """Checks that a run goes on with its optimizer, whose state the checkpoint has.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    lines, given = [], []
+    if before.optimizer != config.optimizer:
+        lines.append(f"  its optimizer is {before.optimizer}, not {config.optimizer}")
+        given.append("--optimizer")
+    if (before.average is None) != (config.average is None):
+        lines.append(
+            f"  it averages no weights, and average is {config.average}"
+            if before.average is None
+            else "  it averages weights, and average is not given"
+        )
+        given.append("--average")
+    if lines:
+        raise ValueError(
+            "a resumed run keeps its optimizer, and these contradict it:\n"
+            + "\n".join(lines)
+            + f"\nLeave {' and '.join(given)} as the run has it, or start another run from its weights, with --from "
+            "and another --out."
+        )
+
+
 def _flags() -> dict[str, str]:
     """Returns the flags of a run by the names of their fields."""
     return {field.name: flag_of(field) for field in knobs(TrainConfig)}
@@ -197,6 +225,24 @@ def _flags() -> dict[str, str]:
 def _same(name: str, asked: Any, size: Any) -> bool:
     """Says whether a setting is the same as a model's; a router that has a bias may move it at any rate."""
     return asked == size or (name == "router_bias_rate" and size is not None)
+
+
+def check_terms(model: ModelConfig, corpus: Corpus) -> None:
+    """Checks that a loss on answers is all that is added up: experts add terms that count every token.
+
+    Raises:
+        ValueError: naming the terms.
+    """
+    assert isinstance(model, LlamaConfig)
+    if not model.num_experts or all(one.answers is None for one in corpus.train):
+        return
+    found = {"--aux-loss-coeff": model.aux_loss_coeff, "--router-z-loss-coeff": model.routing.z_loss_coeff}
+    terms = [f"{flag} {value}" for flag, value in found.items() if value]
+    if terms:
+        raise ValueError(
+            f"the loss counts answers alone, and the experts' terms ({', '.join(terms)}) every token, so that they "
+            "would weigh more the fewer answers there are. Give 0 for these, or --loss-on all."
+        )
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
@@ -210,7 +256,8 @@ def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh
 
 
 def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:
-    """Returns the parameters of the latest step there, on the shardings of a state's, and their origin.
+    """Returns the weights that the latest step there is evaluated with, on the shardings of a state's parameters, and
+    their origin.
 
     The origin keeps its tokenizer only if it is the one that the run's text is read with; otherwise a message says what
     is left out.
@@ -223,7 +270,7 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     checkpoints = _open(directory)
     content = checkpoints.manifest()
     step, where = content["step"], f"the checkpoint in {directory}"
-    params = checkpoints.restore_params(state_like, step)
+    params = restore_evaluation_weights(checkpoints, state_like, content)
     origin = Origin.of(content["extra"], checkpoints.files(step), where)
     if tokenizer is None or not origin.has_tokenizer or _is_of(origin, tokenizer):
         return params, origin

@@ -73,15 +73,20 @@ def tokenizer_of(config: TrainConfig, *, resume: bool) -> Tokenizer:
         return named_tokenizer(config.tokenizer)
     if config.from_ is None:
         return BYTES
-    if resume and (origin := _own_origin(RunDirectory.of(config.out).checkpoints)) is not None:
+    if resume and (origin := own_origin(config)) is not None:
         return _held(origin, config.out) if TOKENIZER_FILE in origin.files else BYTES
     if resume and not Path(config.from_).expanduser().is_dir():
         raise FileNotFoundError(
             f"the run in {config.out} has saved no step, and {config.from_}, whose tokenizer it has, is not there. "
             "Give the tokenizer.json as --tokenizer."
         )
-    _, checkpoints = opened(config.from_)
-    return stored_tokenizer(Path(config.from_).expanduser(), read_origin(checkpoints, checkpoints.manifest()))
+    return stored_tokenizer(Path(config.from_).expanduser(), origin_of_start(config.from_))
+
+
+def origin_of_start(source: str) -> Origin:
+    """Returns the origin of the model that a run starts from."""
+    _, checkpoints = opened(source)
+    return read_origin(checkpoints, checkpoints.manifest())
 
 
 def read_origin(checkpoints: Checkpoints, content: Mapping[str, Any]) -> Origin:
@@ -97,8 +102,9 @@ def _held(origin: Origin, where: str) -> Tokenizer:
     return read_tokenizer(origin.files[TOKENIZER_FILE], where, end)
 
 
-def _own_origin(directory: Path) -> Origin | None:
+def own_origin(config: TrainConfig) -> Origin | None:
     """Returns the origin of a run's latest step that is not damaged; `None` if there is no step."""
+    directory = RunDirectory.of(config.out).checkpoints
     if not directory.is_dir():
         return None
     checkpoints = Checkpoints(directory, read_only=True)

@@ -14,6 +14,7 @@ from ..._foreign import read_json
 from ...mesh import check_degrees
 from ...models import PRESETS, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
+from ..data import DOCUMENTS, PACKINGS, STREAM, TOKEN_DTYPES
 from ..flags import (
     VERSION_KEY,
     Execution,
@@ -31,6 +32,7 @@ from ..flags import (
     settings_of,
 )
 from ._divergence import Divergence
+from ._tracker import TRACKERS
 
 # the default number without a GPU, unless degrees require another
 VIRTUAL_DEVICES = 8
@@ -43,8 +45,14 @@ _PRESET = "tiny"
 # What `tokenizer` is if every byte is a token; also what it is if nothing is said.
 BYTE_TOKENS = "bytes"
 
+# The optimizer that averages weights in place of a schedule.
+_SCHEDULE_FREE = "schedule-free"
+
 # What the default learning rate is multiplied by, for each optimizer: Lion's updates are signs, larger than Adam's.
-_LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0}
+_LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
+
+# What of a conversation the loss counts.
+ANSWERS, ALL = "answers", "all"
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -95,7 +103,8 @@ class TrainConfig:
     data: tuple[str, ...] = knob(
         (),
         "text",
-        "files, and directories with all they hold (default: the source of the Python standard library)",
+        "files, and directories with all they hold: text, JSON lines (.jsonl), token ids (.npy, .bin), parquet; with "
+        "PATH:WEIGHT for each, their rows are mixed by weight (default: the source of the Python standard library)",
         kind=str,
         metavar="PATH",
         nargs="+",
@@ -111,6 +120,34 @@ class TrainConfig:
         per_process=True,
     )
     follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
+    text_field: str = knob("text", "text", "the field of a record that holds its text", kind=str, metavar="NAME")
+    token_dtype: str | None = knob(
+        None, "text", "dtype of .bin files of token ids that do not say it", kind=str, choices=TOKEN_DTYPES
+    )
+    packing: str | None = knob(
+        None,
+        "text",
+        f"how rows are cut: {STREAM}, without gaps across documents, or whole {DOCUMENTS}, which do not see each other "
+        f"(default: {DOCUMENTS} of records, else {STREAM})",
+        kind=str,
+        choices=PACKINGS,
+    )
+    chat_template: str | None = knob(
+        None,
+        "text",
+        "how conversations, `messages` in JSON lines, are written: a chat_template.jinja or tokenizer_config.json "
+        "(default: that of --from)",
+        kind=str,
+        metavar="FILE",
+        per_process=True,
+    )
+    loss_on: str = knob(
+        ANSWERS,
+        "text",
+        f"what of a conversation the loss counts: {ANSWERS}, or {ALL} of its text",
+        kind=str,
+        choices=(ANSWERS, ALL),
+    )
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
     steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
@@ -118,17 +155,27 @@ class TrainConfig:
     optimizer: str = knob(
         "adamw",
         "training",
-        "the optimizer; muon takes the matrices of each layer, and AdamW the rest",
+        "the optimizer; muon takes the matrices of each layer, and AdamW the rest; schedule-free averages AdamW's "
+        "weights in place of a schedule",
         kind=str,
         choices=tuple(_LR_FACTORS),
     )
-    schedule: str = knob(
-        "cosine",
+    schedule: str | None = knob(
+        None,
         "training",
         "the learning rate after the warm-up: down to a tenth along a cosine or a line, in the last fifth of the steps "
-        "(wsd: warm-up, stable, decay), or constant",
+        "(wsd: warm-up, stable, decay), or constant (default: cosine, with schedule-free constant)",
         kind=str,
         choices=SCHEDULES,
+    )
+    average: float | None = knob(
+        None,
+        "training",
+        "evaluate an average of the weights over the steps, in which a step counts this much less with each one behind "
+        "it, 0.999 for instance; samples, exports and `gtp-jax generate` take it too (default: the weights themselves)",
+        kind=float,
+        above=0,
+        metavar="DECAY",
     )
     lr: float | None = knob(
         None,
@@ -186,6 +233,15 @@ class TrainConfig:
     sample_tokens: int = knob(
         96, "output", "tokens that the model writes at each evaluation, to be read; 0 for none", least=0, metavar="N"
     )
+    log_to: tuple[str, ...] = knob(
+        (),
+        "output",
+        "write what log.jsonl has for TensorBoard (to tensorboard/ in --out) or Weights & Biases (to wandb/, offline "
+        "unless WANDB_MODE says otherwise) too; without a name: no more, of a resumed run",
+        kind=str,
+        choices=TRACKERS,
+        nargs="*",
+    )
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
     keep_best: int = knob(
@@ -202,13 +258,26 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        as_tuple(self, "data", "eval_data")
+        as_tuple(self, "data", "eval_data", "log_to")
         check_knobs(self)
+        object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.eval_data and not self.eval_every:
             raise ValueError("`eval_every` is 0, so that nothing is evaluated. Leave --eval-data out, or give another.")
         if self.preset is None and self.from_ is None:
             object.__setattr__(self, "preset", _PRESET)
         self.base  # noqa: B018  checks that sizes and experts fit one another
+        if self.average is not None and self.average >= 1:
+            raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
+        if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
+            raise ValueError(
+                f"`schedule` is {self.schedule!r}, and `optimizer` schedule-free, which averages weights in place of a "
+                "schedule. Leave --schedule out, or take another --optimizer."
+            )
+        if self.optimizer == _SCHEDULE_FREE and self.average is not None:
+            raise ValueError(
+                f"`average` is {self.average}, and `optimizer` schedule-free, which averages weights itself. Leave "
+                "--average out, or take another --optimizer."
+            )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
@@ -314,6 +383,11 @@ class TrainConfig:
         if self.lr is not None:
             return self.lr
         return _LR_FACTORS[self.optimizer] * default_lr(self.base.hidden_size)
+
+    @property
+    def schedule_by_name(self) -> str:
+        """The learning rate's schedule."""
+        return self.schedule or ("constant" if self.optimizer == _SCHEDULE_FREE else "cosine")
 
     @property
     def warmup_steps(self) -> int:

@@ -1,0 +1,206 @@
+"""The weights that a model is evaluated with, where its optimizer averages them: in memory and on disk.
+
+[Note: evaluation weights] An optimizer that averages weights has two sets. It takes gradients at the parameters, and
+keeps beside them what the others are made of: the average itself (`AveragedState`), or the sequence z of optax's
+schedule-free optimizers, of which they are (params - (1 - b1) z) / b1. Both are elementwise, so that shards stay where
+they are. A parameter without such an array, which no optimizer moves, is evaluated as it is. A checkpoint holds the
+whole state, and its `extra` says where in it the second set is, so that whoever reads a model needs no optimizer.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+
+from ..checkpoint import Checkpoints, Digest, StoredArray
+from ..mesh import Path, with_paths
+
+Tree = Any
+
+# The key in a checkpoint's `extra`.
+_EVALUATION = "evaluation"
+_PARAMS, _OPT_STATE = "params", "opt_state"
+
+
+class AveragedState(NamedTuple):
+    """The state of an optimizer that averages parameters.
+
+    Attributes:
+        steps: updates made, int32.
+        average: of the parameters after each of them, in float32 at least; the parameters before the first.
+        inner: the state of the optimizer that moves them.
+    """
+
+    steps: jax.Array
+    average: Tree
+    inner: Tree
+
+
+class _Place(NamedTuple):
+    """Where a state has the arrays that evaluation weights are made of.
+
+    Attributes:
+        weights: path of a tree with the parameters' paths.
+        b1: path of the scalar, if the tree is a schedule-free optimizer's; else `None`.
+    """
+
+    weights: str
+    b1: str | None
+
+
+def evaluation_weights(params: Tree, opt_state: Tree) -> Tree:
+    """Returns the weights to evaluate a model with: see [Note: evaluation weights]. No device communicates.
+
+    Args:
+        params: as in `TrainState`.
+        opt_state: likewise; the state of any optimizer, of which most evaluate the parameters themselves.
+    """
+    made = dict(with_paths(params))
+    for _, node in _averages(opt_state):
+        weights, b1 = (node.average, None) if isinstance(node, AveragedState) else (node.z, node.b1)
+        made |= {path: _of(made[path], weight, b1) for path, weight in with_paths(weights)}
+    return jax.tree.unflatten(jax.tree.structure(params), list(made.values()))
+
+
+def saved_evaluation(opt_state: Tree) -> dict[str, Any]:
+    """Returns what a checkpoint of a state says in `extra` of its evaluation weights; nothing if they are `params`."""
+    places = []
+    for path, node in _averages(opt_state):
+        at = "/".join((_OPT_STATE, *path))
+        averaged = isinstance(node, AveragedState)
+        places.append(_Place(f"{at}/average", None) if averaged else _Place(f"{at}/z", f"{at}/b1"))
+    return {_EVALUATION: [place._asdict() for place in places]} if places else {}
+
+
+class EvaluationArray:
+    """A parameter on disk as a model is evaluated with it, read row by row; what is read is digested.
+
+    Args:
+        trained: the parameter that was trained.
+        average: its average, or z; `None` if it is evaluated as it is.
+        b1: of a schedule-free optimizer.
+
+    Attributes:
+        name: of the parameter.
+        shape: its logical shape.
+    """
+
+    def __init__(self, trained: StoredArray, average: StoredArray | None, b1: np.ndarray | None) -> None:
+        self.name, self.shape = trained.name, trained.shape
+        self._b1 = b1
+        # An average takes the place of what was trained, which is not read.
+        self._read = [array for array in (None if average and b1 is None else trained, average) if array is not None]
+        self._digests: dict[str, Digest] = collections.defaultdict(Digest)
+
+    def read(self, begin: int, end: int, *, digest: bool = True) -> np.ndarray:
+        """Returns rows `begin` to `end`, which count towards the digest unless they are read a second time.
+
+        Raises:
+            DamagedCheckpoint: as `StoredArray.read`.
+        """
+        parts = [array.read(begin, end) for array in self._read]
+        if digest:
+            for array, part in zip(self._read, parts, strict=True):
+                self._digests[array.name].add(begin, part)
+        return parts[0] if len(parts) == 1 else _of(parts[0], parts[1], self._b1)
+
+    def damaged(self) -> list[str]:
+        """Returns the names of the arrays that are not what was saved; all their rows must have been read."""
+        return [array.name for array in self._read if self._digests[array.name].text() != array.digest]
+
+
+def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> dict[str, EvaluationArray]:
+    """Returns the parameters of a step as a model is evaluated with them, by name, to be read in part.
+
+    Args:
+        checkpoints: where it is.
+        manifest: of the step.
+
+    Raises:
+        ValueError: if it says that they are where it has no array.
+    """
+    arrays, prefix = checkpoints.arrays(manifest["step"]), f"{_PARAMS}/"
+    found = {name: EvaluationArray(array, None, None) for name, array in arrays.items() if name.startswith(prefix)}
+    for place, own in _places(manifest):
+        b1 = None if place.b1 is None else _scalar(arrays[place.b1])
+        for name in own:
+            found[name] = EvaluationArray(arrays[name], arrays[_beside(place, name)], b1)
+    return found
+
+
+def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manifest: Mapping[str, Any]) -> Tree:
+    """Restores the weights that a model is evaluated with onto the shardings of a state's parameters.
+
+    Args:
+        checkpoints: where they are.
+        state_like: a `TrainState` as in `Checkpoints.restore_params`.
+        manifest: of the step.
+
+    Raises:
+        ValueError: as `Checkpoints.restore_params`, and as `evaluation_arrays`.
+    """
+    step, arrays = manifest["step"], checkpoints.arrays(manifest["step"])
+    made = dict(with_paths(checkpoints.restore_params(state_like, step)))
+    names = {"/".join((_PARAMS, *path)): path for path in made}
+    for place, own in _places(manifest):
+        like: dict[str, Any] = {}
+        for name in own:
+            _put(like, tuple(_beside(place, name).split("/")), made[names[name]])
+        b1 = None if place.b1 is None else _scalar(arrays[place.b1])[0]
+        beside = dict(with_paths(checkpoints.restore_part(like, f"{place.weights}/", step)))
+        for name in own:
+            path = names[name]
+            made[path] = _of(made[path], beside[tuple(_beside(place, name).split("/"))], b1)
+    return jax.tree.unflatten(jax.tree.structure(state_like.params), list(made.values()))
+
+
+def _of(trained: Any, average: Any, b1: Any) -> Any:
+    """Returns an evaluation weight, or rows of one."""
+    return average if b1 is None else (trained - (1.0 - b1) * average) / b1
+
+
+def _averages(opt_state: Tree) -> list[tuple[Path, Any]]:
+    """Returns the states within an optimizer's that average parameters, with their paths."""
+    kinds = (AveragedState, optax.contrib.ScheduleFreeState)
+    nodes = with_paths(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    return [(path, node) for path, node in nodes if isinstance(node, kinds)]
+
+
+def _places(manifest: Mapping[str, Any]) -> list[tuple[_Place, list[str]]]:
+    """Returns what a manifest says of evaluation weights: each place, and the names of the parameters that it has."""
+    leaves, found = manifest["leaves"], []
+    for said in manifest["extra"].get(_EVALUATION, ()):
+        place = _Place(**said)
+        own = [name for name in leaves if name.startswith(f"{_PARAMS}/") and _beside(place, name) in leaves]
+        if not own or (place.b1 is not None and place.b1 not in leaves):
+            raise ValueError(
+                f"step {manifest['step']} says that its evaluation weights are in {place.weights}, which it does not "
+                "have. Take another step."
+            )
+        found.append((place, own))
+    return found
+
+
+def _beside(place: _Place, name: str) -> str:
+    return f"{place.weights}/{name.removeprefix(f'{_PARAMS}/')}"
+
+
+def _scalar(array: StoredArray) -> np.ndarray:
+    """Returns a scalar, of shape (1,)."""
+    value, digest = array.read(0, 1), Digest()
+    digest.add(0, value)
+    if digest.text() != array.digest:
+        raise ValueError(f"the checkpoint is damaged: {array.name} is not what was saved. Take another step.")
+    return value
+
+
+def _put(tree: dict[str, Any], path: Path, leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf

@@ -1,0 +1,112 @@
+"""Files of token ids, mapped into memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..._foreign import open_regular
+from ._documents import Documents
+from ._files import suffix_of
+from ._tokens import Tokenizer
+
+# Dtypes of ids that a file may have, and `--token-dtype` may state.
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+# The header of llm.c's files: 256 numbers of 32 bits, of which the first two tell the dtype, and the third the tokens.
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_HEADER_NUMBERS = 256
+
+# Ids looked at, at a time.
+_PIECE = 1 << 22
+# Ids that are decoded to learn how many bytes one has.
+_SAMPLE = 1 << 16
+
+
+def read_tokens(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Documents:
+    """Returns the tokens of a `.npy` or `.bin` file, mapped; the separator of the tokenizer ends documents.
+
+    Args:
+        path: of the file.
+        tokenizer: that its ids are of.
+        dtype: of a `.bin` file's ids, little endian; by default its header says it.
+
+    Raises:
+        ValueError: if it cannot be read, is not such a file, or has an id that the tokenizer does not know.
+    """
+    try:
+        with open_regular(path):
+            pass
+        tokens = _array(path) if suffix_of(path) == ".npy" else _binary(path, dtype)
+    except OSError as error:
+        raise ValueError(f"`data` {path} cannot be read: {error.strerror or error}. Check its permissions.") from error
+    except ValueError as error:
+        raise ValueError(f"`data` {path} holds no token ids: {error}") from error
+    ends: list[np.ndarray] = []
+    for start in range(0, len(tokens), _PIECE):
+        piece = tokens[start : start + _PIECE]
+        if len(outside := np.flatnonzero((piece < 0) | (piece >= tokenizer.vocab_size))):
+            raise ValueError(
+                f"`data` {path} has the id {piece[outside[0]]} at {start + outside[0]}, and the tokenizer "
+                f"{tokenizer.name} knows 0 to {tokenizer.vocab_size - 1}. Give --tokenizer the tokenizer.json that "
+                "made the file; of a .bin file, check --token-dtype."
+            )
+        ends.append(np.flatnonzero(piece == tokenizer.separator) + start + 1)
+    found = np.concatenate([[0], *ends]).astype(np.int64)
+    return Documents(tokens, found if found[-1] == len(tokens) else np.append(found, len(tokens)))
+
+
+def split_tokens(documents: Documents, held_out: float) -> tuple[Documents, Documents]:
+    """Returns the documents of a file but the last, and the last, which have the share `held_out` of tokens at most.
+
+    If the last document is longer, its end is held out.
+    """
+    size, offsets = len(documents.tokens), documents.offsets
+    cut = wanted = size - int(size * held_out)
+    if (later := offsets[offsets >= wanted])[0] < size:
+        cut = int(later[0])
+    before, after = offsets[offsets < cut], offsets[offsets > cut]
+    return (
+        Documents(documents.tokens[:cut], np.append(before, cut)),
+        Documents(documents.tokens[cut:], np.append(cut, after) - cut),
+    )
+
+
+def bytes_of(tokens: np.ndarray, tokenizer: Tokenizer) -> float:
+    """Returns the size of the text of tokens, by that of the first ones."""
+    first = tokens[:_SAMPLE].tolist()
+    return len(tokens) * len(tokenizer.decode(first).encode()) / max(1, len(first))
+
+
+def _array(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # a forged header raises whatever Python does with it
+        raise ValueError(f"it cannot be read ({error}). Write it with numpy.save.") from error
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "several arrays"
+        raise ValueError(f"it has {what}. Save one array of one dimension, of integers.")
+    return array
+
+
+def _binary(path: Path, dtype: str | None) -> np.ndarray:
+    size = path.stat().st_size
+    head = np.fromfile(path, "<i4", 3) if size >= 4 * _HEADER_NUMBERS else np.zeros(3, "<i4")
+    if (kind := _HEADERS.get((int(head[0]), int(head[1])))) is not None:
+        begin, count = 4 * _HEADER_NUMBERS, int(head[2])
+        if begin + count * np.dtype(kind).itemsize != size:
+            raise ValueError(
+                f"its header says {count} tokens of {np.dtype(kind)}, but it has {size} bytes. Download it again."
+            )
+        if dtype is not None and np.dtype(dtype) != np.dtype(kind):
+            raise ValueError(f"its header says {np.dtype(kind)}, and --token-dtype {dtype}. Leave the flag out.")
+        return np.memmap(path, kind, "r", begin, (count,)) if count else np.zeros(0, kind)
+    if dtype is None:
+        raise ValueError(f"nothing says of which dtype. Give --token-dtype, one of {', '.join(TOKEN_DTYPES)}.")
+    kind = np.dtype(dtype).newbyteorder("<")
+    if size % kind.itemsize:
+        raise ValueError(f"its {size} bytes are no multiple of the {kind.itemsize} of {dtype}. Check --token-dtype.")
+    return np.memmap(path, kind, "r") if size else np.zeros(0, kind)

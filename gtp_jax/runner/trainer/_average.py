@@ -1,0 +1,53 @@
+"""An optimizer that keeps an exponential moving average of the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ...models import AveragedState
+
+Tree = Any
+
+
+def averaged(
+    optimizer: optax.GradientTransformation, decay: float, moved: Tree
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that averages parameters as they are after each of its updates.
+
+    The weight of an update falls by `decay` with each one behind it. Weights add up to 1: the first average is the
+    parameters after the first update, and what they were initialized with does not count.
+
+    Args:
+        optimizer: what moves them. Nothing may change its updates any more, as clipping around it would.
+        decay: between 0 and 1.
+        moved: whether the optimizer moves each parameter; the others, which have a rule of their own, are not averaged.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def of_moved(function: Any, *trees: Tree) -> Tree:
+        return jax.tree.map(lambda own, *leaves: function(*leaves) if own else optax.MaskedNode(), moved, *trees)
+
+    def init(params: Tree) -> AveragedState:
+        average = of_moved(lambda p: jnp.array(p, _dtype(p), copy=True), params)
+        return AveragedState(jnp.zeros((), jnp.int32), average, inner.init(params))
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        steps: Any = optax.safe_increment(state.steps)
+        share = (1 - decay) / (1 - decay ** steps.astype(jnp.float32))
+
+        def one(new: jax.Array, average: jax.Array) -> jax.Array:
+            return average + share.astype(average.dtype) * (new.astype(average.dtype) - average)
+
+        average = of_moved(one, optax.apply_updates(params, updates), state.average)
+        return updates, AveragedState(steps, average, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _dtype(parameter: Any) -> Any:
+    return jnp.promote_types(parameter.dtype, jnp.float32)

@@ -1,0 +1,272 @@
+"""Averages of weights: what is evaluated, sampled, exported and read of a run that trains others."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.checkpoint import Checkpoints, StoredArray
+from gtp_jax.convert import export_llama
+from gtp_jax.experts import Routing
+from gtp_jax.mesh import with_paths
+from gtp_jax.models import Llama, LlamaConfig, evaluation_weights, load, next_token_loss
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._job import Job
+from gtp_jax.runner.trainer._optimizer import optimizer_of
+from gtp_jax.runner.trainer._samples import Samples
+from gtp_jax.runner.trainer._start import check_same_optimizer
+
+from .runs import read_records, small, write_text
+
+SIZES = dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, seq=16)
+MODEL = LlamaConfig(
+    **{name: size for name, size in SIZES.items() if name != "seq"},
+    vocab_size=128,
+    num_experts=4,
+    top_k=2,
+    routing=Routing(score="sigmoid", bias_rate=0.1),
+)
+WAYS = {"schedule-free": dict(optimizer="schedule-free"), "average": dict(average=0.8)}
+TABLE = ("embed", "table")
+
+
+def tokens(seed):
+    ids = np.random.default_rng(seed).integers(0, 128, (4, 17))
+    return {"tokens": jnp.asarray(ids[:, :-1]), "targets": jnp.asarray(ids[:, 1:])}
+
+
+def state_of(config):
+    model = gtp.init(lambda rngs: Llama(MODEL, rngs=rngs), nnx.Rngs(0))
+    return gtp.TrainState.create(model, optimizer_of(config, model))
+
+
+def after_each_step(config, steps):
+    """The parameters after each of a few steps, and the state after the last."""
+    state, found = state_of(config), []
+    step = gtp.train_step(next_token_loss, optimizer_of(config, state.model()), view="local")
+    for i in range(steps):
+        state, _ = step(state, tokens(i))
+        found.append({path: np.asarray(leaf, np.float64) for path, leaf in with_paths(state.params)})
+    return found, state
+
+
+@pytest.fixture
+def mesh():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])) as mesh:
+        yield mesh
+
+
+def is_bias(path):
+    return path[-1] == "router_bias"
+
+
+def test_an_average_weighs_a_step_less_with_each_one_behind_it(mesh):
+    found, state = after_each_step(TrainConfig(average=0.8, warmup=0), 4)
+    weights = dict(with_paths(evaluation_weights(state.params, state.opt_state)))
+    shares = 0.8 ** np.arange(3, -1, -1)
+    assert any(is_bias(path) for path in weights)
+    for path, weight in weights.items():
+        assert weight.dtype == jnp.float32
+        wanted = np.tensordot(shares / shares.sum(), np.stack([params[path] for params in found]), 1)
+        if is_bias(path):  # of a router, which the optimizer does not move
+            wanted = found[-1][path]
+            assert np.abs(wanted).max() > 0.1
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_schedule_free_weights_are_those_of_optax(mesh):
+    found, state = after_each_step(TrainConfig(optimizer="schedule-free", warmup=0), 3)
+    weights = dict(with_paths(evaluation_weights(state.params, state.opt_state)))
+    free = state.opt_state.inner_states[True].inner_state
+    z = dict(with_paths(free.z))
+    (bias,) = weights.keys() - z.keys()
+    assert is_bias(bias)
+    np.testing.assert_array_equal(weights.pop(bias), found[-1][bias])
+    params = {path: leaf for path, leaf in with_paths(state.params) if path != bias}
+    wanted = optax.contrib.schedule_free_eval_params(free._replace(z=z), params)
+    for path, weight in weights.items():
+        np.testing.assert_array_equal(weight, wanted[path])
+    assert any(np.abs(np.asarray(params[path]) - wanted[path]).max() > 1e-4 for path in wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_stay_shards_and_nothing_is_sent(way, mesh):
+    state = state_of(TrainConfig(**WAYS[way]))
+    compiled = jax.jit(evaluation_weights).lower(state.params, state.opt_state).compile()
+    assert hlo.collectives(compiled.as_text()) == []
+    weights = compiled(state.params, state.opt_state)
+    for weight, param in zip(jax.tree.leaves(weights), jax.tree.leaves(state.params), strict=True):
+        assert weight.sharding.is_equivalent_to(param.sharding, param.ndim)
+    own = {path: leaf.sharding for path, leaf in with_paths(state.params)}
+    beside = [(path, leaf) for path, leaf in with_paths(state.opt_state) if path[-2:] == TABLE]
+    assert len(beside) >= 2 and all(leaf.sharding == own[TABLE] for _, leaf in beside)
+
+
+def test_an_average_takes_one_more_copy_in_float32(mesh):
+    plain, averaged = (state_of(TrainConfig(average=decay)) for decay in (None, 0.9))
+    weights = sum(p.nbytes for path, p in with_paths(plain.params) if not is_bias(path))
+    before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) for state in (plain, averaged))
+    assert after - before == weights + 4  # and a counter
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def run(request, text, tmp_path_factory):
+    """A run of eight steps, with the tables of embeddings that it evaluated and that it sampled from."""
+    directory = tmp_path_factory.mktemp(request.param) / "run"
+    seen = {"evaluated": [], "sampled": []}
+    with pytest.MonkeyPatch.context() as patch:
+        loss_on, of = Job.loss_on, Samples.of
+        table = lambda state: np.asarray(state.params["embed"]["table"])  # noqa: E731
+        patch.setattr(
+            Job, "loss_on", lambda *args: seen["evaluated"].append(table(args[-1])) or loss_on(*args), raising=True
+        )
+        patch.setattr(Samples, "of", lambda *args: seen["sampled"].append(table(args[-1])) or of(*args), raising=True)
+        flags = dict(SIZES, sample_tokens=4, keep=4, gtp=4, tp=2, **WAYS[request.param])
+        assert main(["train", *small(text, directory, **flags)]) == 0
+    return directory, seen
+
+
+def trained_and_evaluated(run, step=None):
+    """The two sets of weights of a checkpoint, by path."""
+    arrays = Checkpoints(run / "checkpoints", read_only=True).arrays(step)
+    trained = {
+        tuple(name.split("/")[1:]): array.read(0, array.shape[0])
+        for name, array in arrays.items()
+        if name.startswith("params/")
+    }
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
+        model = load(run, step=step, dtype="float32")
+        evaluated = {
+            tuple(map(str, path)): np.asarray(v.get_raw_value())
+            for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        }
+    assert trained.keys() == evaluated.keys()
+    return trained, evaluated
+
+
+def test_a_run_evaluates_and_samples_the_weights_that_are_read_of_it(run):
+    directory, seen = run
+    trained, evaluated = trained_and_evaluated(directory)
+    assert np.abs(trained[TABLE] - evaluated[TABLE]).max() > 1e-3
+    for what in ("evaluated", "sampled"):
+        assert len(seen[what]) == 3  # steps 0, 4, 8
+        np.testing.assert_allclose(seen[what][-1], evaluated[TABLE], atol=1e-7)
+    _, earlier = trained_and_evaluated(directory, step=4)
+    np.testing.assert_allclose(seen["evaluated"][1], earlier[TABLE], atol=1e-7)
+
+
+def test_an_export_has_the_evaluated_weights(run, tmp_path):
+    directory, _ = run
+    export_llama(directory / "checkpoints", tmp_path / "out", dtype="float32")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    _, evaluated = trained_and_evaluated(directory)
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], evaluated[TABLE])
+    gates = evaluated["blocks", "layers", "mlp", "up", "kernel", "gate"]
+    for layer, gate in enumerate(gates):
+        np.testing.assert_array_equal(tensors[f"model.layers.{layer}.mlp.gate_proj.weight"], gate.T)
+
+
+def test_another_run_starts_from_the_evaluated_weights(run, text, tmp_path):
+    directory, seen = run
+    flags = dict(seq=16, steps=1, gtp=8, tp=1)
+    assert main(["train", f"--from={directory}", *small(text, tmp_path / "next", **flags)]) == 0
+    losses = [[r["held_out"] for r in read_records(one) if "held_out" in r] for one in (directory, tmp_path / "next")]
+    assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-6)
+
+
+def test_a_checkpoint_has_both_sets_and_goes_on_anywhere(run, tmp_path):
+    directory, _ = run
+    first = read_records(directory)
+    for name, degrees, rtol in (("same", [], 0), ("other", ["--gtp=2", "--tp=1", "--dp=4"], 1e-5)):
+        out = tmp_path / name
+        shutil.copytree(directory, out)
+        assert main(["train", "--resume", "--step=6", f"--out={out}", *degrees]) == 0
+        for record, wanted in zip(read_records(out), first, strict=True):
+            assert record == pytest.approx(wanted, rel=rtol, abs=0), name
+
+
+def test_an_average_that_was_changed_on_disk_is_not_read(run, monkeypatch, tmp_path):
+    directory, _ = run
+    read = StoredArray.read
+    changed = lambda self, begin, end: read(self, begin, end) + np.float32(self.name.endswith("embed/table") * 1e-3)  # noqa: E731
+    monkeypatch.setattr(StoredArray, "read", changed)
+    message = "is damaged: .*opt_state/(.*/)?(z|average)/embed/table is not what was saved"
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=message):
+        load(directory)
+    with pytest.raises(ValueError, match="opt_state/(.*/)?(z|average)/embed/table"):
+        export_llama(directory / "checkpoints", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_the_average_that_it_names_is_refused(run, monkeypatch):
+    directory, _ = run
+    manifest = Checkpoints.manifest
+
+    def renamed(self, step=None):
+        content = manifest(self, step)
+        for place in content["extra"]["evaluation"]:
+            place["weights"] = "opt_state/gone"
+        return content
+
+    monkeypatch.setattr(Checkpoints, "manifest", renamed)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match="are in opt_state/gone, which it does no"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, dict(average=0.9), "it averages no weights, and average is 0.9\nLeave --average as the run has it"),
+        (dict(average=0.9), {}, "it averages weights, and average is not given"),
+        (dict(optimizer="schedule-free"), {}, "its optimizer is schedule-free, not adamw\nLeave --optimizer as"),
+    ],
+)
+def test_a_resumed_run_keeps_its_averages(before, after, message):
+    with pytest.raises(ValueError, match=message):
+        check_same_optimizer(TrainConfig(**before), TrainConfig(**after))
+    check_same_optimizer(TrainConfig(average=0.9), TrainConfig(average=0.99))
+
+
+def test_an_average_that_a_resumed_run_did_not_keep_is_refused_at_the_door(run, capsys):
+    directory, _ = run
+    averages = directory.parent.name.startswith("average")
+    flag = "--optimizer=lion" if averages else "--optimizer=adamw"
+    assert main(["train", "--resume", f"--out={directory}", "--steps=9", flag]) == 2
+    assert "a resumed run keeps its optimizer" in capsys.readouterr().err
+    assert Checkpoints(directory / "checkpoints", read_only=True).latest() == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(average=1.0), r"`average` is 1.0; it must be a number between 0 and 1, such as 0.999"),
+        (dict(average=0.0), r"`average` is 0.0; it must be a number above 0"),
+        (dict(optimizer="schedule-free", average=0.9), "which averages weights itself. Leave --average out"),
+        (dict(optimizer="schedule-free", schedule="wsd"), "`schedule` is 'wsd', and `optimizer` schedule-free"),
+    ],
+)
+def test_averages_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**settings)
+
+
+def test_schedule_free_keeps_the_rate_after_the_warm_up():
+    assert TrainConfig(optimizer="schedule-free").schedule_by_name == "constant"
+    assert TrainConfig().schedule_by_name == "cosine"

@@ -1,0 +1,100 @@
+"""A run on records, token ids and mixtures, which another mesh goes on with, and which another text does not."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import RunDirectory, TrainConfig
+from gtp_jax.runner.trainer._corpus import read_corpus
+
+from .runs import WORDS, read_records
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+
+def text(seed: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=40))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"content": text(i)}) + "\n" for i in range(200)))
+    (tmp_path / "b.txt").write_text("".join(text(i) for i in range(1000, 1100)))
+    np.save(tmp_path / "c.npy", np.frombuffer("\0".join(text(i) for i in range(2000, 2100)).encode(), np.uint8))
+    return tmp_path
+
+
+def flags(out, *data, **changes):
+    sizes = dict(num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=32)
+    run = dict(out=out, seq=32, batch=8, eval_every=2, eval_batches=1, save_every=2, steps=4, sample_tokens=0)
+    more = {**sizes, **run, "text_field": "content", "schedule": "constant", "warmup": 0, "gtp": 8, "tp": 1, **changes}
+    return ["--data", *map(str, data), *(f"--{name.replace('_', '-')}={value}" for name, value in more.items())]
+
+
+def losses(out):
+    return {(r["step"], name): r[name] for r in read_records(out) for name in ("loss", "held_out") if name in r}
+
+
+def test_a_mixture_goes_on_another_mesh_as_if_never_stopped(folder, capsys):
+    mixed = [f"{folder / 'a.jsonl'}:0.5", f"{folder / 'b.txt'}:0.3", f"{folder / 'c.npy'}:0.2"]
+    assert main(["train", *flags(folder / "whole", *mixed)]) == 0
+    assert "of whole documents; " in capsys.readouterr().out  # because some are records
+    assert main(["train", *flags(folder / "parts", *mixed, steps=2)]) == 0
+    resumed = ["train", "--resume", f"--out={folder / 'parts'}", "--steps=4", "--gtp=4", "--tp=2"]
+    assert main(resumed) == 0
+    assert losses(folder / "parts") == pytest.approx(losses(folder / "whole"), rel=1e-5)
+    # other weights, or other text, are other rows
+    weights = [mixed[0], mixed[1], f"{folder / 'c.npy'}:0.3"]
+    assert main([*resumed, "--steps=6", "--data", *weights]) == 2
+    assert "the content of the text or of the tokenizer has changed" in capsys.readouterr().err
+    (folder / "a.jsonl").write_text((folder / "a.jsonl").read_text().replace("weight", "height"))
+    assert main([*resumed, "--steps=6"]) == 2
+    assert "the content of the text or of the tokenizer has changed" in capsys.readouterr().err
+
+
+def test_records_are_packed_and_text_and_ids_are_a_stream_unless_asked_for(folder):
+    def packing(*names, **changes):
+        data = tuple(str(folder / name) for name in names)
+        return read_corpus(TrainConfig(data=data, text_field="content", seq=32, batch=8, **changes)).packing
+
+    assert packing("a.jsonl") == packing("b.txt", "a.jsonl") == "documents"
+    assert packing("b.txt", "c.npy") == packing("a.jsonl", packing="stream") == "stream"
+
+
+def test_held_out_loss_is_of_all_texts_and_of_eval_data_in_any_format(folder):
+    config = TrainConfig(
+        data=(f"{folder / 'b.txt'}:1", f"{folder / 'c.npy'}:3"),
+        eval_data=(str(folder / "a.jsonl"), str(folder / "c.npy")),
+        text_field="content",
+        seq=32,
+        batch=8,
+    )
+    corpus = read_corpus(config)
+    rows = corpus.held_out_rows(32, 0)
+    assert len(rows) == sum((len(one.tokens) - 1) // 32 for one in corpus.held_out) and len(corpus.held_out) == 2
+    assert [len(one.documents[0]) for one in corpus.evaluated] == [200, 100]
+    assert len(corpus.rows_of(corpus.evaluated[1], 32, 0)) == (len(np.load(folder / "c.npy")) - 1) // 32
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            ["a.jsonl"],
+            "a.jsonl, line 1: there is no field 'text'; it has content. Give that of the text as --te",
+        ),
+        (["b.txt:1", "c.npy"], "`data` gives weights to some, and none to "),
+        (["c.npy:-1"], "c.npy:-1 has the weight -1; it must be a number above 0"),
+        (["nowhere.jsonl:1"], "nowhere.jsonl does not exist"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_is_written(folder, data, message, capsys):
+    out = folder / "run"
+    assert main(["train", *flags(out, *(folder / name for name in data), text_field="text")]) == 2
+    assert message in capsys.readouterr().err and not RunDirectory(out).root.exists()
