@@ -9,6 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from ..collectives import all_gather, reduce_scatter
 from ..mesh import current_view, degrees
 from ._placement import Placement
 
@@ -24,7 +25,7 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
         return lax.with_sharding_constraint(shard, placement.used)
     for dim in range(shard.ndim):
         if axes := placement.gathered_axes(dim):
-            shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
+            shard = all_gather(shard, axes, dim=dim)
     return shard
 
 
@@ -42,7 +43,7 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
         return lax.with_sharding_constraint(gradient, placement.stored)
     for dim in reversed(range(gradient.ndim)):
         if axes := placement.gathered_axes(dim):
-            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+            gradient = reduce_scatter(gradient, axes, dim=dim)
     return gradient
 
 

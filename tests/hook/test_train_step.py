@@ -9,6 +9,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.collectives import _over_gloo
 from gtp_jax.nn import abstract_model
 
 from .models import DEPTH, GPT2, tokens
@@ -93,6 +94,15 @@ def test_check_finds_each_rank_in_agreement(view, x64):
     with scope(MESHES["dp 2, gtp 4"]):
         errors = gtp.check(loss, lambda rngs: gtp.shard(Blocks(rngs), min_size=64), batch(), view=view, tolerance=1e-11)
     assert len(errors) > 20
+
+
+def test_no_reduce_scatter_is_left_in_a_step_between_processes(monkeypatch, x64):
+    monkeypatch.setattr(_over_gloo, "_over_gloo", lambda: True)
+    with scope(MESHES["dp 2, gtp 4"]):
+        model = abstract_model(lambda rngs: gtp.shard(Blocks(rngs), min_size=64))
+        step = gtp.train_step(loss, OPTIMIZER, view="local", recipe=gtp.FP8())
+        text = step.lower(gtp.TrainState.create(model, OPTIMIZER), batch()).as_text()
+    assert "all_to_all" in text and "reduce_scatter" not in text
 
 
 def test_explain_lists_units_and_how_calls_are_tied(x64):
