@@ -112,7 +112,8 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
         return [template.stage(groups, template.shards, wires, template.params, constants, part.remat)]
 
     by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
-    made = [Stretch(wire, 0, length) for wire in template.frozen]
+    first_layer = {path: _of_layer(0, groups) for path, groups in by_layers.items()}
+    made = [Stretch(wire, tuple(first_layer[name] for name in wire.members), 0, length) for wire in template.frozen]
     made += [one for owner in template.owners.values() for one in owner.prepared]
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
     ends |= {end for one in made for end in (one.start, one.stop)}

@@ -88,7 +88,10 @@ def quantize(
     def into(own: Mapping[ModulePath, Shards]) -> tuple[Any]:
         return ({path: stored_specs(fused[path], own[path]) for path in own},)
 
-    out = {next(iter(members)): ranks_spec(stacked=layers.stack is not None) for layers, members in buffers}
+    stacked = {next(iter(members)): layers.stack is not None for layers, members in buffers}
+
+    def out(made: Prepared) -> Prepared:
+        return {path: tuple(one.specs(stacked=stacked[path]) for one in own) for path, own in made.items()}
 
     def pack(shards: Mapping[ModulePath, Shards]) -> Prepared:
         bundles = [
@@ -99,10 +102,10 @@ def quantize(
             )
             for layers, members in buffers
         ]
-        wires = _wires(bundles, [layers.stack is not None for layers, _ in buffers])
+        wires = _wires(bundles, list(stacked.values()))
         found: Prepared = {}
         for (layers, members), bundle, wire in zip(buffers, bundles, wires, strict=True):
-            first = next(iter(members))
+            first, decided = next(iter(members)), tuple(bundle.groups[name] for name in wire.members)
             length = 1 if layers.stack is None else len(shards[first][0])
             ahead: tuple[Stretch, ...] = ()
             quantized = layers.stop - layers.start
@@ -110,11 +113,14 @@ def quantize(
             if isinstance(wire, Packed) and layers.stack is not None and count:
                 stop = layers.start + count
                 whole = pregather_layers(wire, bundle.fused, layers.start, stop)
-                ahead = (Stretch(whole, layers.start, stop),)
-            found[first] = (*ahead, Stretch(wire, 0, length))
+                ahead = (Stretch(whole, decided, layers.start, stop),)
+            found[first] = (*ahead, Stretch(wire, decided, 0, length))
         return found
 
-    return in_view(pack, into, out)(own)
+    # what each rank sends of codes is its own; only a format of one's own may say otherwise, of what it makes
+    known = {path: ranks_spec(stacked=layers) for path, layers in stacked.items()}
+    coded = all(isinstance(group.wire, Format) for _, members in buffers for group in members.values())
+    return in_view(pack, into, known if coded else out)(own)
 
 
 def quantize_together(
@@ -138,7 +144,11 @@ def quantize_together(
         bundles = [Bundle({name: shards[name] for name in members}, members) for members in buffers.values()]
         return tuple(_wires(bundles, [False] * len(bundles)))
 
-    return in_view(pack, into, ranks_spec())(shards)
+    def out(made: tuple[Wire, ...]) -> tuple[Any, ...]:
+        return tuple(wire.specs(groups) for wire in made)
+
+    coded = all(isinstance(group.wire, Format) for group in groups.values())
+    return in_view(pack, into, ranks_spec() if coded else out)(shards)
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
@@ -159,6 +169,11 @@ def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
     form = bundle.wire
     assert isinstance(form, OwnFormat)
     wire = form.wire(bundle.shards, bundle.groups)
+    if len(wire.members) != len(bundle.groups) or set(wire.members) != set(bundle.groups):
+        raise ValueError(
+            f"`wire` of the format {form.name} was given the weights {list(bundle.groups)}, and returned a wire with "
+            f"the members {list(wire.members)}. Pass it all of them: `members=tuple(shards)`."
+        )
     if any(x.ndim <= stacked for x in jax.tree.leaves(wire)):
         raise ValueError(
             f"`wire` of the format {form.name} returned an array without a dimension of its own. Give it one: "
@@ -196,7 +211,7 @@ def _joined(
     def join(path: ModulePath, start: int, mine: Shards) -> Stretch:
         layers, group = kinds[path]
         wire = Kernels(_join(group, mine), (_name(path, layers),), joined=True)
-        own = Stretch(wire, start, start + (1 if layers.stack is None else len(mine[0])))
+        own = Stretch(wire, (group,), start, start + (1 if layers.stack is None else len(mine[0])))
         found.setdefault(path, []).append(own)
         return own
 

@@ -48,7 +48,8 @@ def in_view(function: Callable[..., Tree], into: Callable[..., Any], out: Any = 
     Args:
         function: written for local view.
         into: returns the partitions of its arguments in global view, given these: a tuple, of pytree prefixes.
-        out: partitions of what it returns. `None`: values of every rank's own, see `by_rank`.
+        out: partitions of what it returns, or a function that returns them, given what it returns (abstract arrays).
+            `None`: values of every rank's own, see `by_rank`.
     """
     if current_view() != "global":
         return function
@@ -57,7 +58,8 @@ def in_view(function: Callable[..., Tree], into: Callable[..., Any], out: Any = 
     def in_global_view(*args: Tree) -> Tree:
         if out is None:
             return on_ranks(lambda *own: by_rank(function(*own)), into(*args), ranks)(*args)
-        return on_ranks(function, into(*args), out)(*args)
+        found = out(jax.eval_shape(on_ranks(function, into(*args), ranks), *args)) if callable(out) else out
+        return on_ranks(function, into(*args), found)(*args)
 
     return in_global_view
 

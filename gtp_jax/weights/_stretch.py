@@ -43,20 +43,27 @@ class Apart:
         return Apart(self.layers[layers])
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("start", "stop"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("groups", "start", "stop"))
 @dataclasses.dataclass(frozen=True)
 class Stretch:
     """A wire that is made once per step.
 
     Attributes:
         wire: what is gathered in place of shards.
+        groups: what is decided about its members, in order.
         start: the first of its layers in a stack; 0 of a module outside stacks.
         stop: the layer after the last; 1 of a module outside stacks.
     """
 
     wire: Wire
+    groups: tuple[WeightGroup, ...]
     start: int
     stop: int
+
+    def specs(self, *, stacked: bool) -> Stretch:
+        """Returns the partitions of its arrays in global view, as `Wire.specs` does."""
+        groups = dict(zip(self.wire.members, self.groups, strict=True))
+        return dataclasses.replace(self, wire=self.wire.specs(groups, stacked=stacked))
 
     def of(self, start: int, stop: int) -> Wire:
         """Returns the wire of layers `start` to `stop` (exclusive)."""

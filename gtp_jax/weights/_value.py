@@ -57,12 +57,8 @@ class Stored:
         Args:
             layout: the kernel's.
         """
-        (layers, group), *_ = self.groups
-        stacked = layers.stack is not None
-        prepared = tuple(
-            dataclasses.replace(one, wire=one.wire.specs({one.wire.members[0]: group}, stacked=stacked))
-            for one in self.prepared
-        )
+        (layers, _), *_ = self.groups
+        prepared = tuple(one.specs(stacked=layers.stack is not None) for one in self.prepared)
         shard: Any = stacked_spec(layout.spec, self.shard.ndim)
         return dataclasses.replace(self, shard=shard, prepared=prepared, keys=PartitionSpec())  # pyright: ignore[reportArgumentType]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
 from gtp_jax.nn import abstract_model, shards_of, structure_of
-from gtp_jax.weights import Kernels, Part, Prepared, Stretch, Wire, frozen_wires, prepare, resolve
+from gtp_jax.weights import Kernels, Part, Prepared, Stretch, Wire, frozen_wires, part_of, prepare, ranks_spec, resolve
 
-from .row_scaled import RowScaledRecipe
+from .row_scaled import LARGEST, Rows, RowScaled, RowScaledRecipe
 
 WIDTH, LAYERS = 64, 3
 # A format's largest error, as a share of the weight's largest element.
@@ -85,7 +86,7 @@ def wires_of(model: Stacked, name: str) -> tuple[dict, list[Stretch]]:
     stretches = [one for own in made.values() for one in own]
     left = set(found) - {member for one in stretches for member in one.wire.members}
     shards = shards_of(model)
-    stretches += [Stretch(Kernels(shards[found[one][0]], (one,)), 0, LAYERS) for one in sorted(left)]
+    stretches += [Stretch(Kernels(shards[found[one][0]], (one,)), (found[one][2],), 0, LAYERS) for one in sorted(left)]
     return {member: group for member, (_, _, group) in found.items()}, stretches
 
 
@@ -151,7 +152,14 @@ def test_in_global_view_the_partitions_of_a_wire_are_those_that_specs_tells(name
             specs = [wire.specs(groups, stacked=True) for wire in wires]
 
             def local(*wires):
-                return gathered(groups, [Stretch(wire, 1, 3) for wire in wires], 1)
+                return gathered(
+                    groups,
+                    [
+                        dataclasses.replace(one, wire=wire, start=1, stop=3)
+                        for one, wire in zip(stretches, wires, strict=True)
+                    ],
+                    1,
+                )
 
             both = jax.shard_map(local, in_specs=tuple(specs), out_specs=WHOLE, check_vma=False)
             return both(*wires)
@@ -173,7 +181,7 @@ def test_codes_of_frozen_weights_keep_the_protocol(key):
             owners = {path[2:]: o for path, o in gtp.nn.weight_owners(model).items() if o.frozen}
             (wire,) = frozen_wires(groups, {path: owner.stored() for path, owner in owners.items()})
             assert isinstance(wire, Wire) and wire.format == gtp.formats.NVFP4
-            return gathered(groups, [Stretch(wire, 0, LAYERS)], 1)
+            return gathered(groups, [Stretch(wire, tuple(groups[m] for m in wire.members), 0, LAYERS)], 1)
 
         found = in_local_view(local, frozen)
         expected = in_local_view(lambda model: gathered(*wires_of(model, "nvfp4"), 1), master)
@@ -197,7 +205,7 @@ def losses(model, mesh, key, **options):
 
     def run():
         state = gtp.TrainState.create(gtp.init(lambda rngs: model(rngs, layers=2), nnx.Rngs(0)), optimizer)
-        step = gtp.train_step(loss, optimizer, recipe=RowScaledRecipe(), **options)
+        step = gtp.train_step(loss, optimizer, **{"recipe": RowScaledRecipe(), **options})
         for _ in range(3):
             state, metrics = step(state, {"x": x})
             yield float(metrics["loss"])
@@ -214,6 +222,62 @@ def test_a_format_of_ones_own_trains_as_on_one_device(model, key):
     assert expected[-1] < expected[0]
     for mesh, options in [("gtp 4", {}), ("gtp 4", {"view": "local"}), ("dp 2 x gtp 2", {"microbatches": 2})]:
         np.testing.assert_allclose(losses(model, mesh, key, **options), expected, rtol=2e-6)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("members", "format"))
+@dataclasses.dataclass(frozen=True)
+class SameScales(Rows):
+    """All ranks have the same scales, and `specs` says so. It wants to know what is decided about every member."""
+
+    def specs(self, groups, *, stacked=False):
+        assert all(groups[name].wire == self.format for name in self.members)
+        count = len(self.members)
+        codes, scales = (ranks_spec(stacked=stacked),) * count, (PartitionSpec(),) * count
+        return dataclasses.replace(self, codes=codes, scales=scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneScale(RowScaled):
+    """E4M3, one scale a weight."""
+
+    name: str = "ONE_SCALE"
+
+    def wire(self, shards, groups):
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        codes, scales = [], []
+        for name, own in shards.items():
+            part = part_of(own, groups[name].layouts, jnp.float32)
+            amax = jnp.max(jnp.abs(part), axis=(-2, -1), keepdims=True)
+            scale = (jax.lax.pmax(amax, axes) if axes else amax) / LARGEST
+            codes.append(jax.lax.bitcast_convert_type((part / scale).astype(jnp.float8_e4m3fn), jnp.uint8))
+            scales.append(scale)
+        return SameScales(tuple(codes), tuple(scales), tuple(shards), self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneScaleRecipe(RowScaledRecipe):
+    @property
+    def wire(self):
+        return OneScale()
+
+
+@pytest.mark.parametrize("model", [Stacked, Listed])
+def test_partitions_of_ones_own_hold_for_what_is_made_and_for_what_is_gathered(model, key):
+    """Of a stack both weights of a layer are in one wire."""
+    recipe = OneScaleRecipe()
+    expected = losses(model, None, key, recipe=recipe)
+    for mesh, options in [("gtp 4", {}), ("gtp 2 x tp 2", {}), ("dp 2 x gtp 2", {"view": "local"})]:
+        np.testing.assert_allclose(losses(model, mesh, key, recipe=recipe, **options), expected, rtol=2e-6)
+
+
+def test_a_wire_of_ones_own_that_leaves_out_a_weight_is_refused(key, monkeypatch):
+    whole = RowScaled.wire
+    monkeypatch.setattr(
+        RowScaled, "wire", lambda *args: dataclasses.replace(rows := whole(*args), members=rows.members[:1])
+    )
+    message = r"`wire` of the format ROW_SCALED was given the weights .*'up'.* with the members .*`members=tuple"
+    with pytest.raises(ValueError, match=message):
+        losses(Stacked, "gtp 4", key)
 
 
 def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key):
