@@ -106,7 +106,7 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
     ranks = _ranks()
     block = _Block(config)
     for name, recipe in recipes.items():
-        form = recipe.wire_of(("blocks",))
+        form = recipe.of(("blocks",)).wire
         if form is None:
             sent = block.run(
                 lambda shards: {p: _bits(_cast(g, shards[p])) for p, g in block.groups.items()}, cut_out=True

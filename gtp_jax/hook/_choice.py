@@ -11,7 +11,8 @@ from typing import Any
 
 from flax import nnx
 
-ModulePath = tuple[Any, ...]
+from ..weights import ModulePath
+
 # A pattern of paths, a class, a tuple of these, or a function of a path and a module.
 Blocks = str | type | tuple[str | type, ...] | Callable[[str, nnx.Module], bool]
 

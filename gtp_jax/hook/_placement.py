@@ -36,7 +36,7 @@ class Placement:
     @property
     def gathered(self) -> bool:
         """Whether the weight must be gathered to be used."""
-        return _entries(self.stored, 0) != _entries(self.used, 0)
+        return _entries(self.stored) != _entries(self.used)
 
     def used_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the axes that divide dimension `dim` of the gathered array too."""
@@ -164,8 +164,8 @@ def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    entries = [_axes(spec, dim) for dim in range(max(ndim, len(spec)))]
+def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    entries = [_axes(spec, dim) for dim in range(len(spec))]
     while entries and not entries[-1]:
         entries.pop()
     return entries

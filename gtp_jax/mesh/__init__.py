@@ -1,7 +1,6 @@
 """Mesh axes, their roles, and the capabilities of the devices."""
 
 from ._axes import AXES as AXES
-from ._axes import AXES_WITH_EP as AXES_WITH_EP
 from ._axes import DP as DP
 from ._axes import EP as EP
 from ._axes import GTP as GTP

@@ -16,9 +16,6 @@ DP, GTP, EP, TP = "dp", "gtp", "ep", "tp"
 # Outermost first. tp is innermost, so that its ranks are neighbors.
 AXES = (DP, GTP, TP)
 
-# The axes of a mesh with expert parallelism.
-AXES_WITH_EP = (DP, GTP, EP, TP)
-
 View = Literal["plain", "global", "local"]
 
 

@@ -33,7 +33,6 @@ from ._model_def import split_model as split_model
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._quantized import keys_of as keys_of
-from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
 from ._stack import Stack as Stack

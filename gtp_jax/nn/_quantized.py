@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 from jax import lax
 
-from ..recipes import Recipe, current_recipe
+from ..recipes import current_recipe
 from ..weights import (
     CallKeys,
     Groups,
@@ -23,20 +23,9 @@ from ..weights import (
     check_ends,
     key_for,
     quantize,
-    resolve,
 )
 from ._layer import value_of
-from ._weight import structure_of, weight_owners, with_weights
-
-
-def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int | Literal["all"] = 0) -> Prepared:
-    """Quantizes the weights of a model in local view, as the recipe says; see `gtp_jax.weights.quantize`.
-
-    Raises:
-        ValueError: if the recipe speaks of modules or layers that the model does not have; if codes are to be gathered
-            ahead and no layer of a stack has any.
-    """
-    return quantize(resolve(structure_of(model), recipe), shards_of(model), pregathered_layers)
+from ._weight import weight_owners, with_weights
 
 
 def shards_of(model: nnx.Module) -> dict[ModulePath, Shards]:

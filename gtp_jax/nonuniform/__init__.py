@@ -25,7 +25,6 @@ from ._replica_dtypes import ReplicaDtypes as ReplicaDtypes
 from ._replica_dtypes import replica_dtypes_of as replica_dtypes_of
 from ._replicas import Replicas as Replicas
 from ._step import NonuniformStep as NonuniformStep
-from ._transfer import Parts as Parts
 from ._transfer import Transfer as Transfer
 from ._transferred import Transferred as Transferred
 from ._transferred import transferred as transferred

@@ -7,7 +7,6 @@ from ._amax import power_of_two_amax as power_of_two_amax
 from ._as_one import as_one as as_one
 from ._attention import attention as attention
 from ._attention import check_choices as check_choices
-from ._attention import check_mask as check_mask
 from ._attention import cudnn_lacks as cudnn_lacks
 from ._checks import MOST as MOST
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
@@ -58,7 +57,6 @@ from ._segments import positions_of as positions_of
 from ._slot import SECOND_DERIVATIVE as SECOND_DERIVATIVE
 from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight
-from ._slot import refuse_second_derivative as refuse_second_derivative
 from ._slot import slotted as slotted
 from ._slot import values_and_slot as values_and_slot
 from ._weighted_glu import weighted_glu as weighted_glu

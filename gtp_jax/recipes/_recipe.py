@@ -140,18 +140,6 @@ class Recipe:
         words = tuple(map(str, path))
         return next((recipe for pattern, recipe in self.rules if matches(pattern, words)), self)
 
-    def wire_of(self, path: Iterable[Any]) -> WireFormat | None:
-        """Returns the format of the weights of the module at `path`."""
-        return self.of(path).wire
-
-    def operands_of(self, path: Iterable[Any]) -> Operands | None:
-        """Returns the formats of the operands of the matmuls of the module at `path`."""
-        return self.of(path).operands
-
-    def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
-        """Returns the format or dtype in which the weight gradients of the module at `path` are exchanged."""
-        return self.of(path).reduction
-
 
 def matches(pattern: str, words: tuple[str, ...]) -> bool:
     """Returns whether a path contains the pattern's names consecutively; see `Recipe`."""

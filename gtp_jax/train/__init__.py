@@ -17,7 +17,6 @@ from ._nccl import COLLECTIVE_KERNELS as COLLECTIVE_KERNELS
 from ._nccl import OLDEST_NCCL as OLDEST_NCCL
 from ._nccl import Nccl as Nccl
 from ._nccl import all_reduce_with_nccl as all_reduce_with_nccl
-from ._nccl import decides_collective_kernels as decides_collective_kernels
 from ._nccl import find_nccl as find_nccl
 from ._nccl import flags_in_environment as flags_in_environment
 from ._nccl import nccl_is_too_old as nccl_is_too_old

@@ -77,7 +77,7 @@ def check(
         state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
         model = init(factory, nnx.merge(streams, state))
         state = TrainState.create(model, optax.identity())
-        request = Request(loss, view, has_aux, microbatches, recipe, 0, 0)
+        request = Request(loss, view, has_aux, microbatches, recipe)
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:
             found = gradients(request, state, batch)

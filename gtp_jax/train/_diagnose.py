@@ -95,7 +95,7 @@ def diagnose(
     rows = _rows_of(batch)
     if rows % ranks:
         raise ValueError(f"`batch` has {rows} rows; {' * '.join(roles.batch)} = {ranks} ranks do not divide them.")
-    request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, seed)
+    request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), seed=seed)
     probes = Probes(state)
 
     def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:

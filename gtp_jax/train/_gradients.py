@@ -40,8 +40,8 @@ class Request(NamedTuple):
     has_aux: bool
     microbatches: int
     recipe: Recipe | None
-    pregathered_layers: int | Literal["all"]
-    seed: int
+    pregathered_layers: int | Literal["all"] = 0
+    seed: int = 0
     reduce_over_dp: ReduceOverDp = "each"
     replica: int = 0
     rounded: frozenset[ModulePath] = frozenset()

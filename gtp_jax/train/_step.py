@@ -161,7 +161,7 @@ def eval_step(
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         _check_state(state)
-        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, 0), state, batch)
+        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), state, batch)
         return _metrics(computed, state, view, has_aux)
 
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731

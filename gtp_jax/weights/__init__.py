@@ -45,13 +45,10 @@ from ._frozen import frozen_wires as frozen_wires
 from ._frozen import quantize_frozen as quantize_frozen
 from ._frozen import refuse_gradient as refuse_gradient
 from ._fused import Shards as Shards
-from ._fused import as_shards as as_shards
 from ._fused import bytes_of as bytes_of
 from ._fused import fuse as fuse
-from ._fused import gather_weight as gather_weight
 from ._fused import in_order as in_order
 from ._fused import part_of as part_of
-from ._fused import reduce_gradient as reduce_gradient
 from ._fused import split_features as split_features
 from ._fused import use_rows as use_rows
 from ._gather import gathered as gathered
@@ -64,11 +61,8 @@ from ._group import ModulePath as ModulePath
 from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
-from ._packed import gather_packed as gather_packed
 from ._plan import cuts_blocks as cuts_blocks
 from ._plan import fits_blocks as fits_blocks
-from ._plan import plan_of as plan_of
-from ._plan import wire_bytes as wire_bytes
 from ._prepare import Prepared as Prepared
 from ._prepare import bytes_on_wire as bytes_on_wire
 from ._prepare import prepare as prepare
@@ -76,9 +70,7 @@ from ._prepare import quantize as quantize
 from ._prepare import quantize_together as quantize_together
 from ._quantize import Bundle as Bundle
 from ._quantize import pack_all as pack_all
-from ._ranks import by_rank as by_rank
 from ._ranks import in_view as in_view
-from ._ranks import of_rank as of_rank
 from ._ranks import on_ranks as on_ranks
 from ._ranks import ranks_spec as ranks_spec
 from ._reduce import in_param_dtypes as in_param_dtypes

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import quantize_weights
+from gtp_jax.nn import shards_of, structure_of
+from gtp_jax.weights import quantize, resolve
 
 from .meshes import SIZES, Place
 
@@ -62,8 +63,9 @@ class Run:
         mesh = self.place.mesh()
 
         def local(params):
-            groups = quantize_weights(state.model_def.model(params), self.recipe).values()
-            packed = [one.wire for group in groups for one in group]
+            model = state.model_def.model(params)
+            made = quantize(resolve(structure_of(model), self.recipe), shards_of(model)).values()
+            packed = [one.wire for stretches in made for one in stretches]
             return jax.tree.map(lambda x: x[None], ([p.buffer for p in packed], [p.amax for p in packed]))
 
         with jax.set_mesh(mesh):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax.layout import BLOCK, Division, Layout, layouts_of_kernels
 from gtp_jax.mesh import axes_of
-from gtp_jax.weights import as_shards, gather_weight, reduce_gradient
+from gtp_jax.weights._fused import as_shards, gather_weight, reduce_gradient
 
 COLUMN, ROW, WHOLE = 1, 0, None  # which dimension of (in, out) tp divides
 

@@ -96,7 +96,7 @@ def of_dequantized_values(recipe):
             kernels = module.kernel.values() if path[-1] in ("projection", "up") else [module.kernel]
             for kernel in kernels:
                 kernel[...] = values_of(np.asarray(kernel[...]), recipe.wire)
-    if recipe.wire is not None and recipe.wire_of(("embed",)) is not None:
+    if recipe.wire is not None and recipe.of(("embed",)).wire is not None:
         model.embed.table[...] = matrix(np.asarray(model.embed.table[...]), recipe.wire, np.float64)
     graph, params, rest = nnx.split(model, nnx.Any(*TRAINED), ...)
 

@@ -18,7 +18,8 @@ from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import GRAD_WIRES
-from gtp_jax.weights import as_shards, exchange_gradients, reduce_gradient
+from gtp_jax.weights import exchange_gradients
+from gtp_jax.weights._fused import as_shards, reduce_gradient
 
 from ..chain.programs import lowered_step
 from .test_moe_recipes import SIZES as MOE_SIZES

@@ -12,7 +12,10 @@ from selection import diagonal
 import gtp_jax as gtp
 from gtp_jax import formats, hlo, native
 from gtp_jax.layout import Division, Layout, Split, layouts_of_kernels
-from gtp_jax.weights import Bundle, WeightGroup, gather_packed, gather_weight, pack_all, plan_of, reduction_of
+from gtp_jax.weights import Bundle, WeightGroup, pack_all, reduction_of
+from gtp_jax.weights._fused import gather_weight
+from gtp_jax.weights._packed import gather_packed
+from gtp_jax.weights._plan import plan_of
 
 from ..ops.bits import assert_same_bits
 

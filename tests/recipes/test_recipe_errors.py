@@ -10,8 +10,9 @@ from flax import linen, nnx
 import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import abstract_model, quantize_weights
+from gtp_jax.nn import abstract_model, shards_of, structure_of
 from gtp_jax.runner.cli import main
+from gtp_jax.weights import quantize, resolve
 
 CONFIG = LlamaConfig(
     vocab_size=640, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
@@ -141,7 +142,7 @@ def test_the_first_rule_that_matches_counts():
     recipe = gtp.NVFP4(matmuls=True, exclude=("head", "mlp"), override={"mlp.d*": down, "down": gtp.FP8()})
     path = ("blocks", "layers", "mlp")
     assert recipe.of((*path, "down")) == down
-    assert recipe.wire_of((*path, "up")) is None and recipe.operands_of((*path, "up")) is None
+    assert recipe.of((*path, "up")) == gtp.BF16()
     assert recipe.of(("blocks", "layers", "attention", "out")) == recipe
     assert recipe.of(("attention", "d")) == recipe  # names follow one another
     assert recipe.describe()["override"]["mlp.d*"]["name"] == "MXFP8"
@@ -156,7 +157,8 @@ def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
     for name in names:
         chosen = pattern.format(name.removeprefix("blocks.layers.") if "*" in pattern else name)
         recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
-        packed = jax.eval_shape(lambda s, how=recipe: quantize_weights(nnx.merge(graph, s), how), state)
+        groups = resolve(structure_of(model), recipe)
+        packed = jax.eval_shape(lambda s, groups=groups: quantize(groups, shards_of(nnx.merge(graph, s))), state)
         found = {
             ".".join(map(str, ("blocks", "layers", *member) if path[0] == "blocks" else path)): one.wire.format.name
             for path, stretches in packed.items()

@@ -6,7 +6,6 @@ from ._faults import Faults as Faults
 from ._knobs import add_flags as add_flags
 from ._knobs import as_tuple as as_tuple
 from ._knobs import check_knobs as check_knobs
-from ._knobs import count_or as count_or
 from ._knobs import flag_of as flag_of
 from ._knobs import from_settings as from_settings
 from ._knobs import given as given
