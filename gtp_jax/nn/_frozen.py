@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ..formats import Format, QuantizedArray
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
@@ -21,9 +19,7 @@ from ..weights import (
     Shards,
     Structure,
     WeightGroup,
-    codes_specs,
     cuts_blocks,
-    on_ranks,
     quantize_frozen,
     resolve,
 )
@@ -206,30 +202,10 @@ def _kept(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tupl
 
     def run(masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
         pairs = list(zip(groups, masters, strict=True))
-        own = [mine for group, mine in pairs if group.wire is not None]
-        quantize = functools.partial(quantize_frozen, coded)
-        if coded and current_view() == "global":
-            quantize = on_ranks(quantize, ([_specs(*pair) for pair in zip(coded, own, strict=True)],), _out(coded, own))
-        codes = iter(quantize(own))
+        codes = iter(quantize_frozen(coded, [mine for group, mine in pairs if group.wire is not None]))
         return [_cast(group, mine) if group.wire is None else next(codes) for group, mine in pairs]
 
     return jax.jit(run)(masters)
-
-
-def _specs(group: WeightGroup, masters: Shards) -> tuple[PartitionSpec, ...]:
-    return tuple(stacked_spec(one.spec, x.ndim) for one, x in zip(group.layouts, masters, strict=True))
-
-
-def _out(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[Any]:
-    """Returns the partitions of codes."""
-    return [
-        tuple(
-            codes_specs(one.of_shards, form, x.ndim - len(one.shape))
-            for one, x in zip(group.layouts, mine, strict=True)
-        )
-        for group, mine in zip(groups, masters, strict=True)
-        if (form := _format(group)) is not None
-    ]
 
 
 def _format(group: WeightGroup) -> Format | None:

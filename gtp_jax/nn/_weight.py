@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,10 +35,10 @@ from ..weights import (
     Structure,
     WeightGroup,
     Wire,
-    frozen_wire,
+    frozen_wires,
     gathered,
     of_layers,
-    quantize,
+    quantize_together,
     reduction_of,
     use_rows,
 )
@@ -217,6 +216,11 @@ class Weight(abc.ABC):
         return tuple(layout.shape for layout in self.layouts)
 
     @property
+    def array(self) -> ArrayLayout | None:
+        """The layout of an array of any shape; `None` of kernels, which are matrices."""
+        return None
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         """The kernels' layouts."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
@@ -242,27 +246,27 @@ class Weight(abc.ABC):
     @property
     def built_group(self) -> WeightGroup:
         """Returns what is decided about its kernels without a recipe in scope."""
-        group = WeightGroup(
+        kept = self.frozen
+        trained = self.weights() if kept is None else ()
+        return WeightGroup(
             layouts=self.layouts,
-            param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.shards()),
+            param_dtypes=tuple(np.dtype(w.get_raw_value().dtype) for w in trained),
             dtype=self.dtype,
             grad_reduce=self.grad_reduce,
             codes_multiply=self.codes_multiply,
+            array=self.array,
+            **({} if kept is None else {"frozen": True, **kept._asdict()}),
         )
-        return self._as_frozen(group)
-
-    def _as_frozen(self, group: WeightGroup) -> WeightGroup:
-        kept = self.frozen
-        return group if kept is None else dataclasses.replace(group, frozen=True, **kept._asdict())
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
         """Returns what is decided about its kernels, by layers of the stack of this length that it is in, if any."""
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
             return value.groups
-        if recipe is None or self.frozen:
-            return ((Layers(0, length or 1), self.built_group),)
-        return of_layers(self.built_group, self._path_for(recipe), recipe, length, None if length is None else ())
+        built = self.built_group
+        if recipe is None or not built.follows_recipes:
+            return ((Layers(0, length or 1), built),)
+        return of_layers(built, self._path_for(recipe), recipe, length, None if length is None else ())
 
     def _path_for(self, recipe: Recipe) -> ModulePath:
         path = self.weights()[0].get_metadata().get("path")
@@ -311,13 +315,14 @@ class Weight(abc.ABC):
         """Returns what this rank sends in a gather of a module outside stacks, quantized here if a recipe is in scope;
         `None` if it sends its shards."""
         if self.frozen:
-            return frozen_wire(self.group, self.stored())
+            (wire,) = frozen_wires({(): self.group}, {(): self.stored()})
+            return wire
         if self.prepared:
             return self.prepared[0].wire
         if self.group.wire is None:
             return None
-        (own,) = quantize({((), Layers(0, 1)): self.group}, {(): lax.stop_gradient(self.shards())})[()]
-        return own.wire
+        (wire,) = quantize_together({(): self.group}, {(): lax.stop_gradient(self.shards())})
+        return wire
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """Returns `x @ weight.T`, as a recipe has it."""
@@ -393,7 +398,6 @@ class ArrayWeight(Weight):
     def __init__(self, variable: nnx.Variable) -> None:
         metadata = variable.get_metadata()
         self.variable = variable
-        self.array: ArrayLayout = metadata["array"]
         self.dtype = metadata["gathered_dtype"]
         # no product of gtp_jax's own takes the gradient: it has the dtype of the array
         self.grad_reduce = reduction_of(metadata["grad_reduce"], self.dtype)._replace(slot=self.dtype)
@@ -406,22 +410,12 @@ class ArrayWeight(Weight):
         return type(self.variable).__name__
 
     @property
+    def array(self) -> ArrayLayout:
+        return self.variable.get_metadata()["array"]
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.array.shape,)
 
     def stored(self) -> tuple[Any, ...]:
         return (self.array.to_matrix(self.value),)
-
-    @property
-    def built_group(self) -> WeightGroup:
-        group = WeightGroup(
-            layouts=self.layouts,
-            param_dtypes=(np.dtype(self.value.dtype),),
-            dtype=self.dtype,
-            grad_reduce=self.grad_reduce,
-            array=self.array,
-        )
-        return self._as_frozen(group)
-
-    def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
-        return ((Layers(0, length or 1), self.built_group),)

@@ -40,7 +40,6 @@ from ._codes import StoredCodes as StoredCodes
 from ._codes import codes_specs as codes_specs
 from ._exchange import exchange_gradients as exchange_gradients
 from ._frozen import FrozenAs as FrozenAs
-from ._frozen import frozen_wire as frozen_wire
 from ._frozen import frozen_wires as frozen_wires
 from ._frozen import quantize_frozen as quantize_frozen
 from ._frozen import refuse_gradient as refuse_gradient

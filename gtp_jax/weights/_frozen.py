@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 
 from ..formats import Format, Operands, QuantizedArray
-from ._codes import StoredCodes, codes_of
+from ._codes import StoredCodes, codes_of, codes_specs
 from ._fused import Shards
 from ._group import ModulePath, WeightGroup
+from ._optimizer_axes import stored_specs
 from ._prepare import buffer_of
 from ._quantize import Bundle, pack_all
+from ._ranks import in_view
 from ._wire import Kernels, Wire
 
 # What ranks store of the kernels of each module, by its path: codes, or arrays in the dtype in which they travel.
@@ -27,26 +29,39 @@ class FrozenAs(NamedTuple):
 
 
 def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
-    """Returns what ranks store of weights from now on, each with a format, in place of masters. Called in local view.
+    """Returns what ranks store of weights from now on, each with a format, in place of masters; in the view in scope.
 
     Args:
         groups: of the weights, as `resolve` returns them.
-        masters: this rank's shards, or what it stores of them, with the leading dimension of a stack or without.
+        masters: this rank's shards, or what it stores of them, with the leading dimension of a stack or without; in
+            global view whole arrays.
     """
-    bundles = [Bundle({(): shards}, {(): group}) for group, shards in zip(groups, masters, strict=True)]
-    packed = pack_all(bundles) if bundles else []
-    return [codes_of(own, [one.of_shards for one in group.layouts]) for own, group in zip(packed, groups, strict=True)]
+    if not groups:
+        return []
+    layouts = [[one.of_shards for one in group.layouts] for group in groups]
+
+    def pack(masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
+        packed = pack_all([Bundle({(): own}, {(): group}) for group, own in zip(groups, masters, strict=True)])
+        return [codes_of(*one) for one in zip(packed, layouts, strict=True)]
+
+    def into(masters: Sequence[Shards]) -> tuple[Any]:
+        return ([stored_specs(group.layouts, own) for group, own in zip(groups, masters, strict=True)],)
+
+    out = [
+        tuple(codes_specs(one, _format(group), x.ndim - len(one.shape)) for one, x in zip(kernels, own, strict=True))
+        for group, kernels, own in zip(groups, layouts, masters, strict=True)
+    ]
+    return in_view(pack, into, out)(masters)
 
 
-def frozen_wire(group: WeightGroup, kept: tuple[Any, ...]) -> Wire:
-    """Returns what a rank sends of a frozen weight that travels alone."""
-    kept = refuse_gradient(kept)
-    return Kernels(kept) if group.wire is None else StoredCodes((kept,), ((),))
+def _format(group: WeightGroup) -> Format:
+    assert isinstance(group.wire, Format)
+    return group.wire
 
 
 def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
-    """Returns what a rank sends of the frozen weights of a stack: codes that travel in one buffer together, and
-    arrays."""
+    """Returns what a rank sends of frozen weights, those of a stack or of one module: codes that travel in one buffer
+    together, and arrays."""
     together: dict[ModulePath, list[ModulePath]] = {}
     for path, group in groups.items():
         if group.wire is not None:
