@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from gtp_jax import hlo
 from gtp_jax.mesh import AXES, GTP, TP, degree, platform
 from gtp_jax.models import ModelConfig, family_of
-from gtp_jax.nn import init, shards_of, split_model, structure_of
+from gtp_jax.nn import groups_of, init, shards_of, split_model
 from gtp_jax.recipes import GRAD_WIRES, Recipe
 from gtp_jax.train import compile_options
 from gtp_jax.weights import Bundle, Kernels, Packed, Shards, WeightGroup, pack_all, scatter
@@ -167,7 +167,7 @@ class _Block:
 
     def __init__(self, config: ModelConfig) -> None:
         model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
-        self.groups = structure_of(model).weights
+        self.groups = {path: group for (path, _), group in groups_of(model, None).items()}
         self.model_def, self.params, _, _ = split_model(model)
 
     def run(

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from gtp_jax.collectives import gather_linear, gather_sequence, linear_scatter, reduce_scatter_sequence, split_parts
 from gtp_jax.mesh import TP, degree, platform
 from gtp_jax.models import ModelConfig, family_of
-from gtp_jax.nn import abstract_model, structure_of
+from gtp_jax.nn import abstract_model, groups_of
 from gtp_jax.ops import linear
 from gtp_jax.train import compile_options
 
@@ -96,7 +96,7 @@ def measure_sequence(config: ModelConfig, *, part: int, shares: int) -> Iterator
     """
     ranks = _ranks()
     model = abstract_model(lambda rngs: family_of(config).block(config, rngs=rngs))
-    for path, group in structure_of(model).weights.items():
+    for (path, _), group in groups_of(model, None).items():
         layout = group.layouts[0]
         if layout.split_dim not in (0, 1) or len(layout.shape) != 2:
             continue

@@ -9,9 +9,9 @@ from flax import nnx
 
 from ..formats import Format
 from ..mesh import degree
-from ..nn import StackedLayers, structure_of
+from ..nn import StackedLayers, groups_of
 from ..recipes import Recipe
-from ..weights import Groups, Layers, ModulePath, resolve
+from ..weights import Groups, Layers, ModulePath
 from ._exchange import places_of_round, worst_case
 from ._moe import MoE
 from ._traffic import Traffic, token_bytes, traffic_of_layer
@@ -66,7 +66,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
         recipe: the recipe of the step; if experts multiply in FP8 or MXFP8, tokens travel as codes.
         tokens: the number of tokens per microbatch of one rank of the axes that shard the batch.
     """
-    groups = resolve(structure_of(model), recipe)
+    groups = groups_of(model, recipe)
     # a module outside of any stack is differentiated without remat
     stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
     found = []

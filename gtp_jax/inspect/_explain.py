@@ -15,10 +15,10 @@ from ..formats import Format, Operands
 from ..hlo import columns, quantity
 from ..hook import UnitCall, UnitFact, WeightFact, calls_of, placement_of, recipe_of_step, unit_facts, weight_facts
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
-from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_owners
+from ..nn import AttentionCore, Dense, Weight, groups_of, layout_of, weight_owners
 from ..ops import multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
-from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, resolve, use_rows
+from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
@@ -210,7 +210,7 @@ def explain(
         )
     recipe = BF16() if recipe is None else recipe
     owners = weight_owners(model)
-    groups = resolve(structure_of(model), recipe)
+    groups = groups_of(model, recipe)
     if path is not None:
         return lives_of(path, owners, groups)
     facts = tuple(_fact(at, owners[at], group, layers) for (at, layers), group in groups.items())

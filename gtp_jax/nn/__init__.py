@@ -45,12 +45,12 @@ from ._weight import StackedLayers as StackedLayers
 from ._weight import Weight as Weight
 from ._weight import WeightOwner as WeightOwner
 from ._weight import apply_gathered as apply_gathered
+from ._weight import groups_of as groups_of
 from ._weight import layer_counts as layer_counts
 from ._weight import make_vector as make_vector
 from ._weight import make_weight as make_weight
 from ._weight import make_whole as make_whole
 from ._weight import stacks_of as stacks_of
-from ._weight import structure_of as structure_of
 from ._weight import weight_owners as weight_owners
 
 # see [Note: names above]

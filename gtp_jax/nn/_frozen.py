@@ -15,17 +15,16 @@ from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..weights import (
     FrozenAs,
+    Groups,
     ModulePath,
     Shards,
-    Structure,
     WeightGroup,
     cuts_blocks,
     quantize_frozen,
-    resolve,
 )
 from ._array import GatheredOnUse
 from ._layer import partition_of
-from ._weight import Weight, kernel_places, structure_of, weight_owners
+from ._weight import Weight, groups_of, kernel_places, weight_owners
 
 
 class Frozen(GatheredOnUse):
@@ -105,7 +104,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
     places = {path: own for path, own in kernel_places(graph, leaves, tree).items() if _all_frozen(path, own, frozen)}
     owners = weight_owners(model)
-    groups = _groups(structure_of(model), {path: owners[path] for path in places}, recipe)
+    groups = _groups(groups_of(model, recipe), {path: owners[path] for path in places})
     kept = _kept([groups[path] for path in places], [_masters(owners[path]) for path in places])
     put: dict[int, nnx.Variable] = {}
     for (path, own), values in zip(places.items(), kept, strict=True):
@@ -158,12 +157,10 @@ def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]
     return all(own)
 
 
-def _groups(
-    structure: Structure, owners: Mapping[ModulePath, Weight], recipe: Recipe | None
-) -> dict[ModulePath, WeightGroup]:
+def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModulePath, WeightGroup]:
     """Returns what is decided about each weight that is frozen, by path."""
     found: dict[ModulePath, WeightGroup] = {}
-    for (path, _), group in resolve(structure, recipe).items():
+    for (path, _), group in groups.items():
         name = ".".join(map(str, path))
         if path not in owners:
             continue

@@ -86,7 +86,9 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     else:
         check_ends({"one": length}, recipe)
     groups = {
-        (path, at._replace(stack=())): group for path, owner in owners.items() for at, group in owner.groups(length)
+        (path, Layers(at.start, at.stop, ())): group
+        for path, owner in owners.items()
+        for at, group in owner.groups(length)
     }
     keys = {path: owner.keys for path, owner in owners.items() if owner.keys is not None}
     return with_groups(layers, groups, quantize(groups, lax.stop_gradient(shards_of(layers))), keys)

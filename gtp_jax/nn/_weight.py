@@ -25,6 +25,7 @@ from ..weights import (
     FrozenAs,
     Gathered,
     GradReduce,
+    Groups,
     Holds,
     Layers,
     ModulePath,
@@ -40,6 +41,7 @@ from ..weights import (
     of_layers,
     quantize_together,
     reduction_of,
+    resolve,
     use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
@@ -98,16 +100,16 @@ def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
     return found
 
 
-def structure_of(model: nnx.Module) -> Structure:
-    """Returns what recipes need to know of a model."""
+def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
+    """Returns what a recipe decides about the weights of a model; see `gtp_jax.weights.resolve`."""
     stacks = stacks_of(model)
-    return Structure(
+    structure = Structure(
         type(model).__name__,
         {path: owner.built_group for path, owner in weight_owners(model).items()},
-        {path: m.length for path, m in stacks.items()},
-        frozenset(path for path, m in stacks.items() if m.schedule.unroll == "full"),
+        tuple(Layers(0, m.length, path, m.schedule.unroll == "full") for path, m in stacks.items()),
         weight_paths(model),
     )
+    return resolve(structure, recipe)
 
 
 def name_weights(model: nnx.Module) -> None:
@@ -264,9 +266,10 @@ class Weight(abc.ABC):
         if isinstance(value, Stored):
             return value.groups
         built = self.built_group
+        layers = Layers(0, 1) if length is None else Layers(0, length, ())
         if recipe is None or not built.follows_recipes:
-            return ((Layers(0, length or 1), built),)
-        return of_layers(built, self._path_for(recipe), recipe, length, None if length is None else ())
+            return ((layers, built),)
+        return of_layers(built, self._path_for(recipe), recipe, layers)
 
     def _path_for(self, recipe: Recipe) -> ModulePath:
         path = self.weights()[0].get_metadata().get("path")

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..nn import ModelDef, structure_of, weight_owners
+from ..nn import ModelDef, groups_of, weight_owners
 from ..recipes import Recipe
 from ..train import ReduceOverDp
-from ..weights import ModulePath, WeightGroup, resolve
+from ..weights import ModulePath, WeightGroup
 
 Tree = Any
 
@@ -52,7 +52,7 @@ def replica_dtypes_of(
     """
     leaves, tree = jax.tree.flatten(params)
     decided: dict[ModulePath, list[WeightGroup]] = defaultdict(list)
-    for (path, _), group in resolve(structure_of(core.model(params)), recipe).items():
+    for (path, _), group in groups_of(core.model(params), recipe).items():
         decided[path].append(group)
     numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))))
     weights, gradients = ([np.dtype(leaf.dtype) for leaf in leaves] for _ in range(2))

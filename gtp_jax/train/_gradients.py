@@ -15,9 +15,9 @@ from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
 from ..hook import recipe_of_step
 from ..mesh import Roles, degrees, use_roles, with_paths
-from ..nn import keys_of, shards_of, structure_of, with_groups
+from ..nn import groups_of, keys_of, shards_of, with_groups
 from ..recipes import Recipe
-from ..weights import ModulePath, forget_after, prepare, resolve
+from ..weights import ModulePath, forget_after, prepare
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
 from ._microbatches import as_stored, over_microbatches
 from ._rounding import rounding_key
@@ -239,12 +239,11 @@ def _model_of(
     params = state.params if params is None else params
     frozen = state.frozen if frozen is None else frozen
     model = model_def.model(params, state.model_state, frozen)
-    structure = structure_of(model)
-    groups = resolve(structure, request.recipe)
+    groups = groups_of(model, request.recipe)
     if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
         return lambda params, model_state, key=None: model_def.model(params, model_state, frozen, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
-    prepared = prepare(groups, stored, request.pregathered_layers, structure.written_out, request.rounded)
+    prepared = prepare(groups, stored, request.pregathered_layers, request.rounded)
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:

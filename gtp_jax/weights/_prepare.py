@@ -33,7 +33,6 @@ def prepare(
     groups: Groups,
     stored: Mapping[ModulePath, Shards],
     pregathered_layers: int | Literal["all"] = 0,
-    written_out: Collection[ModulePath] = (),
     rounded: Collection[ModulePath] = (),
 ) -> Prepared:
     """Returns what a step gathers in place of shards, in the view in scope: codes of weights that travel in a format,
@@ -43,36 +42,30 @@ def prepare(
         groups: as `resolve` returns them.
         stored: what this rank stores, by path of the module; in global view whole arrays.
         pregathered_layers: as in `quantize`.
-        written_out: stacks without loops, by path of their layers.
         rounded: modules whose arrays have the dtype in which they travel, but for a conversion: taken as they are,
             although no axes divide them further.
     """
-    # what has been rounded is here already: there is nothing to hide under compute
-    joined = _joined(groups, stored, () if rounded else written_out, rounded)
-    quantized = quantize(groups, stored, pregathered_layers, written_out)
+    joined = _joined(groups, stored, rounded)
+    quantized = quantize(groups, stored, pregathered_layers)
     return {path: (*joined.get(path, ()), *quantized.get(path, ())) for path in {**joined, **quantized}}
 
 
 def quantize(
-    groups: Groups,
-    shards: Mapping[ModulePath, Shards],
-    pregathered_layers: int | Literal["all"] = 0,
-    written_out: Collection[ModulePath] = (),
+    groups: Groups, shards: Mapping[ModulePath, Shards], pregathered_layers: int | Literal["all"] = 0
 ) -> Prepared:
     """Quantizes shards, in the view in scope: one amax kernel and one reduction of one vector for all, one call for
     each buffer.
 
     Weights of a stack's layer of one format, dtype and axes share a buffer, except those whose codes are multiplied as
-    they lie; every other module has its own. Of a stack all layers are quantized, also those that stay in high
-    precision: to leave them out would copy the others' masters.
+    they lie; every other module has its own. Of a stack that is written out each layer's codes lie apart, unless some
+    are gathered here. Of any stack all layers are quantized, also those that stay in high precision: to leave them out
+    would copy the others' masters.
 
     Args:
         groups: as `resolve` returns them.
         shards: this rank's, or what it stores of them, by path of the module; in global view whole arrays.
         pregathered_layers: of each stack so many layers, from the first that is quantized, are gathered here, so that
             no pass need gather them.
-        written_out: stacks without loops, by path of their layers: each layer's codes lie apart, unless some are
-            gathered here.
 
     Raises:
         ValueError: if codes are to be gathered ahead and no layer of a stack has any, or fewer.
@@ -98,7 +91,7 @@ def quantize(
             Bundle(
                 {_name(path, layers): shards[path] for path in members},
                 {_name(path, layers): group for path, group in members.items()},
-                apart=not pregathered_layers and layers.stack in written_out,
+                apart=not pregathered_layers and layers.written_out,
             )
             for layers, members in buffers
         ]
@@ -187,12 +180,7 @@ def _name(path: ModulePath, layers: Layers) -> ModulePath:
     return () if layers.stack is None else path[len(layers.stack) :]
 
 
-def _joined(
-    groups: Groups,
-    stored: Mapping[ModulePath, Shards],
-    written_out: Collection[ModulePath],
-    rounded: Collection[ModulePath],
-) -> Prepared:
+def _joined(groups: Groups, stored: Mapping[ModulePath, Shards], rounded: Collection[ModulePath]) -> Prepared:
     """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
 
     Of weights that travel in a format `quantize` gathers the codes. Weights that ranks store as whole shards are left
@@ -222,7 +210,7 @@ def _joined(
         start, stop = 0, None
         if path in coded:  # only the layers at its ends are in high precision
             start, stop = layers.start, layers.stop
-        elif not coded and layers.stack in written_out:
+        elif not coded and layers.written_out and not rounded:  # what has been rounded is here already
             stop = _FIRST
             for next_start in range(_FIRST, len(mine[0]), _NEXT):
                 later.setdefault(next_start, {})[path] = tuple(x[next_start : next_start + _NEXT] for x in mine)

@@ -17,11 +17,13 @@ class Layers(NamedTuple):
         start: the first.
         stop: the one behind the last.
         stack: path of the stacked layers; `None` of a module outside stacks, which counts as one layer.
+        written_out: whether the stack runs without a loop.
     """
 
     start: int
     stop: int
     stack: ModulePath | None = None
+    written_out: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +33,13 @@ class Structure:
     Attributes:
         name: of the model's type.
         weights: by path of each module that owns kernels, its group in high precision.
-        stacks: lengths of stacks, by path of their layers.
-        written_out: stacks that run without a loop, by path of their layers.
+        stacks: all layers of each stack.
         sharded: paths of the weights that `gtp_jax.shard` has sharded: `gtp_jax.hook` decides about them.
     """
 
     name: str
     weights: Mapping[ModulePath, WeightGroup]
-    stacks: Mapping[ModulePath, int]
-    written_out: frozenset[ModulePath] = frozenset()
+    stacks: tuple[Layers, ...]
     sharded: tuple[ModulePath, ...] = ()
 
 
@@ -58,18 +58,18 @@ def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
         _check_names(structure, recipe)
     found: Groups = {}
     for path, group in structure.weights.items():
-        stack = next((at for at in structure.stacks if path[: len(at)] == at), None)
-        length = None if stack is None else structure.stacks[stack]
+        around = (one for one in structure.stacks if one.stack is not None and path[: len(one.stack)] == one.stack)
+        layers = next(around, Layers(0, 1))
         if recipe is None:
-            found[path, Layers(0, length or 1, stack)] = group
+            found[path, layers] = group
             continue
-        for layers, decided in of_layers(group, path, recipe, length, stack):
-            found[path, layers] = decided
+        for some, decided in of_layers(group, path, recipe, layers):
+            found[path, some] = decided
     return found
 
 
 def of_layers(
-    group: WeightGroup, path: ModulePath, recipe: Recipe, length: int | None = None, stack: ModulePath | None = None
+    group: WeightGroup, path: ModulePath, recipe: Recipe, layers: Layers
 ) -> tuple[tuple[Layers, WeightGroup], ...]:
     """Returns what a recipe decides about the weights of one module, by layers.
 
@@ -77,18 +77,17 @@ def of_layers(
         group: in high precision.
         path: of the module in the model.
         recipe: what decides.
-        length: of the stack that it is in, if any.
-        stack: path of that stack's layers.
+        layers: all of the stack that it is in, if any.
     """
     if not group.follows_recipes:
-        return ((Layers(0, length or 1, stack), group),)
+        return ((layers, group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
-    if length is None:
-        return ((Layers(0, 1), resolved),)
-    first, last = recipe.high_precision_first, length - recipe.high_precision_last
-    spans = ((0, first, group), (first, last, resolved), (last, length, group))
-    return tuple((Layers(start, stop, stack), kind) for start, stop, kind in spans if start < stop)
+    if layers.stack is None:
+        return ((layers, resolved),)
+    first, last = recipe.high_precision_first, layers.stop - recipe.high_precision_last
+    spans = ((0, first, group), (first, last, resolved), (last, layers.stop, group))
+    return tuple((layers._replace(start=start, stop=stop), kind) for start, stop, kind in spans if start < stop)
 
 
 def _check_names(structure: Structure, recipe: Recipe) -> None:
@@ -103,7 +102,7 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
         )
     _check_patterns(paths, recipe)
     if structure.stacks or not structure.sharded:  # the hook refuses to count layers
-        check_ends({".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}, recipe)
+        check_ends({".".join(map(str, (one.stack or ())[:-1])): one.stop for one in structure.stacks}, recipe)
 
 
 def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:

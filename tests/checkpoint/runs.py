@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import shards_of, structure_of
-from gtp_jax.weights import quantize, resolve
+from gtp_jax.nn import groups_of, shards_of
+from gtp_jax.weights import quantize
 
 from .meshes import SIZES, Place
 
@@ -64,7 +64,9 @@ class Run:
 
         def local(params):
             model = state.model_def.model(params)
-            made = quantize(resolve(structure_of(model), self.recipe), shards_of(model)).values()
+            groups = groups_of(model, self.recipe).items()
+            together = {(path, layers._replace(written_out=False)): group for (path, layers), group in groups}
+            made = quantize(together, shards_of(model)).values()
             packed = [one.wire for stretches in made for one in stretches]
             return jax.tree.map(lambda x: x[None], ([p.buffer for p in packed], [p.amax for p in packed]))
 

@@ -10,9 +10,9 @@ from flax import linen, nnx
 import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import abstract_model, shards_of, structure_of
+from gtp_jax.nn import abstract_model, groups_of, shards_of
 from gtp_jax.runner.cli import main
-from gtp_jax.weights import quantize, resolve
+from gtp_jax.weights import quantize
 
 CONFIG = LlamaConfig(
     vocab_size=640, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
@@ -157,7 +157,7 @@ def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
     for name in names:
         chosen = pattern.format(name.removeprefix("blocks.layers.") if "*" in pattern else name)
         recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
-        groups = resolve(structure_of(model), recipe)
+        groups = groups_of(model, recipe)
         packed = jax.eval_shape(lambda s, groups=groups: quantize(groups, shards_of(nnx.merge(graph, s))), state)
         found = {
             ".".join(map(str, ("blocks", "layers", *member) if path[0] == "blocks" else path)): one.wire.format.name

@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
-from gtp_jax.nn import abstract_model, shards_of, structure_of
-from gtp_jax.weights import Kernels, Part, Prepared, Stretch, Wire, frozen_wires, part_of, prepare, ranks_spec, resolve
+from gtp_jax.nn import abstract_model, groups_of, shards_of
+from gtp_jax.weights import Kernels, Part, Prepared, Stretch, Wire, frozen_wires, part_of, prepare, ranks_spec
 
 from .row_scaled import LARGEST, Rows, RowScaled, RowScaledRecipe
 
@@ -81,8 +81,9 @@ def in_local_view(function, model, *, out=WHOLE):
 
 def wires_of(model: Stacked, name: str) -> tuple[dict, list[Stretch]]:
     """Returns what is decided about a layer's weights, and what a step makes of those of all layers."""
-    found = {path[2:]: (path, at, group) for (path, at), group in resolve(structure_of(model), RECIPES[name]).items()}
-    made: Prepared = prepare({(path, at): group for path, at, group in found.values()}, shards_of(model))
+    found = {path[2:]: (path, at, group) for (path, at), group in groups_of(model, RECIPES[name]).items()}
+    of_all_layers = {(path, at._replace(written_out=False)): group for path, at, group in found.values()}
+    made: Prepared = prepare(of_all_layers, shards_of(model))
     stretches = [one for own in made.values() for one in own]
     left = set(found) - {member for one in stretches for member in one.wire.members}
     shards = shards_of(model)
@@ -177,7 +178,7 @@ def test_codes_of_frozen_weights_keep_the_protocol(key):
         frozen = gtp.init(made, nnx.Rngs(key))
 
         def local(model):
-            groups = {path[2:]: g for (path, _), g in resolve(structure_of(model), None).items() if g.frozen}
+            groups = {path[2:]: g for (path, _), g in groups_of(model, None).items() if g.frozen}
             owners = {path[2:]: o for path, o in gtp.nn.weight_owners(model).items() if o.frozen}
             (wire,) = frozen_wires(groups, {path: owner.stored() for path, owner in owners.items()})
             assert isinstance(wire, Wire) and wire.format == gtp.formats.NVFP4
