@@ -89,6 +89,11 @@ class Format:
         return ELEMENTS[self.element].bits
 
     @property
+    def run(self) -> tuple[int, int]:
+        """The rows and columns of which a part is a multiple that cuts no block."""
+        return self.block or (1, 1)
+
+    @property
     def bytes_per_element(self) -> float:
         """The number of bytes per element in a large array: its code and its share of a block scale."""
         codes = self.element_bits / 8

@@ -24,7 +24,7 @@ from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
 from ..ops import linear_fp8
 from ..recipes import Recipe, matches
-from ..weights import ModulePath, Shards, WeightGroup, Wire, in_view, quantize_together, reduction_of
+from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together, reduction_of
 from ._movement import form_in_use
 from ._path import path_of
 from ._placement import Placement, features_in, placement_of
@@ -180,20 +180,18 @@ def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, 
 
 def _cut(layout: Layout, form: Format) -> str:
     """Returns in words why a format's blocks do not fit the matrix; nothing if they do."""
-    block = form.block or (1, 1)
     sizes = layout.matrix_of(layout.whole_shape)
-    if sizes[1] < block[1]:
+    if sizes[1] < form.run[1]:
         return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
-    for size, whole, run in zip(sizes, layout.matrix_of(layout.shape), block, strict=True):
-        if size != whole and size % run:
-            return f"{layout.tensor.axes[0]} would cut blocks of {form.name}"
+    if cut(layout.matrix_of(layout.shape), sizes, form):
+        return f"{layout.tensor.axes[0]} would cut blocks of {form.name}"
     return ""
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
     """Returns the layout with the dimension that ranks divide as the rows, if that changes no code: their shards, one
     after another, are then the gathered matrix, and nothing is copied."""
-    rows, cols = form.block or (1, 1)
+    rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
     return dataclasses.replace(layout, rows=layout.cols)

@@ -105,7 +105,8 @@ def _prepared(group: WeightGroup) -> LifeState:
         return LifeState("prepared", when, "nothing to do: it is stored as it travels", "")
     over = f" joined over {_axes(first.optimizer.axes)}" if group.divided else ""
     if isinstance(group.wire, Format):
-        whole = ", quantized whole, as shards would cut its blocks" if _cut(group) else ""
+        fit = not isinstance(group.wire, Format) or weights.shards_fit([group.layouts], group.wire)
+        whole = "" if fit else ", quantized whole, as shards would cut its blocks"
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
         return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
     if group.wire is not None:
@@ -170,10 +171,6 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
         LifeState("reduced", backward, reduced, _name(weights.reduce_gradients)),
         LifeState("gradient of shards", backward, stored, _name(weights.stored_gradients)),
     ]
-
-
-def _cut(group: WeightGroup) -> bool:
-    return isinstance(group.wire, Format) and not weights.fits_blocks([group.layouts], group.wire)
 
 
 def _name(function: Callable[..., Any]) -> str:

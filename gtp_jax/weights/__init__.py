@@ -60,8 +60,9 @@ from ._group import ModulePath as ModulePath
 from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
+from ._plan import cut as cut
 from ._plan import cuts_blocks as cuts_blocks
-from ._plan import fits_blocks as fits_blocks
+from ._plan import shards_fit as shards_fit
 from ._prepare import Prepared as Prepared
 from ._prepare import bytes_on_wire as bytes_on_wire
 from ._prepare import prepare as prepare

@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..ops import unpack
 from ._fused import fuse, fuse_kernels, own_experts
 from ._group import ModulePath, WeightGroup
-from ._plan import Fused, fits_blocks, plan_of
+from ._plan import Fused, plan_of, shards_fit
 from ._stretch import Apart
 from ._wire import FusedWeights, Wire
 
@@ -76,7 +76,7 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
     """
     buffers = packed.array if packed.gathered else _of_all_ranks(packed.array, fused, axis=0)
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
-    plan, by_shard = plan_of(fused, packed.format), fits_blocks(fused, packed.format)
+    plan, by_shard = plan_of(fused, packed.format), shards_fit(fused, packed.format)
     if not by_shard:
         buffers = jnp.reshape(buffers, (1, -1))[:, : plan.bytes(packed.format)]
     weights = unpack(buffers, packed.format, packed.amax, plan, exact)

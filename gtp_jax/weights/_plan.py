@@ -32,8 +32,7 @@ def plan_of(fused: Fused, form: Format, *, stored: bool = False) -> PackPlan:
 @functools.cache
 def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> PackPlan:
     """Returns the plan of shards or whole kernels, or of what ranks store of shards."""
-    block_cols = form.block[1] if form.block else 1
-    by_shard = fits_blocks(fused, form)
+    by_shard = shards_fit(fused, form)
     pieces = []
     arrays = 0
     for out, layouts in enumerate(fused):
@@ -42,10 +41,10 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
             here = layout.stored_shape if stored else layout.shard_shape
             rows, cols = layout.matrix_of(here if by_shard else layout.whole_shape)
             length = layout.matrix_of(layout.whole_shape)[1]
-            if length < block_cols:
+            if length < form.run[1]:
                 raise ValueError(
                     f"a weight of shape {layout.shape} has rows of {length} elements on a rank, fewer than the "
-                    f"{block_cols} of a block of {form.name}. Name its module in the recipe's `exclude`, or choose "
+                    f"{form.run[1]} of a block of {form.name}. Name its module in the recipe's `exclude`, or choose "
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
             transposed = by_shard and layout.rows > layout.cols
@@ -65,9 +64,9 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
     return PackPlan(tuple(pieces), by_shard=True)
 
 
-def fits_blocks(fused: Fused, form: Format) -> bool:
+def shards_fit(fused: Fused, form: Format) -> bool:
     """Says whether shards hold whole blocks of a format, so that each rank can quantize its own; see [Note: whole]."""
-    block_rows, block_cols = form.block or (1, 1)
+    block_rows, block_cols = form.run
 
     def fits(layout: Layout) -> bool:
         rows, cols = layout.matrix_of(layout.shard_shape)
@@ -76,9 +75,9 @@ def fits_blocks(fused: Fused, form: Format) -> bool:
     return fused[0][0].ranks == 1 or all(fits(layout) for layouts in fused for layout in layouts)
 
 
-def stored_fits_blocks(fused: Fused, form: Format) -> bool:
+def stored_fit(fused: Fused, form: Format) -> bool:
     """Says whether what ranks store holds whole blocks of a format; see [Note: stored]."""
-    block_rows, block_cols = form.block or (1, 1)
+    block_rows, block_cols = form.run
     # codes of 4 bits lie in pairs
     block_cols = max(block_cols, 8 // form.element_bits)
     sizes = [layout.matrix_of(layout.stored_shape) for layouts in fused for layout in layouts]
@@ -88,15 +87,18 @@ def stored_fits_blocks(fused: Fused, form: Format) -> bool:
 def cuts_blocks(layout: Layout, form: Format) -> bool:
     """Returns whether shards are no whole blocks of a format, so that a rank cannot store its own codes."""
     whole, shard = layout.matrix_of(layout.shape), layout.matrix_of(layout.shard_shape)
-    block = form.block or (1, 1)
-    divided = any(part != size and part % run for size, part, run in zip(whole, shard, block, strict=True))
-    return divided or not fits_blocks([[layout]], form)
+    return cut(whole, shard, form) or not shards_fit([[layout]], form)
+
+
+def cut(whole: tuple[int, int], part: tuple[int, int], form: Format) -> bool:
+    """Returns whether parts of a matrix, `(rows, cols)` like the whole, are no whole blocks of a format."""
+    return any(own != size and own % run for size, own, run in zip(whole, part, form.run, strict=True))
 
 
 def bytes_sent(fused: Fused, form: Format) -> int:
     """Returns the bytes that each rank sends in a gather."""
     size = plan_of(fused, form).bytes(form)
-    if fits_blocks(fused, form):
+    if shards_fit(fused, form):
         return size
     return -(-size // (fused[0][0].ranks * SECTION_BYTES)) * SECTION_BYTES
 

@@ -13,7 +13,7 @@ from ._fused import Shards, bytes_of
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
 from ._packed import Packed, pregather_layers
-from ._plan import fits_blocks, wire_bytes
+from ._plan import shards_fit, wire_bytes
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers
@@ -277,7 +277,7 @@ def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
     """Returns what weights of a layer have in common that share a buffer: a key."""
     assert group.wire is not None
     alone = path if not stacked or group.as_codes else None
-    fits = not isinstance(group.wire, Format) or fits_blocks([group.layouts], group.wire)
+    fits = not isinstance(group.wire, Format) or shards_fit([group.layouts], group.wire)
     first = group.layouts[0]
     return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer.axes, fits
 

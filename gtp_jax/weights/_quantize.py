@@ -26,7 +26,7 @@ from ._fused import Shards, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._packed import Packed
-from ._plan import Fused, bytes_sent, fits_blocks, plan_of, stored_fits_blocks
+from ._plan import Fused, bytes_sent, plan_of, shards_fit, stored_fit
 from ._stretch import Apart
 
 
@@ -126,7 +126,7 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
                 )
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
-        if fits_blocks(bundle.fused, bundle.format):
+        if shards_fit(bundle.fused, bundle.format):
             buffer = _pack_shards(bundle, amax)
         else:
             buffer = _pack_whole(bundle, amax)
@@ -142,7 +142,7 @@ def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
         if bundle.apart:
             return Apart(pack_apart(bundle.kernels, form, amax, plan))
         return pack(bundle.kernels, form, amax, plan)
-    if not stored_fits_blocks(fused, form):
+    if not stored_fit(fused, form):
         kernels = {
             name: gather_stored(stored, layouts)
             for (name, stored), layouts in zip(bundle.shards.items(), fused, strict=True)
