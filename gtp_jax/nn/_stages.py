@@ -21,6 +21,7 @@ from ..weights import (
     Gathered,
     Kernels,
     Layers,
+    Reduced,
     Stretch,
     WeightGroup,
     Wire,
@@ -214,7 +215,7 @@ class _Template:
         specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in trained.items()}
         ranks = ranks_spec()
         local = functools.partial(_reduce_to_shards if view == "global" else _reduce, trained)
-        reduce = in_view(local, lambda gradients: ((ranks, ranks),), specs)
+        reduce = in_view(local, lambda gradients: ((ranks, ranks),), Reduced({}, specs))  # pyright: ignore[reportArgumentType]
         ready = in_view(functools.partial(_ready, groups), lambda wires: (_specs(groups, wires),))
         gather = in_view(
             functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
@@ -286,19 +287,19 @@ def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
     return straight_through(groups, shards, sent, make)
 
 
-def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
     """Sums the gradients of one layer's weights, of which some are in slots; see `reduce_gradients`."""
     of_weights, of_slots = gradients
     return reduce_gradients(groups, {**of_weights, **of_slots})
 
 
-def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
     """Returns the gradients of shards, summed over replicas too, in global view."""
     found = stored_gradients(groups, _reduce(groups, gradients))
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
     summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
     found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # in which this sum is taken
-    return sum_over_replicas(found, specs)
+    return Reduced({}, sum_over_replicas(found, specs))
 
 
 def _of_one_layer(leaf: Leaf) -> dict[str, Any]:

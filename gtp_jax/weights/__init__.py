@@ -13,7 +13,7 @@ extracts a `Structure` from a model, and puts the values made here into its vari
 | cast and joined | `Part`, of `Kernels` alone | `Wire.ready(groups)` | forward; a chain keeps it for backward |
 | gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | per pass, before its layer |
 | gradient | of the gathered weight, or in its slot | the layer's backward | |
-| reduced | this rank's part of the sum | `reduce_gradients(groups, gradients)` | one layer late |
+| reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | one layer late |
 | gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
 `straight_through` makes of a gather a function of the shards, whatever is gathered in their place; `gathered` is the
@@ -73,6 +73,7 @@ from ._quantize import pack_all as pack_all
 from ._ranks import in_view as in_view
 from ._ranks import on_ranks as on_ranks
 from ._ranks import ranks_spec as ranks_spec
+from ._reduce import Reduced as Reduced
 from ._reduce import in_param_dtypes as in_param_dtypes
 from ._reduce import reduce_gradients as reduce_gradients
 from ._reduce import scatter as scatter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,21 @@ from ._exchange import exchange_gradients
 from ._fused import Shards, as_shards, in_order, reduce_gradient
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import scatter_stored
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("parts", "shards"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Gradients of fused weights, summed over ranks: each weight's is in one of the two, by name.
+
+    Attributes:
+        parts: this rank's part of the sum, in the dtype of the sum.
+        shards: gradients of what ranks store: in global view of every weight; else of those that are divided further,
+            over the optimizer's axes, and summed over these too.
+    """
+
+    parts: dict[ModulePath, jax.Array]
+    shards: dict[ModulePath, Shards]
 
 
 def scatter(
@@ -27,15 +44,9 @@ def scatter(
     return in_param_dtypes(groups, stored_gradients(groups, reduce_gradients(groups, gradients)))
 
 
-def reduce_gradients(
-    groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]
-) -> dict[ModulePath, jax.Array | Shards]:
+def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]) -> Reduced:
     """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
     nodes. What is exchanged alike travels together.
-
-    Returns:
-        What `stored_gradients` takes: this rank's part of each, in the dtype of the sum; or shards, where a weight is
-        divided further over the optimizer's axes.
     """
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     parts: dict[ModulePath, jax.Array] = {}
@@ -49,8 +60,8 @@ def reduce_gradients(
         layouts = [groups[name].layouts for name in names]
         exchanged = exchange_gradients([gradients[name] for name in names], layouts, wire)
         parts.update(zip(names, exchanged, strict=True))
-    divided = {name: group for name, group in groups.items() if group.divided}
-    return parts | {name: _shards_of_sum(group, parts[name]) for name, group in divided.items()}
+    divided = {name: _shards_of_sum(group, parts.pop(name)) for name, group in groups.items() if group.divided}
+    return Reduced(parts, divided)
 
 
 def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
@@ -59,15 +70,13 @@ def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
     return scatter_stored(shards, group.layouts, group.stored_sums, (group.stored_sums,) * len(group.layouts))
 
 
-def stored_gradients(
-    groups: Mapping[ModulePath, WeightGroup], reduced: Mapping[ModulePath, jax.Array | Shards]
-) -> dict[ModulePath, Shards]:
-    """Returns the gradients of what ranks store, in the dtype of their sums, from what `reduce_gradients` returns."""
-    kernels = {name: groups[name].layouts for name in reduced}
-    return {
-        name: own if isinstance(own, tuple) else as_shards(own, kernels[name], (own.dtype,) * len(kernels[name]))
-        for name, own in reduced.items()
+def stored_gradients(groups: Mapping[ModulePath, WeightGroup], reduced: Reduced) -> dict[ModulePath, Shards]:
+    """Returns the gradients of what ranks store, in the dtype of their sums."""
+    kernels = {name: groups[name].layouts for name in reduced.parts}
+    found = {
+        name: as_shards(own, kernels[name], (own.dtype,) * len(kernels[name])) for name, own in reduced.parts.items()
     }
+    return {**found, **reduced.shards}
 
 
 def in_param_dtypes(
