@@ -1,7 +1,7 @@
 """Collectives, one per file. All run inside a `shard_map`."""
 
-from ._bits import WIRE as WIRE
 from ._bits import in_bits as in_bits
+from ._bits import moved_in_bits as moved_in_bits
 from ._over_gloo import all_gather as all_gather
 from ._over_gloo import reduce_scatter as reduce_scatter
 from ._replicas import replica_axes as replica_axes

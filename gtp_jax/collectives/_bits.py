@@ -11,11 +11,19 @@ import numpy as np
 from jax import lax
 
 # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
-WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+_BITS = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+
+
+def moved_in_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns `move(x)`, with 16-bit floats moved as integers. It then has no derivative."""
+    bits = _BITS.get(x.dtype)
+    if bits is None:
+        return move(x)
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, bits)), x.dtype)
 
 
 def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """Returns `move(x, *others)`, with 16-bit floats sent as integers; see `WIRE`.
+    """Returns `move(x, *others)`, with 16-bit floats sent as integers.
 
     Integers have no derivative. If a gradient is differentiated again, the tangent of `x` is sent in float32.
 
@@ -24,13 +32,13 @@ def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.A
         x: the array that is sent.
         others: pytrees of integers.
     """
-    wire, dtype = WIRE.get(x.dtype), x.dtype
-    if wire is None:
+    dtype = x.dtype
+    if dtype not in _BITS:
         return move(x, *others)
 
     @jax.custom_jvp
     def moved(x: jax.Array, others: Any) -> jax.Array:
-        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, wire), *others), dtype)
+        return moved_in_bits(lambda x: move(x, *others), x)
 
     @moved.defjvp
     def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..collectives import moved_in_bits
 from ._boxes import Box, intersect, shape_of, within
 from ._moves import Moves
 
@@ -119,11 +120,7 @@ class Transfer:
 
 
 def _permuted(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:
-    if buffer.dtype.itemsize != 2:
-        return lax.ppermute(buffer, _AXIS, way)
-    # XLA's CPU backend widens 16-bit floats in collectives; sent as integers, they keep their size on every backend
-    sent = lax.ppermute(lax.bitcast_convert_type(buffer, jnp.uint16), _AXIS, way)
-    return lax.bitcast_convert_type(sent, buffer.dtype)
+    return moved_in_bits(lambda x: lax.ppermute(x, _AXIS, way), buffer)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
-from ..collectives import WIRE
+from ..collectives import moved_in_bits
 from ..formats import Format, PackPlan, Piece
 from ..layout import Layout
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
@@ -72,8 +72,7 @@ def exchange_gradients(
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
     """Returns all ranks' shares of this rank's rows, of each weight, in float32."""
     flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
-    received = send(lax.bitcast_convert_type(jnp.concatenate(flat, axis=1), WIRE[dtype]))
-    wide = lax.bitcast_convert_type(received, dtype).astype(jnp.float32)
+    wide = moved_in_bits(send, jnp.concatenate(flat, axis=1)).astype(jnp.float32)
     ends = np.cumsum([x.shape[1] for x in flat])
     return [jnp.reshape(x, p.shape) for x, p in zip(jnp.split(wide, ends[:-1], axis=1), parts, strict=True)]
 

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Float, Shaped
 
-from ..collectives import WIRE, all_gather, reduce_scatter
+from ..collectives import all_gather, moved_in_bits, reduce_scatter
 from ..layout import BLOCK, Layout
 from ..ops import row_major
 from ._optimizer_axes import gather_stored
@@ -62,12 +61,10 @@ def part_of(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLi
 
 def gather_part(part: jax.Array, layouts: Sequence[Layout]) -> Float[jax.Array, "*fused rows features_in"]:
     """Returns the fused weight of which this rank has a part, as `part_of` makes it."""
-    ranks, axes, wire = layouts[0].ranks, layouts[0].axes, WIRE.get(part.dtype)
+    ranks, axes = layouts[0].ranks, layouts[0].axes
     flat = jnp.reshape(part, (-1, part.shape[-1]))
     if ranks > 1:
-        sent = flat if wire is None else lax.bitcast_convert_type(flat, wire)
-        whole = all_gather(sent, axes, dim=0)
-        flat = whole if wire is None else lax.bitcast_convert_type(whole, part.dtype)
+        flat = moved_in_bits(lambda x: all_gather(x, axes, dim=0), flat)
     return fuse(jnp.reshape(flat, (ranks, *part.shape)), layouts)
 
 

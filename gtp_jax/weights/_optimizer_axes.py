@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..collectives import WIRE, all_gather, reduce_scatter
+from ..collectives import all_gather, moved_in_bits, reduce_scatter
 from ..layout import Layout
 from ..mesh import stacked_spec
 from ..ops import row_major
@@ -69,11 +68,8 @@ def is_divided(array: jax.Array, layout: Layout) -> bool:
 def _gather(x: jax.Array, layout: Layout) -> jax.Array:
     assert layout.optimizer.dim is not None
     dim = x.ndim - len(layout.shape) + layout.optimizer.dim
-    wire = WIRE.get(x.dtype)
     # along a dimension of their own, whichever is divided: so XLA joins all gathers of a step in one launch
-    own = x[None] if wire is None else lax.bitcast_convert_type(x, wire)[None]
-    parts = all_gather(own, layout.optimizer.axes, dim=0)
-    parts = parts if wire is None else lax.bitcast_convert_type(parts, x.dtype)
+    parts = moved_in_bits(lambda x: all_gather(x[None], layout.optimizer.axes, dim=0), x)
     return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
