@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..weights import Wire
+from ..weights import Wire, straight_through
 from ._codes import Coded, decode, encode
 from ._movement import gather, scatter
 from ._parts import cast
@@ -62,18 +62,13 @@ class Weights:
         """Returns the weights that are quantized, by number. Their derivative is that of the weights unquantized:
         otherwise second derivatives, which differentiate a gather, would be zero."""
         dtypes = self._dtypes(shards)
-
-        @jax.custom_jvp
-        def apply(shards: list[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-            return decode(wires, shards, self.coded, dtypes, self.placements)
-
-        @apply.defjvp
-        def _(primals: Any, tangents: Any) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-            weights = apply(*primals)
-            moved = {i: gather(tangents[0][i].astype(dtypes[i]), self.placements[i]) for i in weights}
-            return weights, moved
-
-        return apply(list(shards), wires)
+        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # else the rule would hold arrays
+        return straight_through(
+            {i: shards[i] for i, coded in enumerate(self.coded) if coded is not None},
+            wires,
+            lambda wires: decode(wires, like, self.coded, dtypes, self.placements),
+            lambda i, own: gather(own.astype(dtypes[i]), self.placements[i]),
+        )
 
     def _dtypes(self, shards: Sequence[Any]) -> list[np.dtype]:
         return [np.dtype(s.dtype) if own is None else own for s, own in zip(shards, self.casts, strict=True)]

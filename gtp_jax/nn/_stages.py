@@ -29,6 +29,7 @@ from ..weights import (
     frozen_wires,
     in_param_dtypes,
     in_view,
+    moved_weight,
     ranks_spec,
     reduce_gradients,
     refuse_gradient,
@@ -284,7 +285,7 @@ def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
         return {path: weight for one in wires for path, weight in one.gather(groups).items()}
 
     sent = tuple(wire if own is None else own for wire, own in zip(wires, ready, strict=True))
-    return straight_through(groups, shards, sent, make)
+    return straight_through(shards, sent, make, lambda path, own: moved_weight(groups[path], own))
 
 
 def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:

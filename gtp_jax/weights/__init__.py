@@ -51,6 +51,7 @@ from ._fused import part_of as part_of
 from ._fused import split_features as split_features
 from ._fused import use_rows as use_rows
 from ._gather import gathered as gathered
+from ._gather import moved_weight as moved_weight
 from ._gather import straight_through as straight_through
 from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce

@@ -20,7 +20,7 @@ gather of a weight that is multiplied as codes, through which no derivative coul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -29,36 +29,36 @@ import numpy as np
 
 from ..ops import SECOND_DERIVATIVE, SlottedWeight, slotted
 from ._fused import Shards, gather_weight
-from ._group import ModulePath, WeightGroup
+from ._group import WeightGroup
 from ._reduce import scatter
 from ._wire import Kernels, Wire
 
 
-def straight_through(
-    groups: Mapping[ModulePath, WeightGroup],
-    shards: Mapping[ModulePath, Shards],
+def straight_through[Name: Hashable](
+    shards: Mapping[Name, Any],
     sent: Any,
-    make: Callable[[Any], dict[ModulePath, Any]],
-) -> dict[ModulePath, Any]:
+    make: Callable[[Any], dict[Name, Any]],
+    moved: Callable[[Name, Any], jax.Array],
+) -> dict[Name, Any]:
     """Returns `make(sent)`, differentiable in the shards; see [Note: second derivatives].
 
     Args:
-        groups: by name.
         shards: this rank's, by name of each weight that is trained.
         sent: what is gathered. It has no derivative.
-        make: gathers what is sent, and returns fused weights, or their codes, by name.
+        make: gathers what is sent, and returns weights, or their codes, by name.
+        moved: returns by how much the weight of a name moves as its shards move, given how these do.
     """
 
     @jax.custom_jvp
-    def apply(shards: dict[ModulePath, Shards], sent: Any) -> dict[ModulePath, Any]:
+    def apply(shards: dict[Name, Any], sent: Any) -> dict[Name, Any]:
         del shards
         return make(sent)
 
     @apply.defjvp
-    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[dict[ModulePath, Any], dict[ModulePath, Any]]:
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[dict[Name, Any], dict[Name, Any]]:
         weights = apply(*primals)
-        moved = {name: _moved(groups[name], own) for name, own in tangents[0].items()}
-        return weights, {name: moved.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}
+        moving = {name: moved(name, own) for name, own in tangents[0].items()}
+        return weights, {name: moving.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}
 
     return apply(dict(shards), sent)
 
@@ -75,7 +75,9 @@ def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
     def make(shards: Shards, wire: Wire | None) -> Any:
         wire = Kernels(shards) if wire is None else wire
         trained = {} if group.frozen else {(): shards}
-        weight = straight_through({(): group}, trained, wire, lambda wire: wire.gather({(): group}))[()]
+        weight = straight_through(
+            trained, wire, lambda wire: wire.gather({(): group}), lambda _, own: moved_weight(group, own)
+        )[()]
         slot = group.slot(weight)
         return weight if slot is None else SlottedWeight(weight, slot)
 
@@ -99,7 +101,7 @@ def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
     return slotted(*weight) if isinstance(weight, SlottedWeight) else weight
 
 
-def _moved(group: WeightGroup, shards: Shards) -> jax.Array:
+def moved_weight(group: WeightGroup, shards: Shards) -> jax.Array:
     """Returns by how much a fused weight moves as its shards move.
 
     Raises:

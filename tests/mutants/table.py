@@ -141,7 +141,7 @@ MUTANTS = (
     # second derivatives
     Mutant(
         "a gathered weight does not move with its shards",
-        "{name: moved.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}",
+        "{name: moving.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}",
         "{name: jax.tree.map(_still, own) for name, own in weights.items()}",
         (f"{_PLAIN}[Hessian-stack-bfloat16]",),
     ),
