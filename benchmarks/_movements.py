@@ -24,7 +24,7 @@ from gtp_jax.models import ModelConfig, family_of
 from gtp_jax.nn import groups_of, init, shards_of, split_model
 from gtp_jax.recipes import GRAD_WIRES, Recipe
 from gtp_jax.train import compile_options
-from gtp_jax.weights import Bundle, Kernels, Packed, Shards, WeightGroup, pack_all, scatter
+from gtp_jax.weights import Bundle, GradReduce, Kernels, Packed, Shards, WeightGroup, pack_all, scatter
 
 from ._timing import seconds_a_call
 
@@ -135,17 +135,12 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
         shapes = jax.eval_shape(lambda: _fused(block.groups, shards))
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
-    def summed(reduction: Any, sums: Any = jnp.bfloat16) -> Callable[..., Tree]:
-        groups = {
-            p: dataclasses.replace(
-                g, reduction=reduction, grad_reduce=g.grad_reduce._replace(sums=np.dtype(sums), wire=None)
-            )
-            for p, g in block.groups.items()
-        }
+    def summed(reduction: Any, sums: GradReduce = "bf16") -> Callable[..., Tree]:
+        groups = {p: dataclasses.replace(g, reduction=reduction, grad_reduce=sums) for p, g in block.groups.items()}
         return block.run(lambda _, gradients: scatter(groups, gradients), gradients, cut_out=True)
 
     gradients = block.run(random, cut_out=True)(block.params)
-    exact = jax.device_get(summed(None, np.float32)(block.params, gradients))
+    exact = jax.device_get(summed(None, "float32")(block.params, gradients))
     for name, reduction in {"scatter": None, **GRAD_WIRES}.items():
         program = summed(reduction)
         numbers = jax.device_get(program(block.params, gradients))

@@ -24,7 +24,7 @@ from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
 from ..ops import linear_fp8
 from ..recipes import Recipe, matches
-from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together, reduction_of
+from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
 from ._movement import form_in_use
 from ._path import path_of
 from ._placement import Placement, features_in, placement_of
@@ -55,12 +55,11 @@ class Coded:
             dtype: the dtype in which it is used.
             stored: the dtype in which it is stored.
         """
-        reduction = reduction_of("float32", dtype)  # the hook reduces gradients itself
         return WeightGroup(
             layouts=(self.layout,),
             param_dtypes=(stored,),
             dtype=dtype,
-            grad_reduce=reduction,
+            grad_reduce="float32",  # the hook reduces gradients itself
             wire=self.form,
             operands=self.operands,
         )

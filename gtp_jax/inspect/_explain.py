@@ -331,7 +331,7 @@ def _reduction(group: WeightGroup) -> str:
     if group.ranks == 1:
         return ""
     if group.exchanged is None:
-        return f"reduce-scatter {group.grad_reduce.sums.name}"
+        return f"reduce-scatter {group.summed.sums.name}"
     return f"all-to-all {group.exchanged.name}, summed in float32"
 
 

@@ -155,12 +155,12 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
     if group.frozen:
         return []
     backward, first = each.replace("pass", "backward"), group.layouts[0]
-    slot = f"{group.grad_reduce.slot.name}, of the fused weight, each rank's own"
+    slot = f"{group.summed.slot.name}, of the fused weight, each rank's own"
     sums = []
     if group.ranks > 1 and group.exchanged is not None:
         sums.append(f"all-to-all over {_axes(first.axes)} in {group.exchanged.name}, summed in float32")
     elif group.ranks > 1:
-        sums.append(f"reduce-scatter over {_axes(first.axes)} in {group.grad_reduce.sums.name}")
+        sums.append(f"reduce-scatter over {_axes(first.axes)} in {group.summed.sums.name}")
     if group.divided:
         sums.append(f"reduce-scatter over {_axes(first.optimizer.axes)} in {group.stored_sums.name}")
     reduced = f"this rank's part of the sum: {'; then '.join(sums)}" if sums else "nothing to do"

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import join_split
 from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
-from ..weights import Gathered, GradReduce, Reduction, gathered, on_ranks, ranks_spec, reduction_of
+from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
 from ._weight import ArrayWeight, placed_once
 
@@ -130,7 +130,7 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
     if view == "plain":
         return value.astype(owner.dtype)
     if view == "global":
-        return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
+        return _gathered_by_xla(value, array, owner.dtype, owner.group.summed.sums)
     return gathered(owner.group, owner.shards(), owner.wire())
 
 
@@ -201,9 +201,7 @@ def over_batch(
     return on_ranks(call, (into, PartitionSpec(), sharded), sharded)(owner.value, state, x)
 
 
-def _gathered_by_xla(
-    value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, reduction: Reduction
-) -> jax.Array:
+def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, sums: np.dtype) -> jax.Array:
     """Returns a stored global array as `Param.gather` has it; its gradient goes straight to the stored partition."""
 
     def gather(value: jax.Array) -> jax.Array:
@@ -213,8 +211,8 @@ def _gathered_by_xla(
         return gather(value), None
 
     def bwd(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        sums = lax.with_sharding_constraint(gradient.astype(reduction.sums), array.spec)
-        return (sums.astype(value.dtype),)
+        summed = lax.with_sharding_constraint(gradient.astype(sums), array.spec)
+        return (summed.astype(value.dtype),)
 
     apply = jax.custom_vjp(gather)
     apply.defvjp(fwd, bwd)

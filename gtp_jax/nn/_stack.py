@@ -17,7 +17,7 @@ from ._cache import Cache
 from ._frozen import Frozen
 from ._layer import Layer, sides_of, states_partitions
 from ._shared import SharedInputs
-from ._stages import Part, run_parts
+from ._stages import Link, run_links
 from ._unstacked import Unstacked
 from ._weight import StackedLayers
 
@@ -93,11 +93,11 @@ class Stack(StackedLayers):
         _refuse_inner_stacks(self.layers)
 
     def __call__(self, x: Any, *shared: Any, **named: Any) -> Any:
-        return _call((self._part(self.remat),), (self,), x, self.schedule, SharedInputs(shared, named))
+        return _call((self._link(self.remat),), (self,), x, self.schedule, SharedInputs(shared, named))
 
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
         inputs = SharedInputs(shared, named)
-        return run_parts((self._part(self.remat),), x, self.schedule, inputs)
+        return run_links((self._link(self.remat),), x, self.schedule, inputs)
 
     @property
     def fewest_dims(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -114,8 +114,8 @@ class Stack(StackedLayers):
         into, out = self.partitions(ndim)
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
-    def _part(self, remat: Remat) -> Part:
-        return Part(self.layers, remat, self.length)
+    def _link(self, remat: Remat) -> Link:
+        return Link(self.layers, remat, self.length)
 
 
 def run_chain(
@@ -168,8 +168,8 @@ def run_chain(
     if not inputs.empty and not stacks:
         raise ValueError("`shared` is for the layers of a `Stack`, and `run_chain` got none. Leave it out.")
     others: Remat = stacks[0].remat if stacks else "matmuls"
-    parts = tuple(m._part(remat or m.remat) if isinstance(m, Stack) else Part(m, remat or others) for m in modules)
-    return _call(parts, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
+    links = tuple(m._link(remat or m.remat) if isinstance(m, Stack) else Link(m, remat or others) for m in modules)
+    return _call(links, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
 
 
 def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
@@ -182,13 +182,13 @@ def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
     return x
 
 
-def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
+def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Calls a chain as the view in scope requires: in global view within one `shard_map` if all of its modules are
     written for local view, and each hands on what the next one takes."""
     check_mesh_in_scope()
-    if current_view() == "global" and shared.empty and all(_is_local(part.module) for part in parts):
+    if current_view() == "global" and shared.empty and all(_is_local(link.module) for link in links):
         ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # ids become vectors
-        chain = Chain(modules, schedule, tuple(part.remat for part in parts), ndim)
+        chain = Chain(modules, schedule, tuple(link.remat for link in links), ndim)
         if chain.linked(jnp.ndim(x)):
             try:
                 return chain(x)
@@ -196,7 +196,7 @@ def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule:
                 chain.ndim = other.ndim
             if chain.linked(jnp.ndim(x)):
                 return chain(x)
-    return run_parts(parts, x, schedule, shared)
+    return run_links(links, x, schedule, shared)
 
 
 class OtherDimensions(Exception):
@@ -239,11 +239,11 @@ class Chain(Layer):
         return " + ".join(module.title for module in self.modules)
 
     def local(self, x: Any) -> Any:
-        parts = [
-            m._part(remat) if isinstance(m, Stack) else Part(m, remat)
+        links = [
+            m._link(remat) if isinstance(m, Stack) else Link(m, remat)
             for m, remat in zip(self.modules, self.remat, strict=True)
         ]
-        y = run_parts(parts, x, self.schedule, SharedInputs((), {}))
+        y = run_links(links, x, self.schedule, SharedInputs((), {}))
         ndim = max((array.ndim for array in jax.tree.leaves(y)), default=self.ndim)
         if ndim != self.ndim:
             raise OtherDimensions(ndim)

@@ -60,7 +60,7 @@ Constants = tuple[dict[Any, jax.Array], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Link:
     """A module of a chain.
 
     Attributes:
@@ -75,43 +75,43 @@ class Part:
 
 
 @forget_after()
-def run_parts(parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
+def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Runs modules as one chain, and writes to their variables what their calls wrote.
 
     In global view what a chain has gathered is a global array of every rank's copy (see `on_ranks`), so that layers
     compute on global arrays, and gradients of weights stay one a rank until the chain reduces them.
 
     Args:
-        parts: the modules.
+        links: the modules.
         x: the first one's input.
         schedule: when things happen.
         shared: for every layer of the stacked ones.
     """
     stages: list[Stage] = []
     counts: list[int] = []
-    for part in parts:
-        own = _stages(part, shared)
+    for link in links:
+        own = _stages(link, shared)
         stages += own
         counts.append(len(own))
     y, outputs = run(stages, x, schedule, shared.arrays)
-    for part, count in zip(parts, counts, strict=True):
+    for link, count in zip(links, counts, strict=True):
         own, outputs = outputs[:count], outputs[count:]
-        write(part.module, own, stacked=part.length is not None)
+        write(link.module, own, stacked=link.length is not None)
     return y
 
 
-def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
+def _stages(link: Link, shared: SharedInputs) -> list[Stage]:
     """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
     already, with codes to be gathered, and in high precision again."""
-    stacked, length = part.length is not None, part.length or 1
-    module = quantized_in_scope(part.module, length) if stacked else part.module
+    stacked, length = link.length is not None, link.length or 1
+    module = quantized_in_scope(link.module, length) if stacked else link.module
     template = _Template(module, stacked)
     if not stacked:
         groups = {path: owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
         constants = keys, template.constants
-        return [template.stage(groups, template.shards, wires, template.params, constants, part.remat)]
+        return [template.stage(groups, template.shards, wires, template.params, constants, link.remat)]
 
     by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
     first_layer = {path: _of_layer(0, groups) for path, groups in by_layers.items()}
@@ -126,7 +126,7 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         wires, first = wires_of(groups, made, template.shards, own, start, stop)
-        stage = template.stage(groups, own, wires, params, constants, part.remat, shared)
+        stage = template.stage(groups, own, wires, params, constants, link.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=first))
     return stages
 

@@ -29,7 +29,6 @@ from ..weights import (
     Holds,
     Layers,
     ModulePath,
-    Reduction,
     Shards,
     Stored,
     Stretch,
@@ -201,7 +200,7 @@ class Weight(abc.ABC):
 
     codes_multiply: ClassVar[bool] = False
     dtype: np.dtype
-    grad_reduce: Reduction
+    grad_reduce: GradReduce
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Variable, ...]:
@@ -392,7 +391,8 @@ class WeightOwner(Weight, Layer):
     def __init__(self, *, dtype: jax.typing.DTypeLike, grad_reduce: GradReduce) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
-        self.grad_reduce = reduction_of(grad_reduce, dtype)
+        reduction_of(grad_reduce, dtype)  # refuses other names
+        self.grad_reduce = grad_reduce
 
 
 class ArrayWeight(Weight):
@@ -402,8 +402,7 @@ class ArrayWeight(Weight):
         metadata = variable.get_metadata()
         self.variable = variable
         self.dtype = metadata["gathered_dtype"]
-        # no product of gtp_jax's own takes the gradient: it has the dtype of the array
-        self.grad_reduce = reduction_of(metadata["grad_reduce"], self.dtype)._replace(slot=self.dtype)
+        self.grad_reduce = metadata["grad_reduce"]
 
     def weights(self) -> tuple[nnx.Variable, ...]:
         return (self.variable,)

@@ -12,7 +12,7 @@ import numpy as np
 from ..formats import Format, Operands, QuantizedArray, WireFormat
 from ..layout import ArrayLayout, Layout
 from ._fused import in_order, use_rows
-from ._grad_reduce import Reduction
+from ._grad_reduce import GradReduce, Reduction, reduction_of
 
 # Where a module is in a model, or within its layer of a stack: so fused weights are named.
 ModulePath = tuple[Hashable, ...]
@@ -42,7 +42,7 @@ class WeightGroup:
     layouts: tuple[Layout, ...]
     param_dtypes: tuple[np.dtype, ...]
     dtype: np.dtype
-    grad_reduce: Reduction
+    grad_reduce: GradReduce
     codes_multiply: bool = False
     wire: WireFormat | None = None
     operands: Operands | None = None
@@ -95,10 +95,17 @@ class WeightGroup:
         return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
 
     @property
+    def summed(self) -> Reduction:
+        """What `grad_reduce` means for it."""
+        found = reduction_of(self.grad_reduce, self.dtype)
+        # no product of gtp_jax's own takes the gradient of an array of any shape: it has the dtype of the array
+        return found if self.array is None else found._replace(slot=self.dtype)
+
+    @property
     def exchanged(self) -> Format | np.dtype | None:
         """Returns what each rank sends the others of its gradient, to be summed in float32; `None`: it is
         reduce-scattered."""
-        return self.grad_reduce.wire if self.reduction is None else self.reduction
+        return self.summed.wire if self.reduction is None else self.reduction
 
     @property
     def stored_sums(self) -> np.dtype:
@@ -106,7 +113,7 @@ class WeightGroup:
         nothing, that of the parameters."""
         if not self.divided:
             return self.param_dtypes[0]
-        sums = self.grad_reduce.sums
+        sums = self.summed.sums
         exchanged = self.exchanged is not None and self.ranks > 1  # which sums in float32
         return np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums
 
@@ -114,10 +121,10 @@ class WeightGroup:
         """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
         it has none."""
         if isinstance(weight, QuantizedArray):
-            return jnp.zeros(weight.shape, self.grad_reduce.slot)
-        if self.frozen or weight.dtype == self.grad_reduce.slot:
+            return jnp.zeros(weight.shape, self.summed.slot)
+        if self.frozen or weight.dtype == self.summed.slot:
             return None
-        return jnp.zeros(weight.shape, self.grad_reduce.slot)
+        return jnp.zeros(weight.shape, self.summed.slot)
 
     @property
     def of_shards(self) -> WeightGroup:

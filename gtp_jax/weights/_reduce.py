@@ -55,7 +55,7 @@ def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mappin
         if group.exchanged is not None and group.ranks > 1:
             together[group.exchanged, group.layouts[0].axes].append(name)
         else:
-            parts[name] = reduce_gradient(gradients[name], group.layouts, group.grad_reduce.sums)
+            parts[name] = reduce_gradient(gradients[name], group.layouts, group.summed.sums)
     for (wire, _), names in together.items():
         layouts = [groups[name].layouts for name in names]
         exchanged = exchange_gradients([gradients[name] for name in names], layouts, wire)

@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "a weight has no slot, so that its gradient is rounded ahead of the sum",
-        "if self.frozen or weight.dtype == self.grad_reduce.slot:",
+        "if self.frozen or weight.dtype == self.summed.slot:",
         "if True:",
         (
             "tests/nn/test_grad_reduce.py::test_no_weight_gradient_is_bfloat16_between_its_matmul_and_its_reduce_scatter",

@@ -12,7 +12,7 @@ from selection import diagonal
 import gtp_jax as gtp
 from gtp_jax import formats, hlo, native
 from gtp_jax.layout import Division, Layout, Split, layouts_of_kernels
-from gtp_jax.weights import Bundle, WeightGroup, pack_all, reduction_of
+from gtp_jax.weights import Bundle, WeightGroup, pack_all
 from gtp_jax.weights._fused import gather_weight
 from gtp_jax.weights._packed import gather_packed
 from gtp_jax.weights._plan import plan_of
@@ -28,7 +28,7 @@ def bundle(shards, layouts, form) -> Bundle:
         layouts=tuple(layouts),
         param_dtypes=(np.dtype(np.float32),) * len(layouts),
         dtype=np.dtype(jnp.bfloat16),
-        grad_reduce=reduction_of("float32", jnp.bfloat16),
+        grad_reduce="float32",
         wire=form,
     )
     return Bundle({"w": tuple(shards)}, {"w": group})
