@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.nn import initializers
 from .._foreign import brief
 from ..collectives import gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
-from ..nn import MLP, Layer, make_vector, make_whole
+from ..nn import MLP, GradReduce, Initializer, Layer, make_vector, make_whole
 from ..ops import (
     MOST,
     Window,
@@ -39,6 +39,14 @@ LossReduction = Literal["sum", "mean"]
 _PARALLEL = {"features": ("column", "row"), "expert": ("expert", "expert"), None: (None, None)}
 
 router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class ExpertOptions(TypedDict, total=False):
+    """The arguments of `GroupedDense` that `MoE` passes on; `GroupedDense` describes them."""
+
+    dtype: jax.typing.DTypeLike
+    grad_reduce: GradReduce
+    kernel_init: Initializer
 
 
 class MoE(Layer):
@@ -109,7 +117,7 @@ class MoE(Layer):
         exchange_chunks: int = 1,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[ExpertOptions],
     ) -> None:
         super().__init__()
         check_moe(num_experts, top_k, aux_loss_coeff)
@@ -132,7 +140,7 @@ class MoE(Layer):
         self.router_bias: Any = nnx.data(None) if rate is None else make_router_bias(num_experts, rate)
         self.up = GroupedDense(num_experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
         self.down = GroupedDense(num_experts, hidden, features, parallel=second, **shared)
-        of_shared = {name: value for name, value in options.items() if name in ("dtype", "grad_reduce")}
+        of_shared: dict[str, Any] = {name: x for name, x in options.items() if name in ("dtype", "grad_reduce")}
         self.shared: Any = nnx.data(None)
         if shared_hidden:
             self.shared = MLP(

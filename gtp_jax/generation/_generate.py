@@ -63,11 +63,16 @@ class _Prompts(NamedTuple):
     batch: int
 
 
+# The prompts, one per row or in rows of different lengths, and how long each is.
+Tokens = jax.Array | np.ndarray | Sequence[Sequence[int]]
+Lengths = jax.Array | np.ndarray | Sequence[int] | None
+
+
 def generate(
     model: nnx.Module,
-    tokens: Any,
+    tokens: Tokens,
     *,
-    lengths: Any = None,
+    lengths: Lengths = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -125,9 +130,9 @@ def generate(
 
 def generate_stream(
     model: nnx.Module,
-    tokens: Any,
+    tokens: Tokens,
     *,
-    lengths: Any = None,
+    lengths: Lengths = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -151,7 +156,7 @@ def generate_stream(
     return _stream(model, tokens, lengths, options)
 
 
-def _stream(model: nnx.Module, tokens: Any, lengths: Any, options: _Options) -> Iterator[np.ndarray]:
+def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Options) -> Iterator[np.ndarray]:
     """Checks everything, and returns what `generate_stream` yields."""
     check_mesh_in_scope()
     check_gather(options.gather)
@@ -210,7 +215,7 @@ def _cut(made: np.ndarray, rows: Rows, ends: Sequence[TextStop]) -> tuple[np.nda
     return made, with_ended(rows, np.pad(ended, (0, len(rows.done) - len(ended)))) if ended.any() else rows
 
 
-def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
+def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
     """Checks the prompts and pads them.
 
     Raises:
@@ -220,8 +225,9 @@ def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
     if ragged and lengths is None:
         lengths = np.array([len(row) for row in tokens], np.int64)
         longest = int(lengths.max(initial=0))
-        tokens = [[*row, *[0] * (longest - len(row))] for row in tokens]
-    array = np.asarray(tokens)
+        array = np.asarray([[*row, *[0] * (longest - len(row))] for row in tokens])
+    else:
+        array = np.asarray(tokens)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"`tokens` has the shape {array.shape}; it must be (batch, length), or a sequence of prompts. A prompt has "

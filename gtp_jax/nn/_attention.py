@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from ..ops import RopeScaling, positions_of
 from ._attention_core import AttentionCore
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer, between_layers
+from ._options import DenseOptions
 
 
 class Attention(Layer):
@@ -71,7 +72,7 @@ class Attention(Layer):
         qkv_bias: bool | None = None,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -184,7 +185,7 @@ class CrossAttention(Layer):
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

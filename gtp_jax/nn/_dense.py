@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from ..mesh import current_view, degree
 from ..ops import layer_norm, rms_norm, save_for_backward
 from ..weights import GradReduce, split_features
 from ._layer import between_layers, inside_layer
+from ._options import LayerNormDenseOptions
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 Parallel = Literal["column", "row"] | None
@@ -289,7 +290,7 @@ class LayerNormDense(Dense):
         parallel: Parallel = "column",
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[LayerNormDenseOptions],
     ) -> None:
         if parallel == "row":
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
@@ -11,6 +11,7 @@ from flax import nnx
 from ..ops import save_activation
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
+from ._options import DenseOptions
 
 
 class MLP(Layer):
@@ -40,7 +41,7 @@ class MLP(Layer):
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
         sizes = {"gate": hidden, "up": hidden} if gated else {"up": hidden}
