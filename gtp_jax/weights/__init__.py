@@ -2,7 +2,7 @@
 
 [Note: life of a weight]
 Functions take what is decided (`WeightGroup`, static, compared by value) and arrays, never modules. No Flax here: `nn`
-extracts a `Structure` from a model, and puts the values made here into its variables.
+extracts a `Structure` from a model (`nn.groups_of`), and puts the values made here into its variables.
 
 | state | type | the transition to it | when |
 |---|---|---|---|
@@ -34,6 +34,24 @@ Less usual states:
 - *Of any shape* (`WeightGroup.array`): a matrix on the wire, whose rows the ranks divide; no recipe quantizes it.
 - *In global view* what is every rank's own is a global array (`ranks_spec`). One wrapper, `in_view`, calls what is
   written for a rank there, with the partitions that `specs` of a wire, or of `Stored`, tells.
+
+Further types of this room that others hold: `Shards`, one array a kernel, and `FusedWeights`, by name (aliases);
+`Beside`, a `Stored` as metadata of its variable; `CallKeys`, a module's keys of stochastic rounding; `FrozenAs`, what
+was decided when a weight was frozen; `Apart`, stacked codes of which each layer's is an array of its own; `Reduction`,
+what a name of `GradReduce` means.
+
+Types of other rooms on the way:
+
+- `layout.Layout`: how a kernel is divided, stored and used; `layout.ArrayLayout`: the same of an array of any shape;
+  `layout.Split`: what tensor ranks own of a dimension, in a `Layout`.
+- `mesh.Roles`: what each axis of the mesh is for, of which a layout is made.
+- `recipes.Recipe`: what travels and is multiplied in which format, by path.
+- `formats.WireFormat` and `Format`: what codes are written in; `formats.Operands`: the formats of a matmul.
+- `formats.QuantizedArray`: a matrix as codes. `formats.PackPlan`, of `Piece`s and `Section`s: where codes lie in a
+  `Packed`, below the wire.
+- `ops.SlottedWeight`: a gathered weight with zeros, where its gradient goes in another dtype.
+- `chain.Stage`: a layer's weights and these transitions as arrays and functions, run by a `chain.Schedule`;
+  `chain.Outputs`: what a layer returns beside its activation.
 """
 
 from ._codes import StoredCodes as StoredCodes

@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[2] / "gtp_jax"
 # The library: what a step is made of. Models, reports on programs, the runner and benchmarks are beside it.
 CORE = (
     *("mesh", "native", "formats", "layout", "ops", "recipes", "collectives", "checkpoint"),
-    *("weights", "chain", "nn", "experts", "nonuniform", "train"),
+    *("weights", "chain", "hook", "nn", "experts", "nonuniform", "train"),  # nn asks hook for what `shard` has sharded
 )
-OTHERS = ("hook", "models", "generation", "hlo", "inspect", "convert", "runner", "cli", "elastic", "trainer", "data")
+OTHERS = ("models", "generation", "hlo", "inspect", "convert", "runner", "cli", "elastic", "trainer", "data")
 BENCHMARKS = ("bench", "benchmarks")  # and the command's own files of them, `_bench*.py`
 # What happens to a weight from its constructor to its gradient: a room, and files of others as long as they are there.
 LIFE_OF_A_WEIGHT = {
