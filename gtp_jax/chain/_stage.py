@@ -114,23 +114,20 @@ class Stage:
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:
-    """Returns the same values, none of which is available before all are.
-
-    Gradients of integers (`float0`) are no arrays, and are left out.
-    """
-    leaves, tree = jax.tree.flatten(trees)
-    real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    for i, leaf in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    """Returns the same values, none of which is available before all are."""
+    return _with_arrays(lax.optimization_barrier, trees)
 
 
 def tied_trees(tree: Tree, turn: Turn) -> Tree:
-    """Returns the same values, no sooner than a turn. Gradients of integers (`float0`) are no arrays, and are left
-    out."""
+    """Returns the same values, no sooner than a turn."""
+    return _with_arrays(lambda arrays: tied(arrays, turn), tree)
+
+
+def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
+    """Returns the tree with what `change` makes of its arrays. Gradients of integers (`float0`) are none, and stay."""
     leaves, structure = jax.tree.flatten(tree)
     real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    for i, leaf in zip(real, tied([leaves[i] for i in real], turn), strict=True):
+    for i, leaf in zip(real, change([leaves[i] for i in real]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 
