@@ -45,7 +45,7 @@ class RowScaled:
 
     name: str = "ROW_FP8"
 
-    def wire(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WeightGroup]) -> Rows:
+    def make(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WeightGroup]) -> Rows:
         """Returns what this rank sends: codes are joined over dp (ZeRO), once a step, not masters."""
         parts = [_rows(own, groups[name].layouts) for name, own in shards.items()]
         stack = next(iter(shards.values()))[0].ndim - len(next(iter(groups.values())).layouts[0].shape)

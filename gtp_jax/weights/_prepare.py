@@ -161,15 +161,15 @@ def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
 def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
     form = bundle.wire
     assert isinstance(form, OwnFormat)
-    wire = form.wire(bundle.shards, bundle.groups)
+    wire = form.make(bundle.shards, bundle.groups)
     if len(wire.members) != len(bundle.groups) or set(wire.members) != set(bundle.groups):
         raise ValueError(
-            f"`wire` of the format {form.name} was given the weights {list(bundle.groups)}, and returned a wire with "
+            f"`make` of the format {form.name} was given the weights {list(bundle.groups)}, and returned a wire with "
             f"the members {list(wire.members)}. Pass it all of them: `members=tuple(shards)`."
         )
     if any(x.ndim <= stacked for x in jax.tree.leaves(wire)):
         raise ValueError(
-            f"`wire` of the format {form.name} returned an array without a dimension of its own. Give it one: "
+            f"`make` of the format {form.name} returned an array without a dimension of its own. Give it one: "
             "`scale[..., None]`, as in global view the arrays of all ranks lie one after another."
         )
     return wire

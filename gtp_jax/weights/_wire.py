@@ -70,7 +70,7 @@ class OwnFormat(WireFormat, Protocol):
     Weights in it are multiplied as their values. They can be neither frozen nor gathered before a step.
     """
 
-    def wire(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
+    def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
         """Returns what this rank sends of weights that travel together: those of one layer of a stack that have the
         same format, dtype and axes; outside of stacks one module's. Called inside a `shard_map`, once per step; under
         `use_recipe`, once per call. Nothing differentiates it.

@@ -58,7 +58,7 @@ class RowScaled:
 
     name: str = "ROW_SCALED"
 
-    def wire(self, shards: Mapping[Any, Any], groups: Mapping[Any, WeightGroup]) -> Rows:
+    def make(self, shards: Mapping[Any, Any], groups: Mapping[Any, WeightGroup]) -> Rows:
         codes, scales = [], []
         for name, own in shards.items():
             layouts = groups[name].layouts

@@ -243,7 +243,7 @@ class OneScale(RowScaled):
 
     name: str = "ONE_SCALE"
 
-    def wire(self, shards, groups):
+    def make(self, shards, groups):
         axes = jax.sharding.get_abstract_mesh().axis_names
         codes, scales = [], []
         for name, own in shards.items():
@@ -272,11 +272,11 @@ def test_partitions_of_ones_own_hold_for_what_is_made_and_for_what_is_gathered(m
 
 
 def test_a_wire_of_ones_own_that_leaves_out_a_weight_is_refused(key, monkeypatch):
-    whole = RowScaled.wire
+    whole = RowScaled.make
     monkeypatch.setattr(
-        RowScaled, "wire", lambda *args: dataclasses.replace(rows := whole(*args), members=rows.members[:1])
+        RowScaled, "make", lambda *args: dataclasses.replace(rows := whole(*args), members=rows.members[:1])
     )
-    message = r"`wire` of the format ROW_SCALED was given the weights .*'up'.* with the members .*`members=tuple"
+    message = r"`make` of the format ROW_SCALED was given the weights .*'up'.* with the members .*`members=tuple"
     with pytest.raises(ValueError, match=message):
         losses(Stacked, "gtp 4", key)
 
