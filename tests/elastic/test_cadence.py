@@ -89,7 +89,7 @@ def test_a_snapshot_that_was_not_taken_is_due_at_once(tmp_path):
 def test_training_does_not_run_ahead_of_a_snapshot_that_is_never_committed(tmp_path):
     snapshots = Snapshots(tmp_path, 4, None, lambda _: None)
     state = {"w": jnp.ones(3)}
-    with pytest.raises(RuntimeError, match="the snapshot of step 2 has not been committed in .* goes on from the one"):
+    with pytest.raises(RuntimeError, match="the snapshot of step 2 was not committed in .* continues from the"):
         for step in range(1, 5):
             snapshots.stepped(step, state, lambda _: True)
     assert step == 4

@@ -61,7 +61,7 @@ def test_a_killed_process_whose_device_is_broken_leaves_a_run_on_the_others(text
     [failure], [lost], [recovered] = (events(out, name) for name in ("failure", "lost", "recovered"))
     assert (failure["kind"], failure["device"], lost["device"]) == ("killed", 1, 1)
     assert "process 1 (virtual CPU device 1) was ended by SIGKILL" in failure["text"]
-    assert "virtual CPU device 1 is not used any more: this device is broken" in output
+    assert "virtual CPU device 1 is no longer used: this device is broken" in output
     assert [fleet["degrees"]["gtp"] for fleet in events(out, "fleet")] == [3, 2]
     assert events(out, "fleet")[1]["devices"] == [0, 2]
     assert recovered["step"] >= 4 and recovered["steps_lost"] <= 2  # from memory: there is no checkpoint yet

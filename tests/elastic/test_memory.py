@@ -110,5 +110,5 @@ def test_a_directory_without_room_for_two_is_refused(tmp_path):
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`snapshot_dir` .*missing is no directory that can be written"):
+    with pytest.raises(ValueError, match="`snapshot_dir` .*missing is not a writable directory"):
         Memory(tmp_path / "missing")

@@ -22,7 +22,7 @@ EVENTS = [
     {"time": 10.0, "event": "training", "step": 1},
     {"time": 15.0, "event": "snapshot", "step": 50, "fleet_step": 51},
     {"time": 20.5, "event": "failure", "kind": "killed", "device": 1, "step": 90, "last_sign": 20.0, "text": "killed"},
-    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is not used any more"},
+    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is no longer used"},
     {"time": 23.0, "event": "verdict"},
     {"time": 23.0, "event": "fleet ended", "step": 90, "kept_step": 50},
     {"time": 23.1, "event": "fleet", "devices": [0], "text": "a fleet of 1"},
@@ -53,7 +53,7 @@ def test_options_of_a_supervisor_need_one(capsys):
 def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):
     flags = ("--coordinator", "127.0.0.1:9000", "--num-processes", "2", "--process-id", "0")
     said = refused(capsys, "train", "--elastic", "--out", str(tmp_path / "run"), *flags)
-    assert "`--elastic` starts the processes of one host by itself. Leave out --coordinator" in said
+    assert "`--elastic` starts the processes of one host itself. Remove --coordinator" in said
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,15 @@ def test_a_directory_without_a_run_is_told_from_one_that_is_not_there(capsys, tm
     assert f"error: no run in {tmp_path}. Give the --out" in refused(capsys, "elastic", "show", str(tmp_path))
     TrainConfig().save(tmp_path / "config.json")
     said = refused(capsys, "elastic", "show", str(tmp_path))
-    assert "events.jsonl: the run has not been started with --elastic." in said
+    assert "events.jsonl: the run was not started with --elastic." in said
 
 
 def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
-    assert "no run has been started there with --elastic" in refused(
+    assert "no run was started there with --elastic" in refused(
         capsys, "elastic", "rejoin", str(tmp_path), "--device=1"
     )
     (tmp_path / "elastic").mkdir()
-    assert "`device` is -1; devices are counted from 0." in refused(
+    assert "`device` is -1; device numbers start at 0." in refused(
         capsys, "elastic", "rejoin", str(tmp_path), "--device=-1"
     )
     assert main(["elastic", "rejoin", str(tmp_path), "--device=1"]) == 0
@@ -99,7 +99,7 @@ def test_what_happened_is_shown_and_drawn(capsys, tmp_path):
     capsys.readouterr()
     assert main(["elastic", "show", str(tmp_path), "--picture", str(tmp_path / "timeline.png")]) == 0
     said = capsys.readouterr().out
-    assert table(EVENTS) in said and "GPU 1 is not used any more" in said
+    assert table(EVENTS) in said and "GPU 1 is no longer used" in said
     last = table(EVENTS).splitlines()[-1].split()
     assert last == ["50", "40", "3.0", "4.0", "1.0", "3.0", "1.0", "12.0"]
     assert (tmp_path / "timeline.png").stat().st_size > 5000

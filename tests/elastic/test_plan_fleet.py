@@ -53,13 +53,13 @@ def test_a_replica_goes_on_at_a_lower_tp_where_that_is_faster():
     assert plan.degrees == dict(dp=2, gtp=1, tp=4)
     assert plan.throughput == pytest.approx(7 / 8)
     assert plan.describe() == (
-        "dp 2 x gtp 1 x tp 4 on devices [0, 1, 2, 3, 4, 5, 7], those replicas at a lower tp that had [6]; 88% of the "
+        "dp 2 x gtp 1 x tp 4 on devices [0, 1, 2, 3, 4, 5, 7], with lower tp in the replicas that lost [6]; 88% of the "
         "healthy throughput"
     )
 
 
 def test_too_few_devices_and_devices_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="no plan: 3 of 4 devices are left, and tp 4 needs 4"):
+    with pytest.raises(ValueError, match="no plan: 3 of 4 devices are left, but tp 4 needs 4"):
         plan_fleet({"dp": 1, "gtp": 1, "tp": 4}, {2}, batch=4, unequal=False)
     with pytest.raises(ValueError, match=r"`lost` is \[4\]; the run has devices 0 to 3"):
         plan_fleet({"dp": 1, "gtp": 4, "tp": 1}, {4}, batch=4)

@@ -256,7 +256,7 @@ _EVENTS = [
     {"time": 11.0, "event": "save", "process": 0, "step": 4, "seconds": {"start": 1.0, "step": 5.0}},
     {"time": 15.0, "event": "snapshot", "step": 50, "fleet_step": 51},
     {"time": 20.5, "event": "failure", "kind": "killed", "device": 1, "step": 90, "last_sign": 20.0, "text": "killed"},
-    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is not used any more"},
+    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is no longer used"},
     {"time": 23.0, "event": "fleet ended", "step": 90, "kept_step": 50},
     {"time": 32.0, "event": "recovered", "step": 50, "steps_lost": 40, "total_s": 12.0, "text": "on", **_PARTS},
     {"step": 3, "loss": 2.0, "tokens_per_s": 7.0},

@@ -152,9 +152,9 @@ FOUND = {
     "events of others": (
         attack_events,
         lambda _: b'{"note": "mine"}\n{"event": "start", "time": "x"}\n{"event": "recovered", "time": 1}',
-        "no event of a supervisor in",
+        "no supervisor events in",
     ),
-    "deep events": (attack_events, lambda _: b'{"a":' * 100_000, "no event of a supervisor in"),
+    "deep events": (attack_events, lambda _: b'{"a":' * 100_000, "no supervisor events in"),
     "no tokenizer": (attack_tokenizer, lambda _: b"[" * 100_000, "cannot be read as a Hugging Face tokenizer.json"),
     "prefetch": (attack_settings, lambda _: settings(prefetch="no"), "`prefetch` is 'no'; it must be true or false"),
     "a number as text": (attack_settings, lambda _: settings(lr="0.1"), "`lr` is '0.1'; it must be a number"),

@@ -1,4 +1,4 @@
-"""A run that goes on when a device or a process fails: a supervisor, its fleet of processes, snapshots in memory."""
+"""Elastic training: a supervisor, its fleet of processes and in-memory snapshots, for runs that survive failures."""
 
 from ._events import read_events as read_events
 from ._events import table as table

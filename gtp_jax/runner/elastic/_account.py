@@ -1,4 +1,4 @@
-"""What failures cost: steps, and seconds in parts."""
+"""Accounts for what failures cost: steps, and seconds by part of the recovery."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ._goodput import Goodput
 
 @dataclasses.dataclass(frozen=True)
 class _Pause:
-    """A time without training that has not ended yet.
+    """An interval without training that is still open.
 
     Attributes:
-        cause: `failure`, or `rejoin`.
-        step: updates that had been made.
+        cause: `failure` or `rejoin`.
+        step: the number of updates made when training stopped.
         since: when training stopped: the last sign of life of the process that failed first.
-        verdict: when it was known with which devices to go on.
-        count: how many failures there have been since.
+        verdict: when it became known which devices to continue with.
+        count: the number of failures in this interval.
     """
 
     cause: str
@@ -32,10 +32,10 @@ class _Pause:
 
 
 class Account:
-    """Follows fleets and writes what each recovery took.
+    """Follows fleets and records how long each recovery took.
 
     Args:
-        events: where it is written.
+        events: the log that it writes to.
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -47,7 +47,7 @@ class Account:
         self._followed: Fleet | None = None
 
     def follow(self, fleet: Fleet) -> None:
-        """Writes when the fleet has made its first step, and what it took if there was a failure before."""
+        """Records the fleet's first step and, if it ends a pause, how long the recovery took."""
         if fleet is self._followed or fleet.first_step_at is None or fleet.begin_step is None:
             return
         self._followed = fleet
@@ -57,7 +57,7 @@ class Account:
         pause, self._pause = self._pause, None
         marks, began = fleet.marks, fleet.state_began
         assert began is not None  # before its first step
-        # a fleet that was started before the verdict has waited for it
+        # a fleet that started before the verdict had to wait for it
         checked = max(pause.verdict, began)
         compiling = max(checked, marks["first compile"])
         ready = max(compiling, min(marks[f"first {name}"] for name in ("step", "evaluate") if f"first {name}" in marks))
@@ -70,7 +70,7 @@ class Account:
         parts = ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in seconds.items())
         self._events.write(
             "recovered",
-            f"the run goes on from step {fleet.begin_step}: {steps_lost} steps and {total:.1f} s lost ({parts})",
+            f"the run continues from step {fleet.begin_step}: {steps_lost} steps and {total:.1f} s lost ({parts})",
             step=fleet.begin_step,
             steps_lost=steps_lost,
             cause=pause.cause,
@@ -80,18 +80,18 @@ class Account:
         )
 
     def commit(self, fleet: Fleet, step: int) -> None:
-        """Notes that a snapshot counts from now on."""
+        """Records that a snapshot has been committed."""
         self._committed = True
         stepping_s = max((member.stepping_s for member in fleet.members), default=0.0)
         self._goodput.commit(step, stepping_s)
         self._events.write("snapshot", step=step, fleet_step=fleet.step)
 
     def end_fleet(self, fleet: Fleet, kept_step: int) -> bool:
-        """Closes a fleet's account and returns whether it has made progress that is kept.
+        """Closes a fleet's account and returns whether the fleet made progress that is kept.
 
         Args:
-            fleet: that ends now.
-            kept_step: from which the next one goes on.
+            fleet: the fleet that is ending.
+            kept_step: the step from which the next fleet continues.
         """
         self._goodput.restart(kept_step)
         self._events.write("fleet ended", step=fleet.step, kept_step=kept_step)
@@ -99,7 +99,7 @@ class Account:
         return progressed
 
     def failed(self, failure: Failure, *, reaped: float) -> None:
-        """Notes a failure whose verdict is known now."""
+        """Records a failure; the time of the call is the time of its verdict."""
         self._failures += 1
         now = time.monotonic()
         if self._pause is None:
@@ -114,22 +114,22 @@ class Account:
         )
 
     def rejoined(self, step: int) -> None:
-        """Notes that a fleet has been ended because a device has come back."""
+        """Records that a fleet is ending because a device has come back."""
         now = time.monotonic()
         self._pause = self._pause or _Pause("rejoin", step, now, now, 0)
 
     def finish(self, status: int, stepping_s: float, step: int) -> None:
-        """Writes the end, with the goodput.
+        """Records the end of the run, with the goodput.
 
         Args:
-            status: of the run.
-            stepping_s: seconds of the last fleet's steps.
-            step: updates made in all.
+            status: the exit status of the run.
+            stepping_s: the seconds that the last fleet spent in steps.
+            step: the total number of updates made.
         """
         share = self._goodput.share(stepping_s)
         self._events.write(
             "end",
-            f"goodput {share:.1%}: the share of the time in which steps were made that count; "
+            f"goodput {share:.1%}: the share of time spent on steps that were kept; "
             f"failures: {self._failures}, steps lost: {self._steps_lost}",
             status=status,
             step=step,

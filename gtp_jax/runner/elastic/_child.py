@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Starts processes that end when their parent does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-# Asks the kernel for SIGKILL when the parent dies, before anything is imported. A parent that died before that is found
-# by its number. Linux only; elsewhere a child of the supervisor sees the end of its socket.
+# Asks the kernel for SIGKILL when the parent dies, before any other import. If the parent died even earlier, the parent
+# PID no longer matches. Linux only; elsewhere, a child of the supervisor notices that its socket has closed.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -28,16 +28,16 @@ def start_child(
     keep: Sequence[int] = (),
     quiet: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Starts Python in a process group of its own, so that all that it starts can be ended with it.
+    """Starts Python in its own process group, so that everything it starts can be ended with it.
 
-    To be called in the main thread: the kernel takes the end of the calling thread for that of the parent.
+    Must be called in the main thread, because the kernel treats the end of the calling thread as the parent's death.
 
     Args:
-        code: what it runs.
-        arguments: `sys.argv[1:]` of it.
-        environment: added to that of this process.
-        keep: file descriptors that it inherits.
-        quiet: its standard output is collected, and its errors with it.
+        code: the Python code to run.
+        arguments: the child's `sys.argv[1:]`.
+        environment: variables added to the environment of this process.
+        keep: the file descriptors that the child inherits.
+        quiet: whether to capture the child's standard output and standard error in one pipe.
     """
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
@@ -52,13 +52,13 @@ def start_child(
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Ends a child and all that it started, at once; what it started may outlive it. Does not wait."""
+    """Kills a child and everything it started, without waiting. Its descendants may outlive it briefly."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def wait_s(child: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Returns whether a child has ended within some seconds."""
+    """Waits for a child for at most `seconds` and returns whether it has ended."""
     try:
         child.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:

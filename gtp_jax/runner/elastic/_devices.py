@@ -1,4 +1,4 @@
-"""The devices of this machine, counted without starting JAX's backend: that is for the processes that use them."""
+"""Finds the devices of this machine without starting the JAX backend, which only the training processes start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...mesh import has_gpu
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device that one process uses.
+    """A device, used by one process.
 
     Attributes:
-        number: its place among the devices of the run, from 0.
-        name: for people.
-        environment: what gives a process this device and no other.
+        number: the index of the device in the run, from 0.
+        name: the name shown to users.
+        environment: the environment variables that make this the only device a process sees.
     """
 
     number: int
@@ -32,9 +32,10 @@ def uses_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def find_devices(virtual: int) -> list[Device]:
-    """Returns the NVIDIA GPUs that this process may use, or so many virtual CPU devices if JAX uses none.
+    """Returns the NVIDIA GPUs that this process may use, or `virtual` virtual CPU devices if JAX uses no GPUs.
 
-    GPUs are named by what `CUDA_VISIBLE_DEVICES` holds, else by their UUIDs: the driver counts anew when one is lost.
+    GPUs are identified by the entries of `CUDA_VISIBLE_DEVICES`, otherwise by their UUIDs, because the driver renumbers
+    them when one is lost.
 
     Raises:
         ValueError: if no GPU is visible.
@@ -45,14 +46,14 @@ def find_devices(virtual: int) -> list[Device]:
     names = _uuids() if visible is None else [name for name in visible.split(",") if name]
     if not names:
         raise ValueError(
-            "`--elastic` found no NVIDIA GPU: CUDA_VISIBLE_DEVICES is empty, or there is no /dev/nvidia0. Set it to "
-            "the GPUs to use, or set JAX_PLATFORMS=cpu for virtual CPU devices."
+            "`--elastic` found no NVIDIA GPU: CUDA_VISIBLE_DEVICES is empty, or /dev/nvidia0 does not exist. Set "
+            "CUDA_VISIBLE_DEVICES to the GPUs to use, or set JAX_PLATFORMS=cpu for virtual CPU devices."
         )
     return [Device(i, f"GPU {i}", {"CUDA_VISIBLE_DEVICES": name}) for i, name in enumerate(names)]
 
 
 def _uuids() -> list[str]:
-    """Returns the UUIDs of all GPUs; their numbers if nvidia-smi does not answer."""
+    """Returns the UUIDs of all GPUs, or their indices if nvidia-smi does not answer."""
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split()

@@ -1,4 +1,4 @@
-"""What a supervisor has done, from the record of a run, to which its processes write too."""
+"""Reads and shows a supervisor's events from the event log of a run, which the training processes also write to."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..trainer import Event, events_in, is_number
 
 # The parts of a recovery, in order, and what they mean.
 PARTS = {
-    "detection_s": "from the last sign of life of the process that failed to the verdict: the failure is noticed, all "
-    "processes are ended, all devices are probed",
+    "detection_s": "from the failed process's last sign of life to the verdict: the failure is noticed, all processes "
+    "are ended, all devices are probed",
     "start_s": "until all processes of the new fleet are connected and have checked their settings",
-    "restore_s": "until they have the state of the snapshot",
+    "restore_s": "until they have restored the snapshot",
     "compile_s": "until the step is compiled",
     "step_s": "until the first step has ended",
 }
 
 
-# The numbers without which these events cannot be shown.
+# The numeric fields that these events must have to be shown.
 _NEEDS = {
     "recovered": ("step", "steps_lost", "total_s", *PARTS),
     "failure": ("last_sign",),
@@ -29,15 +29,15 @@ _NEEDS = {
 
 
 def read_events(path: Path) -> list[Event]:
-    """Returns a supervisor's events, without those of its processes. Lines that a kill has cut off, or that others have
-    added, are left out.
+    """Returns a supervisor's events, without those of its processes. Skips lines that a kill truncated and lines that
+    are not valid events.
 
     Raises:
-        FileNotFoundError: if there are none.
+        FileNotFoundError: if there are no such events.
     """
     events = [event for event in events_in(path, _NEEDS) if "process" not in event and _devices_are_known(event)]
     if not events:
-        raise FileNotFoundError(f"no event of a supervisor in {path}: the run has not been started with --elastic.")
+        raise FileNotFoundError(f"no supervisor events in {path}: the run was not started with --elastic.")
     return events
 
 
@@ -49,7 +49,7 @@ def _devices_are_known(event: Event) -> bool:
 
 
 def table(events: list[Event]) -> str:
-    """Returns what happened, in lines, and what each recovery took."""
+    """Returns a table with one line per event, followed by a table of the times of each recovery."""
     begin = events[0]["time"] if events else 0.0
     said = [(f"{e['time'] - begin:.1f}", printable(e["event"]), printable(e["text"])) for e in events if "text" in e]
     recoveries = [e for e in events if e["event"] == "recovered"]

@@ -1,4 +1,4 @@
-"""What ended a fleet."""
+"""Describes how a fleet ended."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 from ..trainer import Activity
 
-# killed: the process is gone, and said nothing. silent: it is there, and its beats are not. stalled: all beat, and
-# nothing gets on. device: JAX raised an error at run time. damaged: a snapshot does not read as it was written.
-# unconnected: the processes did not find each other. error: any other exception.
+# killed: the process ended without a message. silent: it is alive but sends no heartbeats. stalled: all processes send
+# heartbeats, but training makes no progress. device: JAX raised a runtime error. damaged: a snapshot could not be
+# restored. unconnected: the processes did not find each other. error: any other exception.
 Kind = Literal["killed", "silent", "stalled", "device", "damaged", "unconnected", "error"]
 
-# A failure of which the device may be the cause. An exception is the program's.
+# The failures that a device may have caused. Other exceptions come from the program.
 SUSPECTS: tuple[Kind, ...] = ("killed", "silent", "device")
 
 
@@ -22,13 +22,13 @@ class Failure:
     """The first failure of a fleet.
 
     Attributes:
-        kind: what happened.
-        device: number of the device of the process that failed; `None` if no process can be named.
-        reason: for people.
-        step: updates that the fleet had made.
-        activity: what the process did.
-        last_sign: when the process was heard last, on the monotonic clock.
-        noticed: when the supervisor knew.
+        kind: the kind of failure.
+        device: the device number of the process that failed; `None` if no process can be blamed.
+        reason: an explanation for the user.
+        step: the number of updates that the fleet had made.
+        activity: what the process was doing.
+        last_sign: when the process was last heard, on the monotonic clock.
+        noticed: when the supervisor noticed, on the monotonic clock.
     """
 
     kind: Kind
@@ -42,11 +42,11 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A fleet that has ended as it should.
+    """A fleet that ended without a failure.
 
     Attributes:
-        status: of the run.
-        reason: what it refused; empty if nothing.
+        status: the exit status of the run.
+        reason: why the fleet refused to go on; empty if it did not refuse.
     """
 
     status: int
@@ -54,10 +54,10 @@ class Ended:
 
 
 def how_it_ended(code: int) -> str:
-    """Returns how a process ended, for people.
+    """Returns a description of how a process ended.
 
     Args:
-        code: its exit status; negative for a signal.
+        code: the exit status of the process; negative if a signal ended it.
     """
     if code >= 0:
         return f"ended with status {code}"

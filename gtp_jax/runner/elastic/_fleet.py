@@ -1,4 +1,4 @@
-"""The processes of a run, one a device, as their supervisor sees them."""
+"""The processes of a run, one per device, as their supervisor sees them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gtp_jax.runner.elastic._worker import work
 work(int(sys.argv[1]))
 """
 
-# A process that dies takes its peers with it, whose complaints may be heard first.
+# When a process dies its peers fail too, and their errors may arrive first.
 _GRACE_S = 0.5
-# A process that is not gone this long after SIGKILL is stuck in the driver.
+# A process still alive this long after SIGKILL is stuck in the driver.
 _REAP_S = 30.0
-# The first process to end a run waits for the others.
+# The first process to finish a run waits for the others.
 _CLOSING_S = 120.0
 
-# What every fleet would end with again.
+# Causes with which any new fleet would end as well.
 _REFUSED = ("refused", "diverged")
 
 
@@ -36,19 +36,19 @@ class Member:
     """A process of a fleet.
 
     Attributes:
-        device: that it uses.
-        child: the process.
-        line: to it.
-        process: its number in the fleet; -1 until it has its order.
-        heard: when it was heard last.
-        activity: what it does; `None` before its first word.
-        step: updates made so far.
-        busy_s: seconds that it had been at it when it was heard.
-        longest_s: seconds of the longest such activity before.
-        stepping_s: seconds of all its steps but the first.
-        said: its last word: `failed` or `ended`.
-        said_at: when that was.
-        code: exit status, once it has ended.
+        device: the device that it uses.
+        child: the operating system's process.
+        line: the connection to it.
+        process: its index in the fleet; -1 until it has its order.
+        heard: when it was last heard.
+        activity: what it is doing; `None` before its first heartbeat.
+        step: the number of updates made so far.
+        busy_s: how long the current activity had taken at the last heartbeat, in seconds.
+        longest_s: the duration of the longest earlier activity of the same kind, in seconds.
+        stepping_s: the total duration of its steps except the first, in seconds.
+        said: its final message, of kind `failed` or `ended`.
+        said_at: when that message arrived.
+        code: the exit status, once the process has ended.
     """
 
     device: Device
@@ -67,19 +67,19 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name shown to users."""
         return f"process {self.process} ({self.device.name})"
 
 
 class Fleet:
-    """Processes that are started together and end together. To be used in the main thread.
+    """A group of processes that start and end together. Must be used in the main thread.
 
-    They import what they need and wait for `order`, so that they can be started before it is known which of them will
-    be used.
+    The processes import what they need and wait for `order`, so they can be started before it is known which of them
+    will be used.
 
     Args:
-        devices: a process is started for each.
-        environment: of all processes.
+        devices: the devices; one process is started for each.
+        environment: the environment variables set in all processes.
         now: the monotonic clock.
     """
 
@@ -88,7 +88,7 @@ class Fleet:
     ) -> None:
         self._now = now
         self.began = now()
-        self.marks: dict[str, float] = {}  # when the last member began with each activity
+        self.marks: dict[str, float] = {}  # when the last member began each activity
         self.reports: list[Message] = []
         self.begin_step: int | None = None
         self.first_step_at: float | None = None
@@ -108,20 +108,20 @@ class Fleet:
 
     @property
     def step(self) -> int:
-        """Updates that the fleet has made."""
+        """The number of updates that the fleet has made."""
         return max((member.step for member in self.members), default=0)
 
     @property
     def imported(self) -> bool:
-        """Whether all processes wait for their order, or have it."""
+        """Whether all processes are waiting for their order or have received it."""
         return all(member.activity is not None for member in self.members)
 
     def order(self, devices: Sequence[int], order: Callable[[int], Message]) -> None:
-        """Gives the processes of some devices their order and ends the others.
+        """Sends the processes of the given devices their orders and ends the others.
 
         Args:
-            devices: numbers, in the order of the processes.
-            order: message of a process, by its number.
+            devices: the device numbers, in the order of the processes.
+            order: returns the message for a process, given its index.
         """
         chosen = {number: process for process, number in enumerate(devices)}
         for member in self.members:
@@ -137,11 +137,11 @@ class Fleet:
             member.line.send(order(process))
 
     def poll(self, timeout_s: float) -> None:
-        """Hears what the processes say, for so long at most, and sees who has ended."""
+        """Receives messages from the processes for at most `timeout_s`, and notes which processes have ended."""
         ready = self._selector.select(timeout_s)
         now = self._now()
         late = now - self._polled - timeout_s
-        if late > 1.0:  # this process was suspended or busy: their silence is its own
+        if late > 1.0:  # this process was suspended or busy, so their silence is its own fault
             for member in self.members:
                 member.heard = min(now, member.heard + late)
         self._polled = now
@@ -149,7 +149,7 @@ class Fleet:
             self._hear(key.data, now)
         for member in self.members:
             if member.code is None and (code := member.child.poll()) is not None:
-                while key_of(self._selector, member.line):  # what it said before
+                while key_of(self._selector, member.line):  # messages it sent before it ended
                     self._hear(member, now)
                 member.code = code
 
@@ -188,7 +188,7 @@ class Fleet:
 
     @property
     def state_began(self) -> float | None:
-        """When the last member began to restore or to initialize the state; `None` if none has."""
+        """When the last member began to restore or initialize the state; `None` if none has begun."""
         return self.marks.get("restore", self.marks.get("initialize"))
 
     def _forget(self, member: Member) -> None:
@@ -197,11 +197,11 @@ class Fleet:
             member.line.close()
 
     def ended(self) -> Ended | None:
-        """Returns how the run ended if all processes have ended as they should, or one has refused."""
+        """Returns how the run ended, if all processes ended without failures or one refused to go on."""
         now = self._now()
         failed = [m for m in self.members if m.said is not None and m.said["kind"] == "failed"]
         refused = [m for m in failed if m.said is not None and m.said["cause"] in _REFUSED]
-        # a process that has vanished or failed before may be why: what its peers meet then need not come again
+        # an earlier death or failure of another process may have caused the refusal, which then need not recur
         before = min((m.said_at for m in refused), default=0.0)
         others = [m for m in failed if m not in refused and m.said_at < before]
         if refused and not others and not any(m.said is None and m.code is not None for m in self.members):
@@ -219,8 +219,8 @@ class Fleet:
     def failure(self) -> Failure | None:
         """Returns the first failure, if there is one.
 
-        Processes that vanish come before those that complain, because a death makes the others complain; then those
-        that are silent; then those that are busy for too long.
+        Processes that died take precedence over those that reported an error, because a death makes the others report
+        errors. Silent processes come next, then those busy for too long.
         """
         now = self._now()
         vanished = [m for m in self.members if m.code is not None and m.said is None]
@@ -242,7 +242,7 @@ class Fleet:
         busy = [m for m in running if m.busy_s + now - m.heard > self._patience.busy_s(m.longest_s)]
         if busy:
             first = max(busy, key=lambda m: m.busy_s)
-            reason = f"{first.name} was busy with one {first.activity} for {first.busy_s:.0f} s, though all beat"
+            reason = f"{first.name} was busy with one {first.activity} for {first.busy_s:.0f} s; all heartbeats arrived"
             return dataclasses.replace(self._failed(first, "stalled", reason, now), device=None)
         return None
 
@@ -259,9 +259,9 @@ class Fleet:
                 member.child.send_signal(number)
 
     def kill(self) -> None:
-        """Ends all processes and what they have started, at once; `stuck` then has those that have not ended yet.
+        """Kills all processes and everything they started; afterwards `stuck` lists those that have not ended.
 
-        SIGTERM asks a run to save, for which all processes are needed. So it is not sent here.
+        Does not send SIGTERM first: it asks a run to save, which needs all processes.
         """
         for member in self.members:
             kill_group(member.child)
@@ -273,12 +273,12 @@ class Fleet:
 
     @property
     def stuck(self) -> set[int]:
-        """Numbers of the devices whose processes have not ended."""
+        """The numbers of the devices whose processes are still alive."""
         return {member.device.number for member in self.members if member.child.poll() is None}
 
 
 def key_of(selector: selectors.BaseSelector, line: Line) -> bool:
-    """Returns whether a line is being listened to."""
+    """Returns whether the selector listens to this line."""
     return any(key.fileobj is line for key in selector.get_map().values())
 
 
@@ -287,7 +287,7 @@ def _reason(member: Member) -> str:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
+    """Returns a TCP port that is currently free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

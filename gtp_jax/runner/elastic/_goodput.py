@@ -1,4 +1,4 @@
-"""Goodput: the share of the time in which steps were made that count."""
+"""Goodput: the share of time spent on steps that were kept."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 class Goodput:
-    """Counts the time of steps, and takes back that of steps that were lost.
+    """Adds up the time of steps, leaving out steps that were lost.
 
-    A fleet's first step is not counted: it also warms up.
+    The first step of each fleet is not counted, because it includes the warm-up.
     """
 
     def __init__(self) -> None:
@@ -17,14 +17,14 @@ class Goodput:
         self._at_commit: dict[int, float] = {}
 
     def commit(self, step: int, stepping_s: float) -> None:
-        """Notes how long the steps of this fleet up to a snapshot or checkpoint took."""
+        """Records how long this fleet's steps took up to a snapshot or checkpoint."""
         self._at_commit[step] = stepping_s
 
     def restart(self, step: int) -> None:
-        """Ends a fleet's account: what it has made beyond `step` is lost."""
+        """Closes a fleet's account: its progress beyond `step` is lost."""
         self._kept_s += max((s for at, s in self._at_commit.items() if at <= step), default=0.0)
         self._at_commit.clear()
 
     def share(self, stepping_s: float = 0.0) -> float:
-        """Returns the goodput until now, the last fleet's steps included."""
+        """Returns the goodput so far, including the steps of the current fleet."""
         return (self._kept_s + stepping_s) / max(1e-9, time.monotonic() - self._begin)

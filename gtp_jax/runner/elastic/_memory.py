@@ -1,4 +1,4 @@
-"""The directory in memory that holds a run's snapshots, and who owns it."""
+"""The in-memory directory that holds a run's snapshots, and its owner's lock."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ _OWNER = "owner"
 
 
 class Memory:
-    """A directory below one that lies in memory, as /dev/shm does; freed at the end. A context manager.
+    """A directory inside an in-memory file system such as /dev/shm. A context manager that frees it at the end.
 
-    Its owner holds a lock that the system releases when the owner dies, so that the next owner on this machine knows
-    what is left over, and frees it.
+    The owner holds a lock that the system releases when the owner dies, so the next owner on this machine can recognize
+    abandoned directories and free them.
 
     Args:
-        base: a directory in memory.
+        base: an in-memory directory.
 
     Raises:
-        ValueError: if there is no such directory, or it cannot be written.
+        ValueError: if the directory does not exist or is not writable.
     """
 
     def __init__(self, base: Path) -> None:
         if not (base.is_dir() and os.access(base, os.W_OK | os.X_OK)):
-            raise ValueError(
-                f"`snapshot_dir` {base} is no directory that can be written. Give one that lies in memory (tmpfs)."
-            )
+            raise ValueError(f"`snapshot_dir` {base} is not a writable directory. Pass a directory in memory (tmpfs).")
         prefix = f"gtp-jax-{os.getuid()}-"
         self.freed = [path for path in sorted(base.glob(f"{prefix}*")) if _free_if_left_over(path)]
         self._lock, self.root = _own_new(base, prefix)
 
     @property
     def snapshots(self) -> Path:
-        """Where the snapshots are: a directory of checkpoints."""
+        """The path of the snapshots, a directory of checkpoints."""
         return self.root / "snapshots"
 
     def latest(self) -> int | None:
@@ -47,14 +45,14 @@ class Memory:
         return Checkpoints(self.snapshots, read_only=True).latest() if self.snapshots.is_dir() else None
 
     def sweep(self) -> None:
-        """Frees what a fleet that was killed has left half-written."""
+        """Frees incomplete snapshots that a killed fleet left behind."""
         committed = {str(step) for step in Checkpoints(self.snapshots, read_only=True).steps()}
         for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
             if path.name not in committed:
                 shutil.rmtree(path, ignore_errors=True)
 
     def drop_latest(self) -> None:
-        """Frees the latest snapshot, which is damaged."""
+        """Frees the latest snapshot, because it is damaged."""
         if (step := self.latest()) is not None:
             shutil.rmtree(self.snapshots / str(step), ignore_errors=True)
 
@@ -67,10 +65,10 @@ class Memory:
 
 
 def check_room(directory: Path, state_bytes: int) -> None:
-    """Checks that a directory in memory has room for two snapshots: one counts until the next one does.
+    """Checks that an in-memory directory has room for two snapshots: each is kept until the next is committed.
 
     Raises:
-        ValueError: if it has not, or the machine has less memory than that.
+        ValueError: if the directory has too little space, or the machine too little available memory.
     """
     needed = 2 * state_bytes
     free = shutil.disk_usage(directory).free
@@ -83,15 +81,15 @@ def check_room(directory: Path, state_bytes: int) -> None:
     available = _available_bytes()
     if available is not None and available < needed:
         raise ValueError(
-            f"two snapshots of this run's state need {needed / 1e9:.2f} GB of memory, but this machine has only "
-            f"{available / 1e9:.2f} GB available. Run without --elastic, or choose a directory on a fast disk with "
-            "--snapshot-dir."
+            f"two snapshots of this run's state need {needed / 1e9:.2f} GB of memory, but only "
+            f"{available / 1e9:.2f} GB are available on this machine. Run without --elastic, or choose a directory on "
+            "a fast disk with --snapshot-dir."
         )
 
 
 def _own_new(base: Path, prefix: str) -> tuple[IO[str], Path]:
-    """Makes a directory and returns the lock on it. Another run that starts at this moment may take the directory for
-    left over before it is locked, and free it; then this makes another."""
+    """Creates a directory and returns the lock on it and its path. Tries again if another run that is just starting
+    frees the directory before it is locked, having mistaken it for an abandoned one."""
     while True:
         root = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
@@ -112,11 +110,11 @@ def _available_bytes() -> int | None:
 
 
 def _free_if_left_over(path: Path) -> bool:
-    """Frees a directory whose owner is dead, and returns whether it was."""
+    """Frees a directory if its owner is dead, and returns whether it did."""
     try:
         lock: Any = (path / _OWNER).open("r+")
     except OSError:
-        return False  # another is just making it
+        return False  # another run is just creating it
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Draws what the devices of a supervised run did, and how many steps it had made."""
+"""Draws a timeline of a supervised run: what each device did, and how many steps had been made."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _TEXT = "#333333"
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What a device does for a time.
+    """An interval in which a device did one thing.
 
     Attributes:
-        device: its number.
-        what: a key of the legend.
-        begin: seconds since the run began.
-        end: likewise.
+        device: the device number.
+        what: the activity, a key of the legend.
+        begin: the begin of the interval, in seconds since the run began.
+        end: the end of the interval, in seconds since the run began.
     """
 
     device: int
@@ -47,7 +47,7 @@ class Span:
 
 
 def spans_of(events: Sequence[Event]) -> list[Span]:
-    """Returns what every device did, from a supervisor's events."""
+    """Returns the intervals of all devices, derived from a supervisor's events."""
     zero = events[0]["time"]
     spans: list[Span] = []
     devices: list[int] = []
@@ -95,18 +95,18 @@ def spans_of(events: Sequence[Event]) -> list[Span]:
 
 
 def draw_timeline(events: Sequence[Event], path: Path) -> None:
-    """Draws a row for each device, and below them the steps that count.
+    """Draws a row for each device and, below the rows, the number of steps over time.
 
     Args:
-        events: of a supervisor.
-        path: PNG file to write.
+        events: a supervisor's events.
+        path: the PNG file to write.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no events.
     """
     if not events:
-        raise ValueError("there are no events to draw: the run has not begun.")
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+        raise ValueError("there are no events to draw: the run has not started.")
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
     from matplotlib.patches import Patch
 
     names = next((event["devices"] for event in events if event["event"] == "start"), [])

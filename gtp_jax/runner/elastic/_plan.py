@@ -1,4 +1,4 @@
-"""Which devices a fleet uses, and how."""
+"""Plans which devices a fleet uses, and how."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class FleetPlan:
     """The devices of a fleet and their mesh.
 
     Attributes:
-        devices: numbers of those that train, ascending.
-        idle: numbers of those that are sound and have nothing to do.
-        degrees: of the mesh; of the healthy one if replicas are unequal.
-        failed: numbers of those that are lost, if replicas are unequal; empty on a mesh.
-        throughput: sequences a second, as a share of the healthy run's, if all time is spent computing.
+        devices: the numbers of the devices that train, in ascending order.
+        idle: the numbers of the healthy devices that have nothing to do.
+        degrees: the degrees of the mesh by axis; those of the healthy mesh if replicas are unequal.
+        failed: the numbers of the lost devices if replicas are unequal; empty on a mesh.
+        throughput: sequences per second, as a fraction of the healthy run's, assuming that all time is spent computing.
     """
 
     devices: tuple[int, ...]
@@ -29,9 +29,9 @@ class FleetPlan:
     throughput: Fraction = Fraction(1)
 
     def describe(self) -> str:
-        """Returns the mesh, and who is idle, for people."""
+        """Returns a description of the mesh and the idle devices."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items())
-        lower = f", those replicas at a lower tp that had {list(self.failed)}" if self.failed else ""
+        lower = f", with lower tp in the replicas that lost {list(self.failed)}" if self.failed else ""
         idle = f", {list(self.idle)} idle" if self.idle else ""
         share = f"; {float(self.throughput):.0%} of the healthy throughput" if self.throughput != 1 else ""
         return f"{mesh} on devices {list(self.devices)}{lower}{idle}{share}"
@@ -40,27 +40,27 @@ class FleetPlan:
 def plan_fleet(
     degrees: Mapping[str, int], lost: Collection[int], *, batch: int, microbatches: int = 1, unequal: bool = True
 ) -> FleetPlan:
-    """Plans how the devices that are left train on the same batches: whichever of these computes faster.
+    """Plans how the remaining devices train on the same batches. Chooses the faster of two options:
 
-    - A mesh: tp stays as it is, and what is left over of a tp group is idle. gtp is at least what it was, so that a
-      device stores no more than before as long as there are as many; dp takes what remains. Where the ranks do not
-      divide the batch, rows of weight 0 are added.
+    - A mesh: tp is unchanged, and devices that do not fill a tp group are idle. gtp does not shrink as long as enough
+      devices are left, so that no device stores more than before; dp takes what remains. If the number of ranks does
+      not divide the batch, rows of weight 0 are added.
     - Replicas of unequal tp (`plan_faults`).
 
     Args:
-        degrees: of the healthy mesh.
-        lost: numbers of the devices that are lost.
-        batch: sequences of a step.
-        microbatches: parts of each rank's sequences.
-        unequal: whether replicas of unequal tp are possible.
+        degrees: the degrees of the healthy mesh, by axis.
+        lost: the numbers of the lost devices.
+        batch: the number of sequences per step.
+        microbatches: the number of microbatches into which each rank splits its sequences.
+        unequal: whether replicas of unequal tp are allowed.
 
     Raises:
-        ValueError: if too few devices are left, or experts are divided over ep.
+        ValueError: if too few devices are left, or experts are sharded over ep.
     """
     if degrees.get(EP, 1) > 1:
         raise ValueError(
-            f"no plan: experts are divided over ep {degrees[EP]}, and a run cannot yet divide them anew among fewer "
-            "devices. Start another run with another --ep from the last checkpoint (--from)."
+            f"no plan: experts are sharded over ep {degrees[EP]}, and resharding them over fewer devices is not "
+            "supported yet. Start a new run with a different --ep from the last checkpoint (--from)."
         )
     total = degrees[DP] * degrees[GTP] * degrees[TP]
     if not set(lost) <= set(range(total)):
@@ -74,10 +74,10 @@ def plan_fleet(
     if not possible:
         left = total - len(set(lost))
         raise ValueError(
-            f"no plan: {left} of {total} devices are left, and tp {degrees[TP]} needs {degrees[TP]}. Repair devices "
-            "and resume, or start another run with a lower --tp from the last checkpoint (--from)."
+            f"no plan: {left} of {total} devices are left, but tp {degrees[TP]} needs {degrees[TP]}. Repair devices "
+            "and resume, or start a new run with a lower --tp from the last checkpoint (--from)."
         )
-    return max(possible, key=lambda plan: plan.throughput)  # the mesh, if both are as fast
+    return max(possible, key=lambda plan: plan.throughput)  # the mesh if both are equally fast
 
 
 def _mesh(degrees: Mapping[str, int], lost: Collection[int], batch: int, microbatches: int) -> FleetPlan | None:
@@ -87,7 +87,7 @@ def _mesh(degrees: Mapping[str, int], lost: Collection[int], batch: int, microba
     if groups == 0:
         return None
     new_dp = max(d for d in range(1, groups + 1) if groups % d == 0 and (d == 1 or groups // d >= gtp))
-    rows = -(-batch // (groups * microbatches)) * microbatches  # of each rank
+    rows = -(-batch // (groups * microbatches)) * microbatches  # per rank
     used, idle = left[: groups * tp], left[groups * tp :]
     share = Fraction(batch, dp * gtp) / rows
     return FleetPlan(tuple(used), tuple(idle), {DP: new_dp, GTP: groups // new_dp, TP: tp}, throughput=share)
@@ -103,6 +103,6 @@ def _replicas(degrees: Mapping[str, int], lost: Collection[int], batch: int, mic
             batch=batch,
             microbatches=microbatches,
         )
-    except ValueError:  # no replica is left, or it cannot have a part of the batch
+    except ValueError:  # no replica is left, or the batch cannot be divided among the replicas
         return None
     return FleetPlan(plan.active, plan.idle, dict(degrees), plan.failed, plan.throughput)

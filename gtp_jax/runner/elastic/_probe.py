@@ -1,4 +1,4 @@
-"""Probes: whether a device still computes, asked in a fresh process, because a broken one can hang who asks."""
+"""Probes whether a device still computes, in a fresh process because a broken device can hang whoever asks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._child import kill_group, start_child, wait_s
 from ._devices import Device
 from ._patience import slowness
 
-# Integers that float32 and bfloat16 sum exactly, so that a wrong bit shows.
+# Uses integers that float32 and bfloat16 add exactly, so that any wrong bit shows.
 _CODE = """
 import jax, numpy as np
 print("imported", flush=True)
@@ -28,22 +28,22 @@ for dtype in ("float32", "bfloat16"):
     on_device = [jax.device_put(side.astype(np.float32), device).astype(dtype) for side in (left, right)]
     product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, preferred_element_type="float32"))(*on_device)
     if not (np.asarray(product) == expected).all():
-        sys.exit(f"a matmul in {dtype} has another result than on the host")
+        sys.exit(f"the result of a {dtype} matmul differs from the host's")
 print("computes")
 """
 _PREFIX = "import sys\n"
-# A device has no part in imports, which wait for the host alone.
+# Imports do not use the device; how long they take depends on the host alone.
 _TIMES_FOR_IMPORTS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
-        device: which one was probed.
-        trouble: what is wrong with it; empty if it computes.
-        seconds: that it took.
+        device: the device that was probed.
+        trouble: what is wrong with the device; empty if it computes.
+        seconds: how long the probe took.
     """
 
     device: Device
@@ -52,14 +52,15 @@ class Finding:
 
 
 def probe(devices: Sequence[Device], timeout_s: float, meanwhile: Callable[[], object]) -> list[Finding]:
-    """Lets every device compute, all at the same time, and returns what was found, in order.
+    """Probes all devices at the same time and returns the findings in the order of `devices`.
 
-    A device is sound if a fresh process that sees only it multiplies two matrices right, within the time.
+    A device is healthy if a fresh process that sees only this device multiplies two matrices correctly within the time
+    limit.
 
     Args:
-        devices: not in use by a process that keeps their memory.
-        timeout_s: seconds after which a probe has failed, see `Probe`.
-        meanwhile: called again and again until all have ended.
+        devices: the devices to probe; no other process may occupy their memory.
+        timeout_s: the seconds after which a probe has failed; see `Probe`.
+        meanwhile: a function called repeatedly until all probes have ended.
     """
     probes = [Probe(device, timeout_s) for device in devices]
     findings: dict[int, Finding] = {}
@@ -72,12 +73,12 @@ def probe(devices: Sequence[Device], timeout_s: float, meanwhile: Callable[[], o
 
 
 class Probe:
-    """A probe in the background, of one device.
+    """A probe of one device that runs in the background.
 
     Args:
-        device: which one.
-        timeout_s: seconds after its imports in which it must have computed. Imports that take long show that the host
-            has too little time for all processes; then the device has longer, too.
+        device: the device to probe.
+        timeout_s: the seconds that the device has to compute, counted from the end of the imports. Slow imports show
+            that the host is overloaded; the limit is then extended.
         now: the monotonic clock.
     """
 
@@ -90,7 +91,7 @@ class Probe:
         self._child = _start(device)
 
     def result(self) -> Finding | None:
-        """Returns what was found, or `None` as long as it is under way."""
+        """Returns the finding, or `None` while the probe is still running."""
         now = self._now()
         ended = self._child.poll() is not None
         said = self._heard()
@@ -107,21 +108,21 @@ class Probe:
         return Finding(self.device, trouble, now - self._begin)
 
     def cancel(self) -> None:
-        """Ends it, if it has not ended."""
+        """Ends the probe if it is still running."""
         if self._child.poll() is None:
             kill_group(self._child)
-            wait_s(self._child, 5.0)  # the driver may not let it go
+            wait_s(self._child, 5.0)  # it may be stuck in the driver
         assert self._child.stdout is not None
         self._child.stdout.close()
 
     def _limit(self) -> tuple[float, float, str]:
-        """Returns since when it has been at it, for how long it may, and what it must have done then."""
+        """Returns when the current phase began, its time limit in seconds, and what it must achieve."""
         if self._imported_at is None:
             return self._begin, _TIMES_FOR_IMPORTS * self._timeout_s, "imported JAX"
         return self._imported_at, self._timeout_s * slowness(self._imported_at - self._begin), "computed"
 
     def _heard(self) -> list[str]:
-        """Returns the lines that it has printed so far; does not wait."""
+        """Returns the lines printed so far, without waiting."""
         assert self._child.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while block := os.read(self._child.stdout.fileno(), 1 << 16):
@@ -140,6 +141,6 @@ def _start(device: Device) -> subprocess.Popen[bytes]:
 
 
 def _last(said: Sequence[str], status: int) -> str:
-    """Returns the last word of a probe that has failed, but for those of one that goes well."""
+    """Returns the last line that a failed probe printed, ignoring the lines that every successful probe prints."""
     lines = [line.strip() for line in said if line.strip() not in ("", "imported", "computes")]
     return lines[-1] if lines else f"status {status}"

@@ -1,4 +1,4 @@
-"""A rehearsal: processes that only compile, so that a smaller fleet finds its programs in the persistent cache."""
+"""Compiles the programs of a smaller fleet in advance, so that it will find them in the persistent cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LIMIT_S = 900.0
 
 
 class Rehearsal:
-    """Compiles in the background, beside a fleet that trains on the same devices.
+    """Compiles in the background while a fleet trains on the same devices.
 
     Args:
-        devices: of the smaller fleet.
-        environment: of all processes.
-        order: message of a process, by its number.
-        events: told how it went.
+        devices: the devices of the smaller fleet.
+        environment: the environment variables set in all processes.
+        order: returns the message for a process, given its index.
+        events: the log to which the outcome is written.
 
     Attributes:
-        size: number of devices.
+        size: the number of devices of the smaller fleet.
     """
 
     def __init__(
@@ -33,26 +33,26 @@ class Rehearsal:
         order: Callable[[int], Message],
         events: EventLog,
     ) -> None:
-        # the fleet holds most of the memory, and the compiler needs little
+        # the training fleet holds most of the memory, and the compiler needs little
         self._fleet: Fleet | None = Fleet(devices, {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
         self._fleet.order([device.number for device in devices], order)
         self._events, self.size, self._begin = events, len(devices), time.monotonic()
 
     def poll(self) -> None:
-        """Sees how it gets on."""
+        """Checks on the processes, and closes the rehearsal when it has finished, failed or run out of time."""
         if self._fleet is None:
             return
         self._fleet.poll(0.0)
         seconds = time.monotonic() - self._begin
         found = self._fleet.ended() or self._fleet.failure()
         if isinstance(found, Ended) and not found.reason:
-            self._close(f"the step for {self.size} devices is compiled, after {seconds:.0f} s", True)
+            self._close(f"compiled the step for {self.size} devices in {seconds:.0f} s", True)
         elif found is not None or seconds > _LIMIT_S:
-            why = "it takes too long" if found is None else found.reason
-            self._close(f"the step for {self.size} devices was not compiled beforehand: {why}", False)
+            why = "compilation takes too long" if found is None else found.reason
+            self._close(f"did not compile the step for {self.size} devices in advance: {why}", False)
 
     def end(self) -> bool:
-        """Ends it, wherever it is, and returns whether it was still under way."""
+        """Ends the rehearsal and returns whether it was still running."""
         if self._fleet is None:
             return False
         self._fleet.kill()

@@ -1,4 +1,4 @@
-"""What a supervisor is asked to do while it runs: files in the run's directory."""
+"""Requests to a running supervisor, stored as files in the run's directory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ _REJOIN = "rejoin."
 
 
 def ask_to_rejoin(elastic: Path, device: int) -> None:
-    """Asks for a device to be used again.
+    """Asks the supervisor to use a device again.
 
     Args:
         elastic: the directory of the supervisor's files.
-        device: its number.
+        device: the device number.
 
     Raises:
         ValueError: if the number is negative.
-        FileNotFoundError: if no supervisor has run there.
+        FileNotFoundError: if no supervisor has run in this directory.
     """
     if device < 0:
-        raise ValueError(f"`device` is {device}; devices are counted from 0.")
+        raise ValueError(f"`device` is {device}; device numbers start at 0.")
     if not elastic.is_dir():
-        raise FileNotFoundError(f"no {elastic}: no run has been started there with --elastic.")
+        raise FileNotFoundError(f"{elastic} does not exist: no run was started there with --elastic.")
     (elastic / f"{_REJOIN}{device}").touch()
 
 
 def take_rejoins(elastic: Path) -> list[int]:
-    """Returns the devices that are to be used again, and forgets the requests."""
+    """Returns the devices that were requested to be used again, and removes the requests."""
     found = []
     for path in sorted(elastic.glob(f"{_REJOIN}*")):
         path.unlink(missing_ok=True)

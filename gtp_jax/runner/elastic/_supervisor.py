@@ -1,4 +1,4 @@
-"""The supervisor: starts the processes of a run, watches them, and starts them anew when one fails."""
+"""The supervisor: starts the processes of a run, watches them, and restarts them when one fails."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from ._rehearsal import Rehearsal
 from ._requests import take_rejoins
 
 _POLL_S = 0.2
-# A device that has failed so often is not used again, though it computes.
+# A device that has failed this often is not used again, even if it passes its probe.
 _STRIKES = 2
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Without any of these there is no state worth saving yet.
+# While no process is in one of these activities, there is no state worth saving yet.
 _TRAINING = ("step", "evaluate", "save", "snapshot")
 
 
@@ -53,62 +53,64 @@ def supervise(
     force: bool,
     at: int | None = None,
 ) -> int:
-    """Trains as `trainer.start` does, in a process a device, and goes on when one of them fails.
+    """Trains like `trainer.start`, but in one process per device, and continues when a process or device fails.
 
-    This process does not use the devices. Its own end ends the processes it has started.
+    This process does not use the devices. When it ends, the processes it has started end too.
 
     Args:
-        settings: of the run, by name.
-        launch: of several processes; must describe one.
-        options: of the supervisor.
-        resume: go on with the run in its directory.
-        force: replace it.
-        at: the step to resume from; the latest that is not damaged by default.
+        settings: the settings of the run, by name.
+        launch: the multi-process launch options; must describe a single process.
+        options: the options of the supervisor.
+        resume: whether to continue the run in its directory.
+        force: whether to replace the run in its directory.
+        at: the step to resume from; by default, the latest that is not damaged.
 
     Returns:
-        The status of the run; 75 if it could not go on; 128 and the number of the signal that ended it.
+        The exit status of the run; 75 if it could not continue; 128 plus the number of the signal that ended it.
 
     Raises:
-        ValueError: on a mistake in the settings.
+        ValueError: if the settings are invalid.
         LostLock: if another run has taken over the directory.
     """
     if at is not None and not resume:
-        raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
+        raise ValueError("`--step` selects the step to resume from. Add --resume, or remove --step.")
     if launch != LaunchOptions() or find_launch(launch).processes > 1:
         raise ValueError(
-            "`--elastic` starts the processes of one host by itself. Leave out --coordinator, --num-processes, "
+            "`--elastic` starts the processes of one host itself. Remove --coordinator, --num-processes, "
             "--process-id, --local-devices and --join-timeout, and start it once, without srun or mpirun."
         )
     config, directory, _ = resolve(settings, resume=resume, force=force)
     if config.faults.any:
         raise ValueError(
-            "`--elastic` finds out by itself which devices are lost. Leave out --failed-devices and --replica-batches; "
-            "if the run was begun with them, resume it with --failed-devices and no number."
+            "`--elastic` detects lost devices itself. Remove --failed-devices and --replica-batches; if the run was "
+            "started with them, resume it with --failed-devices and no number."
         )
     devices = find_devices(config.virtual_devices(1))
     degrees = config.degrees(len(devices), virtual=not uses_gpus())
     waited = Lock(directory.lock, note=lambda text: print(f"gtp-jax train: {text}", file=sys.stderr, flush=True))
     with waited.acquire() as lock, Memory(Path(options.snapshot_dir)) as memory:
         if resolve(settings, resume=resume, force=force)[0] != config:
-            raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
-        if not resume and not directory.is_of_run:  # the record of a start that was refused, which `check` has read
+            raise ValueError(
+                f"{directory.config} changed while this run waited for another run to end. Start this run again."
+            )
+        if not resume and not directory.is_of_run:  # events of a refused start; `resolve` has checked the directory
             directory.events.unlink(missing_ok=True)
         run = Supervisor(dict(settings), config, directory, devices, degrees, options, memory, lock.ownership)
         return run.run(resume=resume, at=at)
 
 
 class Supervisor:
-    """See `supervise`.
+    """Implements `supervise`.
 
     Args:
-        settings: as given.
-        config: of the run.
-        directory: of the run.
-        devices: all there are.
-        degrees: of their mesh.
-        options: of the supervisor.
-        memory: for the snapshots.
-        ownership: of the directory.
+        settings: the settings that the user gave.
+        config: the configuration of the run.
+        directory: the directory of the run.
+        devices: all devices of this machine.
+        degrees: the degrees of the mesh of all devices, by axis.
+        options: the options of the supervisor.
+        memory: the in-memory directory for the snapshots.
+        ownership: the proof that this process holds the directory's lock.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Supervisor:
             directory.events,
             lambda text: print(f"gtp-jax elastic: {text}", flush=True),
             ownership.check,
-            held=directory.is_of_run,  # its record stays until it is known that another run takes its place
+            held=directory.is_of_run,  # the earlier run's record is kept until this run is certain to replace it
         )
         self._account = Account(self._events)
         self._checkpoints = Checkpoints(directory.checkpoints, read_only=True)
@@ -144,14 +146,14 @@ class Supervisor:
         self._sound: set[int] = set()
 
     def run(self, *, resume: bool, at: int | None = None) -> int:
-        """Runs until the run has ended or cannot go on."""
+        """Trains until the run has ended or cannot continue, and returns its exit status."""
         self._resume, self._at = resume, at
         if resume:
             self._events.release()
-        self._directory.elastic.mkdir(exist_ok=True)  # for requests
+        self._directory.elastic.mkdir(exist_ok=True)  # requests are stored here
         plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
-        most = "" if interval is None else f"; a failure costs {interval} steps at most"
+        most = "" if interval is None else f"; a failure costs at most {interval} steps"
         self._events.write(
             "start",
             f"{len(self._devices)} processes; snapshots in {self._memory.snapshots.parent}{most}",
@@ -184,7 +186,7 @@ class Supervisor:
                     fleet.kill()
                 self._memory.sweep()
                 if self._signal is not None:
-                    return self._give_up(standby, "it was asked to end", of_signal(self._signal))
+                    return self._give_up(standby, "a signal asked it to end", of_signal(self._signal))
                 if without_progress > self._options.retries:
                     reason = f"{without_progress} failures in a row without a new snapshot (--retries)"
                     return self._give_up(standby, reason, RETRY)
@@ -201,7 +203,7 @@ class Supervisor:
         )
 
     def _launch(self, plan: FleetPlan, fleet: Fleet | None) -> Fleet:
-        """Starts a fleet, or gives its order to one that has been started already."""
+        """Sends a fleet its order, after starting it unless `fleet` has already been started."""
         if fleet is None:
             fleet = Fleet([self._devices[number] for number in plan.devices], self._environment())
         port = free_port()
@@ -227,7 +229,7 @@ class Supervisor:
             "degrees": plan.degrees,
             "failed": plan.failed,
             "resume": self._resume or self._begun,
-            # its directory has been checked; a fleet may have ended between the run's beginning and the news of it
+            # the directory has been checked already, and an ended fleet may have begun the run without reporting it
             "force": not (self._resume or self._begun),
             "virtual": not uses_gpus(),
             "snapshots": str(self._memory.snapshots),
@@ -235,12 +237,12 @@ class Supervisor:
             "cadence": self._cadence,
             "rehearse": rehearse,
             "token": self._ownership.token,
-            # later steps are set aside once the run has begun at this one
+            # once the run has begun at this step, later checkpoints have been set aside
             "at": None if self._begun else self._at,
         }
 
     def _environment(self) -> dict[str, str]:
-        """Returns what all processes have in their environment: a persistent compilation cache."""
+        """Returns the environment variables of all processes, which configure the persistent compilation cache."""
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(self._directory.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -249,7 +251,11 @@ class Supervisor:
         return {name: os.environ.get(name, value) for name, value in cache.items()}
 
     def _attend(self, fleet: Fleet, plan: FleetPlan) -> Ended | Failure | Fleet:
-        """Watches a fleet until it ends, or until a larger one, which waits for its order, can take its place."""
+        """Watches a fleet until it ends, or until a larger fleet is ready to replace it.
+
+        Returns:
+            How the run ended, the failure, or the larger fleet, which waits for its order.
+        """
         sent: int | None = None
         committed = self._memory.latest()
         rehearsal: Rehearsal | None = None
@@ -308,13 +314,13 @@ class Supervisor:
         self._events.write(
             "cadence",
             f"a snapshot every {report['every']} steps takes {report['blocked_s']:.2f} s, {share:.1%} of the time, and "
-            f"is committed after {report['written_s']:.2f} s; a failure costs "
-            f"{report['every'] + report['committed_after']} steps at most",
+            f"is committed after {report['written_s']:.2f} s; a failure costs at most "
+            f"{report['every'] + report['committed_after']} steps",
             **{name: value for name, value in report.items() if name != "kind"},
         )
 
     def _rehearse(self, plan: FleetPlan) -> Rehearsal | None:
-        """Starts compiling the step for one device less, if that is wanted and has not been done."""
+        """Starts compiling the step for one device fewer, if this is enabled and has not been done yet."""
         wanted = uses_gpus() if self._options.rehearse is None else self._options.rehearse
         try:
             smaller = self._plan({*self._lost, plan.devices[-1]})
@@ -332,7 +338,7 @@ class Supervisor:
         )
 
     def _ask_returning(self) -> None:
-        """Probes devices that are said to have come back."""
+        """Probes the devices whose return has been requested."""
         for number in take_rejoins(self._directory.elastic):
             if number not in self._lost:
                 self._events.write("rejoin refused", f"device {number} is not lost", device=number)
@@ -343,15 +349,15 @@ class Supervisor:
                 continue
             del self._returning[number]
             if finding.trouble:
-                text = f"{finding.device.name} does not come back: {finding.trouble}"
+                text = f"{finding.device.name} cannot be used again: {finding.trouble}"
                 self._events.write("rejoin refused", text, device=number)
             else:
                 self._sound.add(number)
-                text = f"{finding.device.name} computes again and is taken back at the next snapshot"
+                text = f"{finding.device.name} computes again and will be used from the next snapshot on"
                 self._events.write("rejoin", text, device=number)
 
     def _after_failure(self, fleet: Fleet, failure: Failure) -> Fleet:
-        """Ends a fleet, finds out which devices are sound, and returns processes that wait for an order."""
+        """Ends a fleet, probes which devices are healthy, and returns a new fleet that waits for its order."""
         self._events.write(
             "failure",
             f"{failure.reason}, in step {failure.step + 1} ({failure.activity or 'start'})",
@@ -372,7 +378,7 @@ class Supervisor:
             if finding.trouble:
                 self._drop(finding.device, finding.trouble)
             elif finding.device.number in stuck:
-                self._drop(finding.device, "its process does not end")
+                self._drop(finding.device, "its process cannot be killed")
         if failure.device is not None and failure.kind in SUSPECTS and failure.device not in self._lost:
             self._strikes[failure.device] += 1
             if self._strikes[failure.device] >= _STRIKES:
@@ -381,26 +387,28 @@ class Supervisor:
         return standby
 
     def _without_replicas(self, fleet: Fleet, ended: Ended) -> Fleet:
-        """Goes on with a mesh, because replicas of unequal tp have been refused, and returns processes that wait."""
+        """Falls back to a mesh, because replicas of unequal tp were refused, and returns a fleet that waits for its
+        order.
+        """
         self._unequal = False
-        self._events.write("refused", f"replicas of unequal tp are not possible here: {ended.reason}", step=fleet.step)
+        self._events.write("refused", f"this run cannot use replicas of unequal tp: {ended.reason}", step=fleet.step)
         return self._standby(self._lost)
 
     def _standby(self, lost: Collection[int]) -> Fleet:
-        """Starts processes on all devices but some, which import what they need and wait for their order."""
+        """Starts processes on all devices except `lost`. They import what they need and wait for their order."""
         return Fleet([device for device in self._devices if device.number not in lost], self._environment())
 
     def _drop(self, device: Device, reason: str) -> None:
         self._lost.add(device.number)
-        self._events.write("lost", f"{device.name} is not used any more: {reason}", device=device.number)
+        self._events.write("lost", f"{device.name} is no longer used: {reason}", device=device.number)
 
     def _kept_step(self) -> int:
-        """Returns the step from which the next fleet goes on."""
-        saved = self._checkpoints.latest() if self._resume or self._begun else None  # not those of a run to be replaced
+        """Returns the step from which the next fleet continues."""
+        saved = self._checkpoints.latest() if self._resume or self._begun else None  # otherwise another run's
         return max(self._memory.latest() or 0, saved or 0)
 
     def _finish(self, fleet: Fleet, ended: Ended) -> int:
-        """Returns the status of a run that has ended as it should."""
+        """Records the end of a run that ended without a failure, and returns its exit status."""
         stepping_s = max((member.stepping_s for member in fleet.members), default=0.0)
         fleet.kill()
         if ended.reason:
@@ -421,7 +429,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Notes signals, for all processes of a fleet to be sent; the second time one comes, it ends this process."""
+        """Records signals, so that they can be forwarded to the fleet. A signal that comes twice ends this process."""
 
         def note(number: int, frame: Any) -> None:
             del frame

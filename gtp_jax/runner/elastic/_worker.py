@@ -1,4 +1,4 @@
-"""One process of a fleet: it trains, and tells the supervisor what it does."""
+"""One process of a fleet: trains, and reports to the supervisor what it is doing."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from ..trainer import (
 from ._patience import BEAT_S, STARTING_S
 from ._snapshots import Cadence, Snapshots
 
-# What the system refuses until a person does something about it.
+# The errors of the operating system that persist until someone intervenes.
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a process of a fleet is to do, JSON on its way to it.
+    """What a process of a fleet is to do. Sent to it as JSON.
 
     Attributes:
-        settings: of the run, by name.
-        processes: of the fleet.
-        process: number of this one.
-        coordinator: `HOST:PORT` of process 0.
-        degrees: of the mesh, or of the healthy one.
-        failed: devices that are lost, if replicas are unequal.
-        resume: go on with the run in its directory.
-        force: replace it.
-        virtual: on a virtual CPU device.
-        snapshots: directory in memory.
-        interval: steps that a failure may cost at most; `None` to choose it by its cost.
-        cadence: chosen by an earlier fleet.
-        rehearse: only compile.
-        token: of the supervisor's lock on the directory.
+        settings: the settings of the run, by name.
+        processes: the number of processes in the fleet.
+        process: the index of this process.
+        coordinator: the `HOST:PORT` of process 0.
+        degrees: the degrees of the mesh by axis; those of the healthy mesh if replicas are unequal.
+        failed: the numbers of the lost devices if replicas are unequal.
+        resume: whether to continue the run in its directory.
+        force: whether to replace the run in its directory.
+        virtual: whether to use a virtual CPU device.
+        snapshots: the in-memory directory of the snapshots.
+        interval: the most steps that a failure may cost; `None` to choose by the measured cost of snapshots.
+        cadence: the cadence that an earlier fleet chose, or `None`.
+        rehearse: whether to only compile.
+        token: the token of the supervisor's lock on the directory.
         at: the step to resume from; the latest by default.
     """
 
@@ -82,10 +82,10 @@ class Order:
 
 
 class SupervisedWatch(Watch):
-    """Tells the supervisor what this process does, and takes snapshots.
+    """Reports to the supervisor what this process is doing, and takes snapshots.
 
     Args:
-        line: to the supervisor.
+        line: the connection to the supervisor.
     """
 
     def __init__(self, line: Line) -> None:
@@ -102,7 +102,7 @@ class SupervisedWatch(Watch):
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def take_snapshots(self, snapshots: Snapshots) -> None:
-        """Takes these from now on."""
+        """Uses these snapshots from now on."""
         self._snapshots = snapshots
 
     def __enter__(self) -> Self:
@@ -119,23 +119,23 @@ class SupervisedWatch(Watch):
         """Does nothing."""
 
     def leave(self, reason: str, code: int) -> None:
-        """Tells the supervisor that the run has ended so."""
+        """Tells the supervisor that the run has ended with this status."""
         del reason
         self._line.send({"kind": "ended", "status": code})
 
     def timed(self, what: str, seconds: float) -> None:
-        """Does nothing: what a supervisor does about a slow process is not decided by it."""
+        """Does nothing: the supervisor does not act on these times."""
 
     def doing(self, activity: Activity, step: int = 0) -> None:
-        """Tells the supervisor, at once if it is another activity."""
+        """Records the current activity, and reports it at once if it has changed or the first step has ended."""
         if activity == "save" and self._snapshots is not None:
-            self._snapshots.wait()  # two commits at the same time would wait for each other's processes
+            self._snapshots.wait()  # concurrent commits would wait for each other's processes
         if activity in ("compile", "step"):  # the state has been restored
             self._from_memory = False
         now = time.monotonic()
         with self._lock:
             before, took_s = self._activity, now - self._since
-            if before in self._first_over:  # what is done for the first time also compiles
+            if before in self._first_over:  # the first time includes compilation
                 self._longest[before] = max(took_s, self._longest.get(before, 0.0))
                 self._stepping_s += took_s if before == "step" else 0.0
             self._first_over.add(before)
@@ -145,7 +145,7 @@ class SupervisedWatch(Watch):
             self._tell()
 
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
-        """Returns the latest snapshots, unless the checkpoints are later."""
+        """Returns the snapshots, or the checkpoints if the latest of them is newer."""
         assert self._snapshots is not None
         chosen = self._snapshots.source(checkpoints, state_like)
         self._from_memory = chosen is not checkpoints
@@ -157,7 +157,7 @@ class SupervisedWatch(Watch):
         self._snapshots.stepped(step, state, save)
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:
-        """Tells the supervisor why, and ends the process."""
+        """Tells the supervisor the reason, and ends the process."""
         if self._from_memory and isinstance(error, ValueError):
             cause = "damaged"
         elif isinstance(error, NoCoordinator):
@@ -175,8 +175,8 @@ class SupervisedWatch(Watch):
         os._exit(1)
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Returns whether the system refused something that it will refuse again: a full disk; text that is not there.
-        Other errors of files may be the end of a peer."""
+        """Returns whether this is an operating-system error that would recur, such as a full disk or a missing text
+        file. Other I/O errors may result from the death of a peer."""
         return isinstance(error, OSError) and (error.errno in _LASTING or self._activity in ("start", "check"))
 
     def _beat(self) -> None:
@@ -201,10 +201,10 @@ def work(descriptor: int) -> NoReturn:
     """Runs a process of a fleet: waits for its order, trains, and ends.
 
     Args:
-        descriptor: of the socket to the supervisor.
+        descriptor: the file descriptor of the socket to the supervisor.
     """
     if has_gpu():
-        all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
+        all_reduce_with_nccl()  # before the backend starts, because the backend reads XLA_FLAGS
     line = Line(socket.socket(fileno=descriptor))
     watch = SupervisedWatch(line)
     messages: list[Message] | None = []
@@ -225,7 +225,7 @@ def work(descriptor: int) -> NoReturn:
         num_processes=order.processes if several else None,
         process_id=order.process if several else None,
         local_devices=1 if order.virtual else None,
-        join_timeout=STARTING_S,  # the supervisor sees sooner who does not come
+        join_timeout=STARTING_S,  # the supervisor notices missing processes sooner
     )
     faults = Faults(failed_devices=tuple(order.failed))
     supervision = Supervision(watch, order.degrees, faults, order.rehearse, order.token)
@@ -240,7 +240,7 @@ def work(descriptor: int) -> NoReturn:
 
 
 def _end_with_supervisor(line: Line) -> NoReturn:
-    """Ends this process when the supervisor is gone; on Linux the kernel is quicker."""
+    """Ends this process when the supervisor has died; on Linux the kernel does so sooner."""
     while line.receive() is not None:
         pass
     os._exit(1)
