@@ -1,4 +1,4 @@
-"""Measurements that `gtp-jax bench` prints: fair, in one run, as ratios."""
+"""The measurements of `gtp-jax bench`: fair comparisons within one run, printed as ratios."""
 
 from ._attention import PackedRow as PackedRow
 from ._attention import measure_packed_rows as measure_packed_rows

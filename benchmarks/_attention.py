@@ -1,4 +1,4 @@
-"""Attention of rows with more and more documents beside that of a row that is one document."""
+"""Compares attention over rows of several packed documents with attention over a row that is a single document."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._timing import seconds_a_call
 
 @dataclasses.dataclass(frozen=True)
 class PackedRow:
-    """What forward and backward of attention take for one kind of rows.
+    """The time of attention's forward and backward passes for one kind of row.
 
     Attributes:
-        documents: in a row; 0 without segment ids.
-        lengths: "even"; "uneven", the first long and the others of 64 tokens, or fewer in a short row; or "id comes
-            back", the last document has the id of the first.
-        work: scores that tokens may see, as a share of those of a row that is one document.
-        seconds: of forward and backward.
+        documents: the number of documents per row; 0 without segment ids.
+        lengths: "even"; "uneven": the first document is long, the others have 64 tokens, or fewer in a short row; or
+            "id comes back": the last document has the same id as the first.
+        work: the number of unmasked scores, as a fraction of those of a row that is a single document.
+        seconds: the time of forward and backward together, in seconds.
     """
 
     documents: int
@@ -34,21 +34,21 @@ class PackedRow:
 
 
 def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batch: int = 1) -> Iterator[PackedRow]:
-    """Times causal attention of one layer in bfloat16 on one device: without segment ids, then by documents in a row.
+    """Times one layer's causal attention in bfloat16 on one device: without segment ids, then for each document count.
 
     Args:
-        config: of a model, with `heads`, `kv_heads` and `head_dim`.
-        seq: tokens of a row.
-        documents: numbers of documents in a row.
-        batch: rows.
+        config: the configuration of a model, with `num_heads`, `num_kv_heads` and `head_dim`.
+        seq: the number of tokens per row.
+        documents: the numbers of documents per row to measure.
+        batch: the number of rows.
 
     Raises:
-        ValueError: if a row cannot have so many documents.
+        ValueError: if a row is too short for one of these numbers of documents.
     """
     too_many = [n for n in documents if n > 1 and (n - 1) * _short(seq) >= seq]
     if too_many:
         raise ValueError(
-            f"`documents` has {too_many[0]}; a row of {seq} tokens has less than {seq // _short(seq) + 1}."
+            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {seq // _short(seq) + 1}."
         )
     shapes = [
         (batch, seq, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -76,7 +76,7 @@ def _short(seq: int) -> int:
 
 
 def _rows(seq: int, count: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Returns rows of so many documents, by how long they are."""
+    """Yields names and segment ids of rows with `count` documents of various lengths."""
     even = np.arange(seq) * count // seq
     yield "even", even
     if count > 1:

@@ -1,9 +1,10 @@
-"""Checkpoints of a model's training state beside plain orbax and torch DCP: saving, restoring, moving to another mesh.
+"""Compares checkpoints of gtp_jax with plain orbax and torch DCP: saving, restoring, and restoring on another mesh.
 
-Measurements are warm: for every contender, programs are compiled and files are in the page cache. All of them write to
-one directory, which is emptied in between, and flush what they have written to the disk before they call it saved.
-Only gtp_jax makes checksums of arrays and files; torch's are those of its zip archives. gtp_jax and orbax, one process
-for all devices, compress (random numbers by 7 %); torch, a process a device, does not.
+Measurements are warm: for every contender, programs are compiled and files are in the page cache. All contenders write
+to the same directory, which is emptied in between. They flush their files to disk before a save counts as done. Only
+gtp_jax computes checksums of arrays and files; torch has only the checksums of its zip archives. gtp_jax and orbax use
+one process for all devices and compress (random numbers by 7 %); torch uses one process per device and does not
+compress.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from ._contenders import SCRIPTS
 from ._process import reason, run
 from .contenders.workload import MARK
 
-# The last thing that is reported of a contender.
+# The last report about each contender.
 ENDED = "ended"
 
 
-# Goals: moving to another mesh, in restores onto the same mesh; and waiting for checksums, as a share of a save.
+# Goals: the time of restoring on another mesh over that of restoring on the same mesh, and the fraction of a save spent
+# waiting for checksums.
 _RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
 
 
@@ -44,9 +46,9 @@ class SavingContender:
     """A program that saves and restores.
 
     Attributes:
-        name: for tables.
-        variant: passed to its script.
-        script: file in the folder `contenders`.
+        name: the name shown in tables.
+        variant: the variant passed to the script.
+        script: the name of the script in the folder `contenders`.
     """
 
     name: str
@@ -54,13 +56,13 @@ class SavingContender:
     script: str
 
     def command(self, job: str, devices: int, torch_python: str) -> list[str]:
-        """Returns the command line of its process; with PyTorch, of one process a device."""
+        """Returns the command line that starts its process or, with PyTorch, one process per device."""
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
         return [*(torchrun if self.is_torch else [sys.executable]), str(SCRIPTS / self.script), job]
 
     @property
     def is_torch(self) -> bool:
-        """Returns whether it runs in PyTorch."""
+        """Whether it runs in PyTorch."""
         return self.script == "saving_torch.py"
 
 
@@ -73,29 +75,29 @@ SAVING_CONTENDERS = (
 
 
 def chosen_saving_contenders(only: Sequence[str]) -> list[SavingContender]:
-    """Returns those of `SAVING_CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is
-    empty.
+    """Returns the contenders of `SAVING_CONTENDERS` whose names contain all the words of one entry of `only`; all
+    contenders if `only` is empty.
 
     Raises:
-        ValueError: if none has.
+        ValueError: if no contender matches.
     """
     return by_words(SAVING_CONTENDERS, only, "contender")
 
 
 @dataclasses.dataclass
 class CheckpointTimes:
-    """Seconds of each round, by what was done; the first round, in which all is cold, included.
+    """The times of one contender: for each operation, seconds per round, including the first round, which is cold.
 
     Attributes:
-        who: name of the contender.
-        state_bytes: of the arrays.
-        versions: of what it runs on.
-        failure: why it did not do all rounds; empty if it did.
-        blocked: until training may go on after a save began.
-        saved: until the save is committed.
-        restored: onto the mesh that saved.
-        moved: onto another mesh; empty if there is none.
-        save_checksums, restore_checksums: what of `saved` and of `restored` was waiting for checksums.
+        who: the name of the contender.
+        state_bytes: the size of the state's arrays in bytes.
+        versions: the versions of the software it runs on.
+        failure: why it did not complete all rounds; empty if it did.
+        blocked: the seconds from the start of a save until training may continue.
+        saved: the seconds from the start of a save until it is committed.
+        restored: the seconds of a restore on the mesh that saved.
+        moved: the seconds of a restore on another mesh; empty if there is no other mesh.
+        save_checksums, restore_checksums: the seconds of `saved` and of `restored` spent waiting for checksums.
     """
 
     who: str
@@ -110,14 +112,14 @@ class CheckpointTimes:
     restore_checksums: list[float] = dataclasses.field(default_factory=list)
 
     def median(self, what: str) -> float | None:
-        """Returns seconds, of the rounds after the first; of the first if there is no other; `None` if there is
-        none."""
+        """Returns the median seconds over all rounds but the first, or of the first if it is the only one; `None`
+        without rounds."""
         seconds = getattr(self, what)
         return statistics.median(seconds[1:] or seconds) if seconds else None
 
     def ratio(self, what: str, of: str) -> float | None:
-        """Returns the median of `what` as a share of that of another, of rounds that have both, the first only if no
-        other."""
+        """Returns the median of `what` divided by the median of `of`, over the rounds that have both; the first round
+        counts only if it is the only one."""
         part, whole = getattr(self, what), getattr(self, of)
         pairs = list(zip(part, whole, strict=False))
         pairs = pairs[1:] or pairs
@@ -127,7 +129,7 @@ class CheckpointTimes:
         return part / whole if whole else None
 
     def take(self, facts: Mapping[str, Any]) -> None:
-        """Records what the contender has reported."""
+        """Records facts that the contender reported."""
         for name, value in facts.items():
             if isinstance(getattr(self, name), list):
                 getattr(self, name).append(value)
@@ -149,20 +151,23 @@ def measure_checkpoints(
     within_s: float = math.inf,
     report: Callable[[CheckpointTimes, str], None],
 ) -> list[CheckpointTimes]:
-    """Runs contenders one after another on all devices: weights sharded over gtp, then moved to half the gtp and tp 2.
+    """Runs the contenders one after another on all devices. Weights are sharded over gtp; the other mesh has half the
+    gtp degree and tp 2.
 
     Args:
-        chosen: which.
-        model: whose parameters and AdamW moments are saved, filled with random numbers.
-        directory: for the files, one state at a time.
-        rounds: after a first one.
-        devices: how many there are.
+        chosen: the contenders to run.
+        model: the model whose parameters and AdamW moments are saved, filled with random numbers.
+        directory: the directory for the files, which holds one state at a time.
+        rounds: the number of rounds after the first one.
+        devices: the number of devices.
         platform: `gpu` or `cpu`.
-        environment: of their processes.
-        timeout_s: for one contender, its start and the first round included; what it did until then counts.
+        environment: the environment of the contenders' processes.
+        timeout_s: the seconds that one contender may take, including its start and the first round; results up to then
+            count.
         torch_python: the interpreter that has PyTorch.
-        within_s: for all of them; those that come too late are not run.
-        report: told what a contender's times are now and what it has done, `reports_of(rounds)` times or less each.
+        within_s: the seconds for all contenders together; those whose turn comes later are not run.
+        report: called with a contender's times so far and what it has just done, at most `reports_of(rounds)` times per
+            contender.
     """
     deadline = time.monotonic() + within_s
     shapes = [list(shape) for shape in state_shapes(model)]
@@ -173,7 +178,7 @@ def measure_checkpoints(
         done.append(times)
         allowed_s = min(timeout_s, deadline - time.monotonic())
         if allowed_s <= 0:
-            times.failure = f"not run: {within_s:.0f} s for all contenders were over"
+            times.failure = f"not run: the {within_s:.0f} s for all contenders were over"
             report(times, ENDED)
             continue
 
@@ -190,7 +195,7 @@ def measure_checkpoints(
         finally:
             shutil.rmtree(directory / "checkpoint", ignore_errors=True)
         if code is None:
-            times.failure = f"{len(times.saved)} of {rounds + 1} saves in {allowed_s:.0f} s, then ended"
+            times.failure = f"timed out after {len(times.saved)} of {rounds + 1} saves in {allowed_s:.0f} s"
         elif code:
             times.failure = reason(code, output)
         report(times, ENDED)
@@ -198,24 +203,24 @@ def measure_checkpoints(
 
 
 def reports_of(rounds: int) -> int:
-    """Returns how many reports of each contender there are at most: its start, save, restore and move a round, its
-    end."""
+    """Returns the maximum number of reports per contender: its start, its end, and a save, a restore and a move per
+    round."""
     return 2 + 3 * (rounds + 1)
 
 
 def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of the float32 arrays of a model's training state. Starts no backend."""
+    """Returns the shapes of the float32 arrays of a model's training state, without starting a JAX backend."""
     like = TrainState.create(abstract_model(lambda rngs: build(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
 
 def float32_bytes(shapes: Sequence[Sequence[int]]) -> int:
-    """Returns the bytes of all arrays together."""
+    """Returns the total size in bytes of float32 arrays of these shapes."""
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def verdicts(done: Sequence[CheckpointTimes]) -> list[str]:
-    """Says what the times mean for gtp_jax: another mesh, checksums, plain orbax; nothing without its own times."""
+    """Returns lines that compare gtp_jax's times with the goals and with plain orbax; none if gtp_jax did not run."""
     by_name = {times.who: times for times in done}
     ours, orbax = by_name.get("gtp_jax"), by_name.get("orbax")
     lines: list[str] = []
@@ -224,13 +229,13 @@ def verdicts(done: Sequence[CheckpointTimes]) -> list[str]:
     ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
     restore = ours.ratio("restore_checksums", "restored")
     if ratio is not None:
-        lines.append(f"another mesh: {ratio:.2f} times the same one (goal: at most {_RESHARD_GOAL})")
+        lines.append(f"another mesh: {ratio:.2f} times the same mesh (goal: at most {_RESHARD_GOAL})")
     if save is not None:
         goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
-        lines.append(f"checksums: {save:.1%} of a save is waiting for them {goal}")
+        lines.append(f"checksums: {save:.1%} of a save is spent waiting for them {goal}")
     if restore is not None:
         lines[-1] += f"; {restore:.1%} of a restore"
     mine, theirs = ours.median("saved"), orbax and orbax.median("saved")
     if mine and theirs:
-        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which makes no checksums")
+        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which computes no checksums")
     return lines

@@ -1,4 +1,4 @@
-"""Saving and restoring as bars."""
+"""Draws the times of saving and restoring as bars."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _CHECKSUMS = {"saved": "save_checksums", "restored": "restore_checksums"}
 
 
 def draw_checkpoints(done: Sequence[CheckpointTimes], title: str, path: Path) -> None:
-    """Draws median seconds, a panel for each thing done; whiskers from the fastest to the slowest round but the first.
+    """Draws median seconds, one panel per operation. Whiskers extend from the fastest to the slowest round, without the
+    first round.
 
     Args:
-        done: a bar of each panel each.
-        title: of the picture.
-        path: PNG file to write.
+        done: the times of the contenders; each has one bar per panel.
+        title: the title of the picture.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
 
     panels = [what for what in _PANELS if any(getattr(times, what) for times in done)] or ["saved"]
     figure = Figure(figsize=(3.4 * len(panels) + 1, 1.5 + 0.45 * len(done)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Things to measure, picked by words of their names."""
+"""Selects what to measure by words of the names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Named(Protocol):
-    """Anything with a name of words."""
+    """Anything whose name consists of words."""
 
     @property
     def name(self) -> str:
@@ -16,10 +16,11 @@ class Named(Protocol):
 
 
 def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> list[T]:
-    """Returns those whose name has all the words of one of `only`, in any case; all of them if `only` is empty.
+    """Returns the items whose names contain all the words of one entry of `only`, ignoring case; all items if `only` is
+    empty.
 
     Raises:
-        ValueError: if none has.
+        ValueError: if no item matches.
     """
     known = list(items)
     if not only:

@@ -1,4 +1,4 @@
-"""Who takes part in `gtp-jax bench step`: a table of scripts and their flags."""
+"""The contenders of `gtp-jax bench step`: a table of scripts and their flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).with_name("contenders")
 
 OURS, STOCK, PARTITIONER, FSDP2, BOUND = "gtp_jax", "stock", "partitioner", "fsdp2", "bound"
 
-# Weights gathered again in backward, or kept for it: never compared with one another.
+# Weights are gathered again in backward, or kept for it. The two are never compared with each other.
 POLICIES = ("regather", "keep")
 _FLAGS_OF_POLICY = {"regather": (), "keep": ("--keep-gathered",)}
 
@@ -29,15 +29,15 @@ class Contender:
 
     Attributes:
         family: `gtp_jax`, `stock`, `partitioner`, `fsdp2` or `bound`.
-        variant: a recipe, a way to write the program, a precision.
+        variant: a recipe, a way of writing the program, or a precision.
         policy: `regather` or `keep`; empty for a bound, which gathers nothing.
-        script: file in the folder `contenders`.
-        flags: beside those of the workload.
-        tp: tensor-parallel degrees that it takes part at.
-        matmuls: formats in which layers multiply, such as `bf16` or `fp8`; ratios compare equal ones only.
-        refused: why it does not run what the other flags ask for; empty if it does.
-        guards: whether the step computes the norm of all gradients and updates only if it is finite, as a step of
-            gtp_jax does.
+        script: the name of the script in the folder `contenders`.
+        flags: the flags added to those of the workload.
+        tp: the tensor-parallel degrees at which it takes part.
+        matmuls: the formats of the layers' matmuls, such as `bf16` or `fp8`; ratios only compare equal formats.
+        refused: why it cannot run what other flags ask for; empty if it can.
+        guards: whether the step computes the norm of all gradients and updates only if the norm is finite, as gtp_jax
+            does.
     """
 
     family: str
@@ -56,14 +56,14 @@ class Contender:
         return " ".join(filter(None, (self.family, self.variant, self.policy)))
 
     def command(self, workload_flags: Sequence[str], devices: int, torch_python: str) -> list[str]:
-        """Returns the command line of its process; with PyTorch, of one process a device."""
+        """Returns the command line that starts its process or, with PyTorch, one process per device."""
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
         launch = torchrun if self.family == FSDP2 else [sys.executable]
         return [*launch, str(SCRIPTS / self.script), *workload_flags, *self.flags]
 
 
 def _contenders() -> tuple[Contender, ...]:
-    # async TP differs only where tp is above 1; torchao's FP8 all-gather shards over one axis
+    # async TP only makes a difference if tp is above 1; torchao's FP8 all-gather supports sharding over one axis only
     compiled = {
         "bf16": ((), "any", "bf16"),
         "bf16 async-tp": (("--async-tp",), "above 1", "bf16"),
@@ -101,14 +101,14 @@ def _contenders() -> tuple[Contender, ...]:
 
 
 def _matmuls(recipe: Recipe) -> str:
-    """Names the formats in which dense layers multiply under a recipe and its overrides, each once."""
+    """Returns the formats of dense layers' matmuls under a recipe and its overrides, each named once."""
     assert isinstance(recipe.override, tuple)
     recipes = (recipe, *(override for _, override in recipe.override))
     names = ("bf16" if r.operands is None else type(r).__name__.lower() for r in recipes)
     return "+".join(dict.fromkeys(names))
 
 
-# In the order in which they run: the most compared first, so that a short run leaves out what matters least.
+# The contenders in the order in which they run. The most important run first, so that a short run omits the others.
 CONTENDERS: tuple[Contender, ...] = _contenders()
 
 
@@ -130,12 +130,12 @@ def _partitioners() -> tuple[Contender, ...]:
     )
 
 
-# The partitioner at its best: with collectives joined or not, with XLA's default options or gtp_jax's, and with or
-# without the norm and the guard of a gtp_jax step. `gtp-jax bench suite` picks from these.
+# Variants among which to find the partitioner's best: with or without combined collectives, with XLA's default options
+# or gtp_jax's, and with or without the norm and the guard of a gtp_jax step. `gtp-jax bench suite` selects from these.
 PARTITIONERS: tuple[Contender, ...] = _partitioners()
 
-# The model of stock Flax layers that `gtp_jax.shard` shards, in global view, its default, and in local view. Beside
-# `gtp_jax bf16` it shows what gtp_jax's own layers bring. `gtp-jax bench suite` runs it.
+# A model of stock Flax layers sharded by `gtp_jax.shard`, in global view (the default) and in local view. Compared with
+# `gtp_jax bf16`, it shows what gtp_jax's own layers gain. `gtp-jax bench suite` runs it.
 STOCK_MODELS: tuple[Contender, ...] = tuple(
     Contender(STOCK, variant, "regather", "stock.py", flags, tp="1", guards=True)
     for variant, flags in (("bf16", ()), ("bf16 local", ("--view=local",)))
@@ -146,51 +146,49 @@ def contender_named(name: str) -> Contender:
     """Returns the contender of `CONTENDERS`, `PARTITIONERS` or `STOCK_MODELS` with this name.
 
     Raises:
-        KeyError: if there is none.
+        KeyError: if no contender has this name.
     """
     return {c.name: c for c in (*STOCK_MODELS, *PARTITIONERS, *CONTENDERS)}[name]
 
 
 def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
-    """Returns those of `CONTENDERS` that a tp degree has, and whose name has all the words of one of `only`, if there
-    are any.
+    """Returns the contenders of `CONTENDERS` that take part at a tp degree and whose names contain all the words of one
+    entry of `only`; all that take part if `only` is empty.
 
     Raises:
-        ValueError: if none has.
+        ValueError: if no contender matches.
     """
     return by_words([c for c in CONTENDERS if c.tp in ("any", "above 1" if tp > 1 else "1")], only, "contender")
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, those of gtp_jax once for each policy of what a layer keeps, whose name they have beside
-    theirs.
+    """Returns the contenders, with gtp_jax's repeated for each rematerialization policy and named after it.
 
-    With the default alone they are as they were.
+    They are unchanged if `policies` is the default alone.
     """
     return _once_for_each(contenders, policies, "matmuls", "--remat", "{}")
 
 
 def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, those of gtp_jax once for each way to sum weight gradients, whose name they have beside
-    theirs.
+    """Returns the contenders, with gtp_jax's repeated for each way of reducing weight gradients and named after it.
 
-    With `bf16` alone, in which the others sum too, they are as they were.
+    They are unchanged if `names` is `bf16` alone, in which the other families reduce too.
     """
     return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
 
 
 def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, those of gtp_jax with flags about experts, and once for each way that tokens travel.
+    """Returns the contenders, with flags about experts added to gtp_jax's, which are repeated for each token transport.
 
-    FSDP2 and the partitioner have the default router alone, and say so where flags ask for another.
+    FSDP2 and the partitioner support only the default router, and refuse to run if the flags ask for another.
 
     Args:
-        contenders: to begin with.
-        flags: as `ExpertOptions.flags` has them; those of the workload may be among them.
-        transports: names; none for the one that suits the devices.
+        contenders: the contenders to adapt.
+        flags: flags as in `ExpertOptions.flags`; may include flags of the workload.
+        transports: the names of the transports; if empty, the default for the devices is used.
     """
     router = " ".join(flag for flag in flags if flag.startswith(("--router-", "--no-router-")))
-    refused = f"has the default router alone, not {router}" if router else ""
+    refused = f"supports only the default router, not {router}" if router else ""
 
     def adapted(contender: Contender) -> Contender:
         if contender.family == OURS:
@@ -204,8 +202,8 @@ def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transpor
 def _once_for_each(
     contenders: Sequence[Contender], values: Sequence[str], usual: str | None, flag: str, word: str
 ) -> list[Contender]:
-    """Returns the contenders, those of gtp_jax once for each value of a flag, with `word` beside their names; as they
-    were for the usual value alone."""
+    """Returns the contenders, with gtp_jax's repeated for each value of a flag and `word` appended to their names. They
+    are unchanged if `values` is the usual value alone."""
     chosen = list(dict.fromkeys(values))
     if chosen == [usual]:
         return list(contenders)
@@ -221,17 +219,17 @@ def _once_for_each(
 
 
 def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
-    """Returns the contenders, of which those of gtp_jax follow what is said beside their recipe.
+    """Returns the contenders, with these quantization options applied to gtp_jax's recipes.
 
     Raises:
-        ValueError: if it does not go with one of them.
+        ValueError: if the options are incompatible with one of the recipes.
     """
     adapted = []
     for contender in contenders:
         if contender.family == OURS:
             own = dataclasses.replace(options, recipe=contender.variant)
             if all(kind.wire is None for kind in own.to_recipe().kinds):
-                own = dataclasses.replace(own, pregathered_layers=0)  # there are no codes to hold
+                own = dataclasses.replace(own, pregathered_layers=0)  # there are no quantized weights to hold
             flags = tuple(dict.fromkeys((*contender.flags, *own.flags)))
             contender = dataclasses.replace(contender, flags=flags, matmuls=_matmuls(own.to_recipe()))
         adapted.append(contender)

@@ -19,18 +19,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurveSettings:
-    """Model, text and length of a training, as `contenders/curve.py` takes them and its log begins with them.
+    """The model, text and length of a training run: the arguments of `contenders/curve.py` and the first record of its
+    log.
 
     Attributes:
         preset: a key of `PRESETS`.
-        parameters: of the model.
-        steps: of the optimizer.
-        batch: sequences of a step.
-        seq: tokens of a sequence.
-        seed: of weights and order of the text; variants may add to that of the weights.
-        lr: highest learning rate.
-        data: paths of the text; none: Python's standard library.
-        device: the kind it runs on.
+        parameters: the number of parameters of the model.
+        steps: the number of optimizer steps.
+        batch: the number of sequences per step.
+        seq: the number of tokens per sequence.
+        seed: the seed of the weights and of the order of the text; variants may add to the seed of the weights.
+        lr: the peak learning rate.
+        data: the paths of the text; if empty, Python's standard library is used.
+        device: the kind of device it runs on.
     """
 
     preset: str
@@ -44,7 +45,7 @@ class CurveSettings:
     parameters: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
+        object.__setattr__(self, "data", tuple(self.data))  # JSON and argparse give a list
         if not self.parameters:
             object.__setattr__(self, "parameters", PRESETS[self.preset].param_count())
 
@@ -53,19 +54,19 @@ class CurveSettings:
         """Returns the settings that a log begins with.
 
         Raises:
-            ValueError: if they are not these fields.
+            ValueError: if their names are not those of these fields.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if names != set(settings):
             raise ValueError(
-                f"a log's settings are {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are expected: "
-                "another version wrote it. Choose an empty folder with `--out`, or draw it with that version."
+                f"a log has the settings {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are expected: "
+                "another version wrote it. Choose an empty folder with `--out`, or use the version that wrote it."
             )
         return cls(**settings)
 
     @property
     def flags(self) -> list[str]:
-        """Flags of `contenders/curve.py`."""
+        """The flags of `contenders/curve.py`."""
         names = ("preset", "steps", "batch", "seq", "seed", "lr", "device")
         data = ["--data", *self.data] if self.data else []
         return [*(f"--{name}={getattr(self, name)}" for name in names), *data]
@@ -78,14 +79,15 @@ class CurveSettings:
         return f"{self.preset} ({size}), {tokens}, seed {self.seed}, {self.device}"
 
     def unlike(self, other: CurveSettings, name: str) -> str:
-        """Returns what differs from another's, which has a name."""
+        """Returns a description of the differences from other settings, which are called `name`."""
         fields = (field.name for field in dataclasses.fields(self))
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return ", ".join(f"{field} {mine} ({theirs} in {name})" for field, mine, theirs in pairs if mine != theirs)
 
 
 def curve_settings(platform: str, **asked: Any) -> CurveSettings:
-    """Returns settings of which `None` takes the platform's default; `lr` that of the model's width."""
+    """Returns settings in which `None` is replaced by the platform's default; `lr` defaults to that of the model's
+    width."""
     defaults = _DEFAULTS["gpu" if platform in ("gpu", "cuda") else "cpu"]
     chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
     chosen.setdefault("lr", default_lr(PRESETS[chosen["preset"]].hidden_size))

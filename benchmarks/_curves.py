@@ -1,4 +1,4 @@
-"""Loss curves of several recipes: a process each, one a GPU at a time."""
+"""Trains loss curves of several recipes, each in its own process, one process per GPU at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _TAIL = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What a run has logged.
+    """The log of a run.
 
     Attributes:
-        variant: what was trained.
-        steps: numbers of the steps that `losses` are of.
-        losses: nats a token, of the step's own batch.
-        held_out: loss on held-out text by step.
-        step_s: median seconds of a step; `None` if the run did not end.
-        settings: what it is of; `None` if the log does not say.
-        failure: why there is no more, or empty.
+        variant: the variant that was trained.
+        steps: the step numbers of `losses`.
+        losses: the training losses in nats per token, each on its step's own batch.
+        held_out: the losses on held-out text, by step.
+        step_s: the median seconds per step; `None` if the run did not finish.
+        settings: the settings of the run; `None` if the log does not contain them.
+        failure: why the run ended early; empty if it did not.
     """
 
     variant: Variant
@@ -46,11 +46,11 @@ class Curve:
 
     @property
     def diverged(self) -> bool:
-        """Returns whether a loss was no finite number."""
+        """Whether any loss was not finite."""
         return not np.isfinite(self.losses).all()
 
     def final(self, steps: int) -> float:
-        """Returns the mean loss over the last twentieth of `steps`; NaN if the run did not come so far."""
+        """Returns the mean loss over the last twentieth of `steps`; NaN if the run did not get that far."""
         last = self.losses[(self.steps > steps * (1 - _TAIL)) & (self.steps <= steps)]
         return float(last.mean()) if len(self.steps) and self.steps[-1] >= steps else float("nan")
 
@@ -65,23 +65,24 @@ def run_curves(
     within_s: float,
     report: Callable[[int], object],
 ) -> dict[str, str]:
-    """Trains with each variant; what they log lies in `folder` as `NAME.jsonl`, what they print as `NAME.txt`.
+    """Trains each variant. Logs are written to `folder` as `NAME.jsonl`, and output as `NAME.txt`.
 
     Args:
-        variants: in the order in which they start. Logs of theirs that lie there are removed.
-        settings: the same for all.
-        folder: exists.
-        environment: of the processes.
-        gpus: names for CUDA_VISIBLE_DEVICES; a process each at a time. None: one process, on the CPU.
-        within_s: seconds after which all are ended, wherever they are.
-        report: called with the number of steps made by all so far.
+        variants: the variants, in the order in which they start. Existing logs of these variants are removed.
+        settings: the settings that all variants share.
+        folder: an existing folder.
+        environment: the environment of the processes.
+        gpus: the GPU names for CUDA_VISIBLE_DEVICES, each of which runs one process at a time. If empty, one process at
+            a time runs on the CPU.
+        within_s: the seconds after which all runs are ended.
+        report: called with the total number of steps made so far.
 
     Returns:
-        By name of those that failed, why.
+        The reasons of the failures, by name of the variants that failed.
     """
     deadline, waiting, stop = time.monotonic() + within_s, list(variants), threading.Event()
     failures: dict[str, str] = {}
-    for variant in variants:  # of an earlier run, which would be taken for those of one that is not begun in time
+    for variant in variants:  # an earlier log would be mistaken for that of a variant that does not start in time
         (folder / f"{variant.name}.jsonl").unlink(missing_ok=True)
 
     def train(gpu: str) -> None:
@@ -89,7 +90,7 @@ def run_curves(
         while waiting:
             variant, left = waiting.pop(0), deadline - time.monotonic()
             if left <= 0:
-                failures[variant.name] = "not begun in time"
+                failures[variant.name] = "not started in time"
                 continue
             log = folder / f"{variant.name}.jsonl"
             command = [sys.executable, str(_SCRIPT), variant.name, "--log", str(log), *settings.flags]
@@ -97,7 +98,7 @@ def run_curves(
                 code, output = run(command, {**environment, **shown}, left, printed.write, stop)
             if code != 0:
                 failures[variant.name] = (
-                    f"ended after {within_s:.0f} s for all" if code is None else reason(code, output)
+                    f"ended when the {within_s:.0f} s for all were over" if code is None else reason(code, output)
                 )
 
     places = list(gpus) or [""]
@@ -117,14 +118,14 @@ def run_curves(
 
 
 def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
-    """Returns a variant's log as far as it goes."""
+    """Returns a variant's log, as far as it has been written."""
     path = folder / f"{variant.name}.jsonl"
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            break  # cut off when the run was ended
+            break  # the line was truncated when the run was ended
     losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
     return Curve(
         variant,
@@ -138,10 +139,10 @@ def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
 
 
 def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | None:
-    """Returns what the logs in a folder are of, without those of some variants; `None` if there are no others.
+    """Returns the settings of the logs in a folder, ignoring the variants in `but`; `None` if there are no other logs.
 
     Raises:
-        ValueError: if they are of different settings, naming two; or one does not say of which.
+        ValueError: if the logs have different settings, naming two of them, or if one does not contain its settings.
     """
     settings_by_name: dict[str, CurveSettings] = {}
     for variant in VARIANTS.values():
@@ -149,41 +150,40 @@ def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | No
             settings = read_curve(variant, folder).settings
             if settings is None:
                 raise ValueError(
-                    f"{folder / variant.name}.jsonl does not say of which settings it is. Remove it, or choose another "
-                    "--out."
+                    f"{folder / variant.name}.jsonl does not contain its settings. Remove it, or choose another --out."
                 )
             settings_by_name[variant.name] = settings
     for name, settings in settings_by_name.items():
         first = next(iter(settings_by_name))
         if settings != settings_by_name[first]:
             raise ValueError(
-                f"{folder} holds logs of different settings, which are not to be compared: {name}.jsonl is of "
-                f"{settings.unlike(settings_by_name[first], f'{first}.jsonl')}. Put them into folders of their own."
+                f"{folder} holds logs with different settings, which cannot be compared: {name}.jsonl has "
+                f"{settings.unlike(settings_by_name[first], f'{first}.jsonl')}. Put them into separate folders."
             )
     return next(iter(settings_by_name.values()), None)
 
 
 def check_comparable(folder: Path, settings: CurveSettings, variants: Sequence[Variant]) -> None:
-    """Checks that the logs in a folder, but for those of some variants, are of these settings.
+    """Checks that the logs in a folder have these settings, ignoring the logs of `variants`.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: if they do not; the message names what differs.
     """
     before = settings_in(folder, but=variants)
     if before is not None and before != settings:
         raise ValueError(
-            f"{folder} holds logs of other settings, which are not to be compared: this is "
+            f"{folder} holds logs with other settings, which cannot be compared: this run has "
             f"{settings.unlike(before, 'those')}. Choose another --out."
         )
 
 
 def slowest_first(variants: Sequence[Variant]) -> list[Variant]:
-    """Returns variants in an order in which no GPU is left alone with a slow one at the end."""
+    """Returns the variants with the slow ones first, so that none of them runs alone at the end."""
     return sorted(variants, key=lambda variant: variant.recipe.operands is None)
 
 
 def gpus_of(environment: Mapping[str, str], platform: str, count: int) -> list[str]:
-    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES, none on a CPU."""
+    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES; empty on CPUs."""
     if platform not in ("gpu", "cuda"):
         return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Times a token of generation, and the reading of the weights and the cache that the token needs."""
+"""Times generation per token, and compares it with the time to read the weights and the cache from memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtp_jax.generation import STEPS
 from gtp_jax.hlo import CHIPS, fact
 from gtp_jax.models import ModelConfig, build
 
-# How many times as long as the reading a token may take.
+# The goal for the time per token over the time to read its weights and cache.
 GENERATE_GOAL = 2.0
 
 _ITEM = 2  # bytes of a weight, a key or a value in bfloat16
@@ -23,15 +23,17 @@ _ITEM = 2  # bytes of a weight, a key or a value in bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """The time of a token of one row, after the first, and what the token must read.
+    """The time per token of one row, after the first token, and the bytes that a token must read.
 
     Attributes:
-        seconds: the time per token; the median over calls of the decoding program, each of which makes `STEPS` tokens.
-        low_s: the time per token in the fastest call.
-        high_s: the time per token in the slowest call.
-        calls: the number of calls timed.
-        weight_bytes: the size of the weights that a token is multiplied with.
-        cache_bytes: the size of the keys and values that a token attends to, in the middle of the timed tokens.
+        seconds: the seconds per token: the median over calls of the decoding program, each of which makes `STEPS`
+            tokens.
+        low_s: the seconds per token in the fastest call.
+        high_s: the seconds per token in the slowest call.
+        calls: the number of timed calls.
+        weight_bytes: the size of the weights that a token is multiplied with, in bytes.
+        cache_bytes: the size of the keys and values that the token in the middle of the timed tokens attends to, in
+            bytes.
     """
 
     seconds: float
@@ -42,31 +44,31 @@ class Decode:
     cache_bytes: int
 
     def over_reading(self, bytes_per_s: float) -> float:
-        """Returns the time of a token over the time in which memory gives its weights and cache at this rate."""
+        """Returns the time per token divided by the time to read its weights and cache at this memory bandwidth."""
         return self.seconds * bytes_per_s / (self.weight_bytes + self.cache_bytes)
 
 
 def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode:
-    """Generates twice from one prompt, with random weights that are multiplied in bfloat16, and times the second time.
+    """Generates twice from one prompt, with random weights and bfloat16 matmuls, and times the second generation.
 
     Args:
-        config: the model.
-        prompt: the number of tokens of the prompt.
-        tokens: the number of new tokens. The program of the prompt makes the first; of the others, whole calls are
-            timed.
+        config: the model's configuration.
+        prompt: the number of tokens in the prompt.
+        tokens: the number of new tokens. The prompt's program makes the first one. Only calls that make a full `STEPS`
+            tokens are timed.
 
     Raises:
-        ValueError: if the new tokens make no whole call.
+        ValueError: if there are too few new tokens for one full call.
     """
     if tokens <= STEPS:
         raise ValueError(
-            f"`tokens` is {tokens}; the prompt's program makes the first, and {STEPS} more are the least that is "
-            f"timed. Take {STEPS + 1} or more."
+            f"`tokens` is {tokens}, but the prompt's program makes the first token, and at least {STEPS} more are "
+            f"needed to time decoding. Use {STEPS + 1} or more."
         )
     model = gtp.init(lambda rngs: build(config, rngs=rngs), nnx.Rngs(0))
     row = jax.random.randint(jax.random.key(1), (1, prompt), 0, config.vocab_size)
     seconds = []
-    for _ in range(2):  # the first time compiles
+    for _ in range(2):  # the first iteration compiles
         stream = gtp.generate_stream(model, row, max_new_tokens=tokens)
         next(stream)
         seconds, begin = [], time.perf_counter()
@@ -90,7 +92,7 @@ def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode
 def memory_rate(device_kind: str) -> float | None:
     """Returns the memory bandwidth of a kind of device in bytes per second; `None` if `gtp_jax.hlo` does not know it.
 
-    The rates that it knows are those of SXM modules.
+    The known bandwidths are those of SXM modules.
     """
     words = set(re.findall(r"\w+", device_kind.lower()))
     chip = next((chip for chip in CHIPS if chip in words and not words & {"pcie", "nvl"}), None)

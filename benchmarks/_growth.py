@@ -1,4 +1,4 @@
-"""Along what the cost of a step grows: axes, and the steps on them."""
+"""Defines the axes along which a step grows, and the steps to measure on them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .contenders.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """Something of a step that grows while the rest stays.
+    """A property of a step that grows while the rest stays constant.
 
     Attributes:
-        name: for `--axes`.
-        grows: what its values are.
-        stays: what all its steps have in common.
-        values: those measured if none are named, of the step that the axis goes through.
-        at: the step at a value.
+        name: the name for `--axes`.
+        grows: what the values on the axis are.
+        stays: what all steps on the axis have in common.
+        values: returns the default values, given the step that the axis goes through.
+        at: returns the step at a value.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Point:
     """A step on an axis.
 
     Attributes:
-        axis: its axis' name.
-        value: where it is.
+        axis: the name of the axis.
+        value: the value on the axis.
         work: the step.
     """
 
@@ -50,7 +50,7 @@ def _counts(work: Workload) -> list[int]:
 
 def _gtp(work: Workload, devices: int) -> int:
     if devices > work.devices or devices % work.tp:
-        raise ValueError(f"it is a multiple of tp {work.tp}, and there are {work.devices} devices.")
+        raise ValueError(f"the number of devices must be a multiple of tp {work.tp} and at most {work.devices}.")
     return devices // work.tp
 
 
@@ -63,7 +63,7 @@ def _strong(work: Workload, devices: int) -> Workload:
     gtp = _gtp(work, devices)
     if work.seq % (work.gtp * work.tp):
         raise ValueError(
-            f"sequences of {work.seq} cannot be divided into {work.gtp} parts, one for each rank. Choose another --seq."
+            f"sequences of {work.seq} tokens cannot be split evenly over {work.gtp} gtp ranks. Choose another --seq."
         )
     return dataclasses.replace(work, gtp=gtp, seq=work.seq // work.gtp)
 
@@ -72,7 +72,7 @@ def _wide(work: Workload, width: int) -> Workload:
     ratio = {name: getattr(work, name) for name in ("hidden_size", "num_heads", "num_kv_heads", "intermediate_size")}
     unit = math.lcm(*(work.hidden_size // math.gcd(work.hidden_size, size) for size in ratio.values()))
     if width % unit:
-        raise ValueError(f"heads and ffn grow with the width, which is then a multiple of {unit}.")
+        raise ValueError(f"the width must be a multiple of {unit}, because heads and ffn grow with it.")
     return dataclasses.replace(work, **{name: size * width // work.hidden_size for name, size in ratio.items()})
 
 
@@ -83,8 +83,8 @@ def _multiples(name: str, *factors: float) -> Callable[[Workload], list[int]]:
 AXES: Mapping[str, Axis] = {
     axis.name: axis
     for axis in (
-        Axis("weak", "devices", "tokens a device", _counts, _weak),
-        Axis("strong", "devices", "tokens of the step: those of one rank, in shorter sequences", _counts, _strong),
+        Axis("weak", "devices", "tokens per device", _counts, _weak),
+        Axis("strong", "devices", "tokens per step: those of one rank, in shorter sequences", _counts, _strong),
         Axis(
             "depth",
             "layers",
@@ -95,8 +95,8 @@ AXES: Mapping[str, Axis] = {
         Axis("width", "width", "ffn / width and width / heads", _multiples("hidden_size", 1 / 2, 1, 3 / 2, 2), _wide),
         Axis(
             "sequence",
-            "tokens a sequence",
-            "sequences of the step",
+            "tokens per sequence",
+            "sequences per step",
             _multiples("seq", 1 / 4, 1 / 2, 1, 2, 4),
             lambda work, seq: dataclasses.replace(work, seq=seq),
         ),
@@ -105,33 +105,35 @@ AXES: Mapping[str, Axis] = {
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, list[int]]:
-    """Parses axes, `depth` or `depth=8,64`, in the order of `AXES`; without values those of the axis, all if no words.
+    """Parses axes such as `depth` or `depth=8,64`, and returns their values in the order of `AXES`.
+
+    An axis without values has an empty list, which stands for its default values. Without words, returns all axes.
 
     Raises:
-        ValueError: if there is no such axis, or a value is no whole number of at least 1.
+        ValueError: if there is no such axis, or a value is not an integer of at least 1.
     """
     values_by_axis: dict[str, list[int]] = {}
     for word in words or AXES:
         name, given, text = word.partition("=")
         if name not in AXES:
-            raise ValueError(f"`--axes` names {name!r}; there are {', '.join(AXES)}.")
+            raise ValueError(f"`--axes` names {name!r}; the axes are {', '.join(AXES)}.")
         values = text.split(",") if given else []
         if not all(v.isascii() and v.isdigit() and int(v) for v in values):
-            raise ValueError(f"`--axes` is {word!r}; values are whole numbers of at least 1: `{name}=1,2,4`.")
+            raise ValueError(f"`--axes` is {word!r}; values must be integers of at least 1, as in `{name}=1,2,4`.")
         values_by_axis[name] = sorted(set(map(int, values)))
     return {name: values_by_axis[name] for name in AXES if name in values_by_axis}
 
 
 def growth_points(work: Workload, axes: Mapping[str, Sequence[int]]) -> list[Point]:
-    """Returns the steps to measure: ends of each axis first, then its middle; axes take turns, so that none waits for
-    another.
+    """Returns the steps to measure. The ends of each axis come first, then its middle. Axes take turns, so that a run
+    that ends early has measured points on all of them.
 
     Args:
-        work: the step that all axes but `strong` go through.
-        axes: values by name of an axis, in rising order; the axis' own if empty.
+        work: the step that all axes except `strong` go through.
+        axes: the values by name of the axis, in ascending order; the axis's default values if empty.
 
     Raises:
-        ValueError: if there is no step at a value.
+        ValueError: if no step exists at a value.
     """
     lines = [
         [_point(work, name, value) for value in values or AXES[name].values(work)] for name, values in axes.items()
@@ -148,10 +150,10 @@ def _point(work: Workload, name: str, value: int) -> Point:
 
 
 def _ends_first(count: int) -> list[int]:
-    """Returns the indices: last, first, then what lies midway, breadth first."""
+    """Returns the indices in the order last, first, then repeated midpoints, breadth first."""
     order = list(dict.fromkeys([count - 1, 0])) if count else []
     gaps = [(0, count - 1)]
-    for low, high in gaps:  # grows while it is read
+    for low, high in gaps:  # the list grows during the iteration
         middle = (low + high) // 2
         if low < middle:
             order.append(middle)

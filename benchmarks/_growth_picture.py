@@ -1,4 +1,4 @@
-"""Draws how a step's cost grows, as small multiples: time, memory and compile time against each axis."""
+"""Draws how the cost of a step grows, as small multiples: time, memory and compile time against each axis."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _SCALES = {"step_s": 1e3, "peak_bytes": 2.0**-30, "compile_s": 1.0}
 
 
 def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool = False) -> None:
-    """Draws a column for each axis and a row for each of time, memory and compile time.
+    """Draws a column for each axis, with one row each for time, memory and compile time.
 
     Args:
-        costs: in any order; those without a result are crosses at the bottom.
-        title: of the picture.
-        path: PNG file to write.
-        modelled: whether steps were compiled, not run.
+        costs: the costs in any order; those without a result are drawn as crosses at the bottom.
+        title: the title of the picture.
+        path: the PNG file to write.
+        modelled: whether the steps were only compiled, not run.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
     from matplotlib.lines import Line2D
 
     columns = [name for name in AXES if any(c.axis == name for c in costs)]
     names = list(dict.fromkeys(c.contender for c in costs))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     labels = {
-        "step_s": "modelled ms a step" if modelled else "ms a step",
-        "peak_bytes": "GiB a device" + " (planned)" * modelled,
+        "step_s": "modelled ms per step" if modelled else "ms per step",
+        "peak_bytes": "GiB per device" + " (planned)" * modelled,
         "compile_s": "compile, CPU s" if modelled else "compile s",
     }
     figure = Figure(figsize=(1.2 + 2.7 * len(columns), 7.2), layout="constrained")
@@ -54,7 +54,7 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
         grid[-1][column].set_xticks(values, [_short(v) for v in values])
         grid[-1][column].set_xlabel(AXES[axis_name].grows, fontsize=9, color=_TEXT)
     handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=name) for name, colour in colours.items()]
-    handles.append(Line2D([], [], color=_GREY, linestyle="--", label="in proportion to the FLOPs of a device"))
+    handles.append(Line2D([], [], color=_GREY, linestyle="--", label="proportional to the FLOPs per device"))
     if any(c.failure for c in costs):
         handles.append(Line2D([], [], color=_TEXT, marker="x", linestyle="", label="no result"))
     figure.legend(

@@ -1,4 +1,4 @@
-"""Measures steps along an axis, each in its own process: run here, or compiled for GPUs that are absent."""
+"""Measures steps along an axis, each in its own process: either run here, or compiled for GPUs that are absent."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ._contenders import OURS, PARTITIONER, Contender
 from ._growth import Point
 from ._step import Row, measure_step, workload_flops
 
-# Families whose scripts compile without a device.
+# The families whose scripts can compile without a device.
 _COMPILED = (OURS, PARTITIONER)
 _SCAN = "scan"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a step costs.
+    """The cost of a step.
 
     Attributes:
-        axis, value: where it is.
-        contender: name of what ran it.
-        devices: it ran on.
-        tokens: of the step, over all devices.
-        flops: of the step, over all devices, as `workload_flops` counts them.
-        step_s: median seconds, modelled ones of a step that was only compiled; `None` if there is no result.
-        low_s, high_s: the fastest and the slowest step.
-        peak_bytes: memory of a device.
-        compile_s: seconds of compilation; of a step that was only compiled, CPU seconds over all cores.
-        collectives: how many are launched, of a step that was only compiled.
-        failure: why there is no result.
+        axis, value: the axis, and the value on it.
+        contender: the name of the contender that ran the step.
+        devices: the number of devices.
+        tokens: the number of tokens per step, over all devices.
+        flops: the FLOPs per step, over all devices, as counted by `workload_flops`.
+        step_s: the median seconds per step; modelled seconds if the step was only compiled; `None` without a result.
+        low_s, high_s: the seconds of the fastest and the slowest step.
+        peak_bytes: the peak memory per device, in bytes.
+        compile_s: the seconds of compilation; if the step was only compiled, CPU seconds over all cores.
+        collectives: the number of collectives launched, if the step was only compiled.
+        failure: why there is no result; empty if there is one.
     """
 
     axis: str
@@ -54,25 +54,25 @@ class Cost:
 
     @property
     def flops_rate(self) -> float | None:
-        """Operations a second and device."""
+        """FLOP/s per device."""
         return self.flops / self.devices / self.step_s if self.step_s else None
 
     @property
     def tokens_rate(self) -> float | None:
-        """Tokens a second and device."""
+        """Tokens per second and device."""
         return self.tokens / self.devices / self.step_s if self.step_s else None
 
 
 def growth_runs(
     points: Sequence[Point], contenders: Sequence[Contender], *, scan: bool, target: Target | None
 ) -> list[tuple[Point, Contender]]:
-    """Returns which contender runs at which point, in their order.
+    """Returns the pairs of points and contenders to run, in order.
 
     Args:
-        points: in order.
-        contenders: each runs at every point.
-        scan: gtp_jax along the depth once more, its layers in a loop.
-        target: GPUs to compile for, run nothing.
+        points: the points in the order in which they run.
+        contenders: the contenders, each of which runs at every point.
+        scan: whether to also run gtp_jax with its layers in a loop, at the points of the axis `depth`.
+        target: the GPUs to compile for, without running anything; `None` to run the steps.
 
     Raises:
         ValueError: if a contender cannot be compiled for a target.
@@ -80,7 +80,7 @@ def growth_runs(
     unable = [c.name for c in contenders if target and c.family not in _COMPILED]
     if unable:
         raise ValueError(
-            f"{', '.join(unable)} cannot be compiled for GPUs that are not there. Leave out `--target`, or choose "
+            f"{', '.join(unable)} cannot be compiled for GPUs that are absent. Remove `--target`, or choose "
             f"`--contenders` of {' or '.join(_COMPILED)}."
         )
     pairs = []
@@ -101,15 +101,15 @@ def measure_growth(
     within_s: float = float("inf"),
     logs: Path | None = None,
 ) -> Iterator[Cost]:
-    """Runs points one after another; a step that lies on several axes runs once.
+    """Runs the points one after another. A step that lies on several axes runs only once.
 
     Args:
-        runs: what runs at which point.
-        environment: of the processes.
-        timeout_s: for one point, its start and compilation included.
+        runs: the pairs of points and contenders.
+        environment: the environment of the processes.
+        timeout_s: the seconds that one point may take, including its start and compilation.
         torch_python: the interpreter that has PyTorch.
-        within_s: for all of them; those that come too late are not run.
-        logs: folder for what each prints; nowhere by default.
+        within_s: the seconds for all points together; those whose turn comes later are not run.
+        logs: a folder for the output of each process; by default, output is not saved.
     """
     deadline = time.monotonic() + within_s
     done: dict[object, Row] = {}
@@ -118,7 +118,7 @@ def measure_growth(
         if known not in done:
             left = deadline - time.monotonic()
             if left <= 0:
-                late = Row(contender, failure=f"not run: {within_s:.0f} s for all points were over")
+                late = Row(contender, failure=f"not run: the {within_s:.0f} s for all points were over")
                 yield cost(point, late)
                 continue
             name = f"{point.axis}_{point.value}_{contender.name.replace(' ', '_')}.txt"
@@ -134,7 +134,7 @@ def measure_growth(
 
 
 def cost(point: Point, row: Row) -> Cost:
-    """Returns what a contender has made of a point."""
+    """Returns the cost of a point from a contender's result."""
     facts, work = row.facts, point.work
     times: dict[str, float | None] = {"step_s": facts.get("modelled_s")}
     if row.seconds:
@@ -155,19 +155,19 @@ def cost(point: Point, row: Row) -> Cost:
 
 
 def over_memory(cost: Cost, chip: str) -> bool:
-    """Returns whether a step needs more memory than a chip has."""
+    """Returns whether a step needs more memory than this chip has."""
     return (cost.peak_bytes or 0) > fact(chip, "memory").value
 
 
 def first_of(cost: Cost, costs: Sequence[Cost]) -> Cost | None:
-    """Returns the lowest point of a cost's axis where the same contender has a result: what the others are compared
-    with."""
+    """Returns the lowest point of a cost's axis at which the same contender has a result. The other points are compared
+    with it."""
     line = [c for c in costs if (c.axis, c.contender) == (cost.axis, cost.contender) and c.step_s]
     return min(line, key=lambda c: c.value, default=None)
 
 
 def efficiency(cost: Cost, costs: Sequence[Cost]) -> float | None:
-    """Operations a second and device as a share of those at the axis' first point; 1 is ideal on every axis."""
+    """Returns the FLOP/s per device as a fraction of that at the axis's first point; 1 is ideal on every axis."""
     first = first_of(cost, costs)
     if first is None or cost.flops_rate is None:
         return None

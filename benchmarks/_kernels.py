@@ -1,11 +1,11 @@
-"""The kernels of quantization beside a copy and beside what XLA makes of the reference.
+"""Compares the quantization kernels with a copy, and with the jnp reference as XLA compiles it.
 
-A program runs the operation on several arrays, one after another, so that the cost of starting a program is shared and
-the arrays do not stay in a cache. It returns one number of each result: all are in memory at its end, but the host need
-not take hundreds of arrays, which would take it longer than the device takes to make them. The copy is a program over
-the same arrays, which it returns, as XLA would drop it otherwise; the reference works on four of them, as it takes long
-to compile. To hand over a thousand arrays takes the host too long too, so there the time in kernels counts, by the
-profiler.
+Each program runs the operation on several arrays, one after another, so that they share the launch cost and do not stay
+in a cache. It returns one number of each result. All results are in memory at its end, but the host does not have to
+receive hundreds of arrays, which would take longer than computing them. The copy is a program over the same arrays; it
+returns them, because XLA would otherwise remove the copy. The reference runs on four arrays, because it takes long to
+compile. Passing a thousand arrays also takes the host too long, so in that case the profiler measures the time in
+kernels instead.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from gtp_jax.ops import Implementation
 from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
-# Shares of a copy's rate that are aimed at; the CPU's kernels stand beside XLA's, not beside a copy.
+# The goals, as fractions of a copy's rate. CPU kernels have none: they are compared with XLA's code instead.
 KERNEL_GOALS = {"gpu": 0.85}
-# Size of an array where none is asked for, by platform.
+# The default size of an array in MiB, by platform.
 KERNEL_MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
 
 _COLS = 4096
-_ARRAYS = 4  # that a program works on, more of small ones on a GPU, which the host must not keep waiting:
-_PROGRAM_BYTES = 2**30  # so many together,
-_MOST_ARRAYS = 64  # but not more, as each is an operation to compile
+_ARRAYS = 4  # arrays per program; on a GPU there are more if they are small, so that it does not wait for the host:
+_PROGRAM_BYTES = 2**30  # enough to fill this many bytes,
+_MOST_ARRAYS = 64  # but at most this many, because each adds an operation to compile
 _SMALL_BYTES = 64 * 1024
 _SMALL_COUNT = 1000
-_WEIGHTS = 4  # of which a layer consists
-_SHARDS = 4  # of which an unpacked buffer consists
-# Rows of an array are a multiple of this, so that a shard of a weight has whole blocks.
+_WEIGHTS = 4  # weights per layer
+_SHARDS = 4  # shards per buffer that is unpacked
+# The number of rows of an array is a multiple of this, so that each shard of a weight consists of whole blocks.
 _ROWS = _WEIGHTS * _SHARDS * max(form.alignment for form in FORMATS.values())
 
 
@@ -48,7 +48,7 @@ class Kernel:
 
     Attributes:
         operation: `multi_amax`, `quantize`, `dequantize`, `pack` or `unpack`.
-        variant: which of its ways: `row`, `both`, `large` and so on.
+        variant: the variant of the operation, such as `row`, `both` or `small`.
         format: a name in `FORMATS`, or empty.
     """
 
@@ -83,16 +83,18 @@ KERNELS: tuple[Kernel, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One kernel on arrays of one size and dtype.
+    """The measurement of one kernel on arrays of one size and dtype.
 
     Attributes:
-        kernel: which.
-        dtype: of the values.
-        mebibytes: of the values of one array.
-        microseconds: for one array.
-        bytes_moved: read and written at least, for one array.
-        copy_rate: bytes a second of a device-to-device copy of arrays of this size in the same run, read and written.
-        reference_microseconds: of the jnp reference as XLA compiles it; `None` if it was not asked for.
+        kernel: the kernel.
+        dtype: the dtype of the values.
+        mebibytes: the size of the values of one array, in MiB.
+        microseconds: the time per array, in microseconds.
+        bytes_moved: the minimum number of bytes read and written per array.
+        copy_rate: the bytes read and written per second by a device-to-device copy of arrays of this size, in the same
+            run.
+        reference_microseconds: the time per array of the jnp reference as XLA compiles it, in microseconds; `None` if
+            it was not measured.
     """
 
     kernel: Kernel
@@ -110,21 +112,21 @@ class Measurement:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """The bytes moved per second."""
         return self.bytes_moved / (self.microseconds * 1e-6)
 
     @property
     def of_copy(self) -> float:
-        """Rate as a share of the copy's."""
+        """The rate as a fraction of the copy's."""
         return self.rate / self.copy_rate
 
     @property
     def of_reference(self) -> float | None:
-        """Returns how many times as fast as the reference."""
+        """The speedup over the reference; `None` if the reference was not measured."""
         return self.reference_microseconds and self.reference_microseconds / self.microseconds
 
     def record(self) -> dict[str, Any]:
-        """Returns everything that was measured, for JSON."""
+        """Returns all measurements in a form that can be written as JSON."""
         return {
             **dataclasses.asdict(self.kernel),
             "dtype": self.dtype,
@@ -139,10 +141,11 @@ class Measurement:
 
 
 def kernels(only: Sequence[str]) -> list[Kernel]:
-    """Returns those of `KERNELS` whose name has all the words of one of `only`; all of them if `only` is empty.
+    """Returns the kernels of `KERNELS` whose names contain all the words of one entry of `only`; all kernels if `only`
+    is empty.
 
     Raises:
-        ValueError: if none has.
+        ValueError: if no kernel matches.
     """
     return by_words(KERNELS, only, "kernel")
 
@@ -150,7 +153,7 @@ def kernels(only: Sequence[str]) -> list[Kernel]:
 def measure_all(
     chosen: Sequence[Kernel], *, sizes: Sequence[float], dtypes: Sequence[Any], reference: bool = True
 ) -> Iterator[Measurement]:
-    """Measures kernels on arrays of every size, in MiB, and of every dtype; see `measure`."""
+    """Measures kernels on arrays of every size (in MiB) and every dtype; see `measure`."""
     for dtype in dtypes:
         for size in sizes:
             yield from measure(chosen, mebibytes=size, dtype=dtype, reference=reference)
@@ -166,10 +169,10 @@ def measure(
     """Measures kernels one after another.
 
     Args:
-        chosen: which.
-        mebibytes: size of the values of one array; they are as near to it as whole blocks allow.
-        dtype: of the values; float32, bfloat16 or float16.
-        reference: whether to time the reference as well.
+        chosen: the kernels to measure.
+        mebibytes: the size of the values of one array in MiB, rounded so that arrays consist of whole blocks.
+        dtype: the dtype of the values: float32, bfloat16 or float16.
+        reference: whether to also time the reference.
     """
     dtype = jnp.dtype(dtype)
     shape = _shape(round(mebibytes * 2**20 / dtype.itemsize))
@@ -197,7 +200,7 @@ def measure(
 
 
 def _microseconds(clock: Callable[..., float], program: Callable[[Any], Any], operands: Sequence[Any]) -> float:
-    """Returns the microseconds that one of the program's arrays takes."""
+    """Returns the microseconds per array of the program."""
     return clock(jax.jit(_sampled(program)), operands) / len(operands) * 1e6
 
 
@@ -205,7 +208,7 @@ def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
     """Returns the program, reduced to the first number of each of its results."""
 
     def sampled(operands: Any) -> jax.Array:
-        # laid out as results are: inside a program XLA might leave a transposition out
+        # use the layout of results, because XLA might omit a transposition inside a program
         laid = [ops.row_major(leaf) if leaf.ndim else leaf for leaf in jax.tree.leaves(program(operands))]
         made = jax.lax.optimization_barrier(laid)
         return jnp.stack([jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in made])
@@ -217,14 +220,14 @@ _Program = Callable[[Implementation], Callable[[Any], Any]]
 
 
 def _shape(size: int) -> tuple[int, int]:
-    """Returns the shape of an array of about so many elements; a small one has fewer columns."""
+    """Returns the shape of an array of about `size` elements; small arrays have fewer columns."""
     rows = max(_ROWS, size // _COLS // _ROWS * _ROWS)
     return rows, min(_COLS, max(64, size // rows // 64 * 64))
 
 
 def _program(kernel: Kernel, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
-    """Returns a program for each implementation, what it is called with, and the bytes that one array of it must
-    move."""
+    """Returns a function from an implementation to a program, the program's operands, and the minimum number of bytes
+    moved per array."""
     form = FORMATS.get(kernel.format)
     if form is None:
         return _amax(kernel.variant, arrays)
@@ -273,7 +276,7 @@ def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Prog
 
 
 def _plan(shape: tuple[int, ...], transposed: bool) -> PackPlan:
-    """Returns a layer of four weights, of a quarter of the rows each; two of them share an output."""
+    """Returns the plan of a layer of four weights with a quarter of the rows each, two of which share an output."""
     rows, cols = shape
     each = rows // _WEIGHTS
     outs = ((0, 0), (0, each), (1, 0), (2, 0))

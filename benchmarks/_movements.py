@@ -1,7 +1,7 @@
-"""The collectives of one layer, a format at a time, beside what the links can carry.
+"""Compares the collectives of one layer, in each wire format, with what the links can carry.
 
-The bound is the time that the bytes which leave a device take at the rate of a large message, gathered or scattered
-alone in the same run.
+The bound is the time to send the bytes that leave a device at the rate of a large message, whose gather and scatter are
+timed alone in the same run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Movement:
     """A collective of one layer's weights over gtp.
 
     Attributes:
-        name: what moves.
-        wire_bytes: that leave a device.
-        seconds: of the collective alone.
-        bound_s: of the same bytes at the rate of a large message.
-        whole_s: from shards to weights in the compute dtype, unpacking or casting included; `None` of a gradient.
-        error: of a summed gradient, relative to the sum in float32, in the L2 norm; `None` of a gather.
+        name: the name of the collective and its format.
+        wire_bytes: the bytes that leave a device.
+        seconds: the seconds of the collective alone.
+        bound_s: the seconds to send the same bytes at the rate of a large message.
+        whole_s: the seconds from shards to weights in the compute dtype, including unpacking or casting; `None` for a
+            gradient.
+        error: the error of a summed gradient relative to the sum in float32, in the L2 norm; `None` for a gather.
     """
 
     name: str
@@ -53,18 +54,18 @@ class Movement:
 
     @property
     def of_bound(self) -> float:
-        """Returns how much of a large message's rate is reached."""
+        """The fraction of a large message's rate that is reached."""
         return self.bound_s / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What a large message reaches.
+    """The rates that a large message reaches.
 
     Attributes:
-        mebibytes: of the message, whole.
-        gather_rate: bytes a second that leave a device in an all-gather.
-        scatter_rate: in a reduce-scatter of bfloat16.
+        mebibytes: the size of the whole message in MiB.
+        gather_rate: the bytes per second that leave a device in an all-gather.
+        scatter_rate: the bytes per second that leave a device in a bfloat16 reduce-scatter.
     """
 
     mebibytes: float
@@ -73,10 +74,10 @@ class Links:
 
 
 def measure_links(mebibytes: float) -> Links:
-    """Times a large gather and a large scatter over the gtp axis of the mesh in scope.
+    """Times a large all-gather and a large reduce-scatter over the gtp axis of the mesh in scope.
 
     Raises:
-        ValueError: if gtp is 1: nothing would move.
+        ValueError: if gtp is 1, because nothing would be sent.
     """
     ranks = _ranks()
     elements = round(mebibytes * 2**20 / 2 / ranks / 256) * 256
@@ -93,12 +94,13 @@ def measure_links(mebibytes: float) -> Links:
 
 
 def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links: Links) -> Iterator[Movement]:
-    """Times the gather of one block in each recipe's format, and each way of summing its gradient, with its error.
+    """Times the gather of one block in each recipe's wire format, and each way of reducing its gradient, with its
+    error.
 
     Args:
-        config: whose block.
-        recipes: by name.
-        links: as `measure_links` gives them.
+        config: the configuration of the model whose block is measured.
+        recipes: the recipes by name.
+        links: the result of `measure_links`.
 
     Raises:
         ValueError: if gtp is 1.
@@ -127,11 +129,10 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
-    """Yields the sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of
-    `GRAD_WIRES`."""
+    """Yields the reductions of a block's gradient: one bfloat16 reduce-scatter and one exchange per `GRAD_WIRES`."""
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
-        key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # every rank has a different gradient
         shapes = jax.eval_shape(lambda: _fused(block.groups, shards))
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
@@ -147,7 +148,7 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
         pairs = list(zip(jax.tree.leaves(numbers), jax.tree.leaves(exact), strict=True))
         error = sum(float(np.sum((a - b) ** 2)) for a, b in pairs) / sum(float(np.sum(b**2)) for _, b in pairs)
         seconds = _seconds(program, block.params, gradients)
-        if reduction is None:  # XLA's CPU backend widens it
+        if reduction is None:  # not from the HLO, because XLA's CPU backend widens bfloat16 reductions
             ranks = _ranks()
             size = sum(x.nbytes for x in jax.tree.leaves(gradients)) // ranks // degree(TP) * (ranks - 1) // ranks
         else:
@@ -158,7 +159,7 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
 
 
 class _Block:
-    """One block's weights on the mesh in scope, and programs over them."""
+    """One block's weights on the mesh in scope, and programs that use them."""
 
     def __init__(self, config: ModelConfig) -> None:
         model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
@@ -168,13 +169,14 @@ class _Block:
     def run(
         self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False
     ) -> Callable[..., Tree]:
-        """Returns a jitted program of a rank's shards and of other operands.
+        """Returns a jitted program that takes a rank's shards and other operands.
 
         Args:
-            function: `(shards by path of their module, *operands)`.
-            operands: arrays whose first dimension is sharded over all axes, for their structure.
-            cut_out: whether the results are each rank's own, stacked likewise, or alike on the ranks of gtp.
-            without: leave the parameters out; the first argument is then `None`.
+            function: the function to jit, called as `function(shards by module path, *operands)`.
+            operands: example operands, whose first dimensions are sharded over all axes; only their structure is used.
+            cut_out: whether every rank has its own results, which are stacked along a first dimension sharded over all
+                axes; otherwise results are the same on all gtp ranks.
+            without: whether to omit the parameters; the function's first argument is then `None`.
         """
         out = P(AXES) if cut_out else P(TP)
 
@@ -216,7 +218,7 @@ def _seconds(program: Callable[..., Tree], *operands: Tree) -> float:
 def _ranks() -> int:
     ranks = degree(GTP)
     if ranks == 1:
-        raise ValueError("gtp is 1, so that nothing moves. Take two devices or more on the gtp axis: `--gtp 2`.")
+        raise ValueError("gtp is 1, so nothing would be sent. Use two or more devices on the gtp axis: `--gtp 2`.")
     return ranks
 
 

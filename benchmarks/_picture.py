@@ -1,4 +1,4 @@
-"""The kernels' rates as bars."""
+"""Draws the rates of kernels as bars."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _REACHED, _MISSED, _PLAIN, _LINE, _TEXT = "#5b8c5a", "#d1495b", "#4c78a8", "#555
 
 
 def draw_ratios(measurements: Sequence[Measurement], goal: float | None, title: str, path: Path) -> None:
-    """Draws each kernel's rate as a share of the copy's, those below the goal in red.
+    """Draws each kernel's rate as a fraction of the copy's, in red if it is below the goal.
 
     Args:
-        measurements: one bar each, from the top.
-        goal: where the dashed line stands; `None` draws neither it nor what is below in red.
-        title: of the picture.
-        path: PNG file to write.
+        measurements: the measurements, one bar each, from the top.
+        goal: the goal, drawn as a dashed line; `None` for no line and no red bars.
+        title: the title of the picture.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
 
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(measurements)), layout="constrained")
     axis = figure.subplots()
@@ -33,7 +33,7 @@ def draw_ratios(measurements: Sequence[Measurement], goal: float | None, title: 
     if goal is not None:
         axis.axvline(goal, color=_LINE, linestyle="--", linewidth=1.2, label=f"{goal:.0%} of a copy")
         axis.legend(frameon=False, loc="lower right")
-    axis.set_xlabel("rate of the bytes that must move, as a share of a device-to-device copy")
+    axis.set_xlabel("rate of the bytes that must move, relative to a device-to-device copy")
     axis.set_title(title, loc="left", fontsize=11, color=_TEXT)
     axis.set_xlim(0, max(1.05, *shares) * 1.08 if shares else 1)
     axis.spines[["top", "right"]].set_visible(False)

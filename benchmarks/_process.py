@@ -1,4 +1,4 @@
-"""A contender's process: heard while it runs, ended with all its children when its time is over."""
+"""Runs a contender's process: reads its output as it comes, and ends it with all its children after a timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 _REASON_LENGTH = 110
-# The time that torchrun has to end its workers, which run in their own sessions.
+# The seconds that torchrun has to end its workers, which run in their own sessions.
 _GRACE_S = 10
 _POLL_S = 0.5
 
@@ -28,14 +28,14 @@ def run(
     """Runs a program.
 
     Args:
-        command: its arguments.
-        environment: all of it.
-        timeout_s: after which it is ended.
-        hear: told each line of its output when it comes.
-        stop: when set, by another thread, it is ended too.
+        command: the command line.
+        environment: the complete environment.
+        timeout_s: the seconds after which the program is ended.
+        hear: called with each line of output as it arrives.
+        stop: an event that another thread can set to end the program early.
 
     Returns:
-        Exit status, `None` if it was ended, and output.
+        The exit status, or `None` if the program was ended, and the output.
     """
     process = subprocess.Popen(
         command,
@@ -57,12 +57,12 @@ def run(
     finally:
         if code is None:
             _end(process)
-    reader.join(_GRACE_S)  # a grandchild may have kept the pipe
+    reader.join(_GRACE_S)  # a grandchild may still hold the pipe open
     return code, "".join(lines)
 
 
 def reason(code: int, output: str) -> str:
-    """Returns the line of a failed program's output that most likely says why."""
+    """Returns the line of a failed program's output that most likely explains the failure."""
     errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
     errors += re.findall(r"ModuleNotFoundError: [^)\n]+|No module named [^)\n]+", output)
     memory = [e for e in errors if "memory" in e.lower()]

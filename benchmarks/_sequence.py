@@ -1,6 +1,7 @@
-"""A sequence that moves over tp around each matmul of one layer: in parts under it, or at once beside it.
+"""Compares two ways of sending a layer's sequence over tp: in parts that overlap with a matmul, or in one collective.
 
-Movements are timed as chains inside one program, because a program of one movement also pays for its launch.
+Movements are timed as chains inside one program, because a program with a single movement would mostly measure its
+launch.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _HOPS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How fast activations leave a device over tp.
+    """The rate at which activations leave a device over tp.
 
     Attributes:
-        mebibytes: of one rank's part.
-        way: "one way": each rank sends its part to the next one. "both ways": half of it to the next, half to the
-            one before. "gather": an all-gather of every rank's part.
-        bytes_per_s: that leave a device.
+        mebibytes: the size of one rank's part in MiB.
+        way: "one way": each rank sends its part to the next rank; "both ways": each rank sends half of its part to the
+            next rank and half to the previous one; "gather": an all-gather of all ranks' parts.
+        bytes_per_s: the bytes per second that leave a device.
     """
 
     mebibytes: float
@@ -48,15 +49,15 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceMatmul:
-    """One matmul of a layer, with the movement of its sequence.
+    """The times of one matmul of a layer together with the movement of its sequence.
 
     Attributes:
-        name: module, and forward or backward.
-        flops: of a rank.
-        wire_bytes: that leave a device.
-        alone_s: the matmuls, with a sequence that is there already.
-        parts_s: each part multiplied while another one moves.
-        at_once_s: one collective ahead of the matmul, or behind it.
+        name: the module, and forward or backward.
+        flops: the FLOPs per rank.
+        wire_bytes: the bytes that leave a device.
+        alone_s: the seconds of the matmuls alone, on a sequence that has already been gathered.
+        parts_s: the seconds if each part is multiplied while another one is sent.
+        at_once_s: the seconds with one collective before or after the matmul.
     """
 
     name: str
@@ -68,10 +69,10 @@ class SequenceMatmul:
 
 
 def measure_rates(mebibytes: Sequence[float]) -> Iterator[Rate]:
-    """Times movements of parts over the tp axis of the mesh in scope, by size and way.
+    """Times movements of parts over the tp axis of the mesh in scope, for each size and each of `WAYS`.
 
     Raises:
-        ValueError: if tp is 1: nothing would move.
+        ValueError: if tp is 1, because nothing would be sent.
     """
     ranks = _ranks()
     for size in mebibytes:
@@ -86,13 +87,13 @@ def measure_sequence(config: ModelConfig, *, part: int, shares: int) -> Iterator
     """Times the matmuls of one layer over the tp axis of the mesh in scope, forward and backward.
 
     Args:
-        config: whose layer.
-        part: tokens of a rank's part of the sequence.
-        shares: tp degree of which one rank's share of each weight is taken. It may be more than that of the mesh: the
-            shapes are then those of the larger one, and only fewer parts move.
+        config: the configuration of the model whose layer is measured.
+        part: the number of tokens in a rank's part of the sequence.
+        shares: the tp degree that determines a rank's share of each weight. It may exceed the tp degree of the mesh:
+            the weights then have the shapes of the larger degree, but fewer parts are sent.
 
     Raises:
-        ValueError: if tp is 1, or `shares` does not divide a weight's features.
+        ValueError: if tp is 1, or `shares` does not divide the features of a weight.
     """
     ranks = _ranks()
     model = abstract_model(lambda rngs: family_of(config).block(config, rngs=rngs))
@@ -104,7 +105,7 @@ def measure_sequence(config: ModelConfig, *, part: int, shares: int) -> Iterator
         into, out = layout.shape[0], sum(one.shape[1] for one in group.layouts)
         if (out if column else into) % shares:
             raise ValueError(
-                f"`shares` is {shares}, which does not divide a weight of {into} x {out} features over tp. Take a "
+                f"`shares` is {shares}, which does not divide a weight of {into} x {out} features over tp. Use a "
                 f"degree that divides {out if column else into}."
             )
         into, out = (into, out // shares) if column else (into // shares, out)
@@ -113,7 +114,7 @@ def measure_sequence(config: ModelConfig, *, part: int, shares: int) -> Iterator
 
 def _matmul(name: str, column: bool, into: int, out: int, part: int, ranks: int) -> Iterator[SequenceMatmul]:
     key = jax.random.key(0)
-    # ranks' own weights, behind one another along the dimension that tp shards
+    # the ranks' weights, concatenated along the dimension that tp shards
     weight = (out * ranks, into) if column else (out, into * ranks)
     w_spec = P(TP) if column else P(None, TP)
     w = _placed(jax.random.normal(key, weight, jnp.bfloat16), w_spec)
@@ -141,7 +142,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a program of the backward pass alone: what forward computes for no residual is dead code."""
+    """Returns a program of the backward pass alone; forward computations that no residual needs are eliminated."""
 
     def run(x: jax.Array, w: jax.Array) -> Any:
         y, transpose = jax.vjp(function, x, w)
@@ -151,7 +152,7 @@ def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(tree: Any) -> Any:
-    """Gives every array a leading dimension that is sharded over tp, so that each rank returns its own."""
+    """Adds a leading dimension that is sharded over tp to every array, so that each rank returns its own values."""
     return jax.tree.map(lambda y: y[None], tree)
 
 
@@ -179,7 +180,7 @@ def _chain(way: Way) -> Callable[[jax.Array], jax.Array]:
 
 def _ranks() -> int:
     if degree(TP) == 1:
-        raise ValueError("tp is 1, so that nothing moves. Take two devices or more on the tp axis: `--tp 2`.")
+        raise ValueError("tp is 1, so nothing would be sent. Use two or more devices on the tp axis: `--tp 2`.")
     return degree(TP)
 
 

@@ -1,4 +1,4 @@
-"""Runs one training step through each contender, each in its own process with its own memory and flags."""
+"""Runs one training step with each contender, each in its own process with its own memory and flags."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .contenders.workload import MARK, NOT_OVER_TP, Workload
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one contender made of a step.
+    """One contender's result for a step.
 
     Attributes:
-        contender: which.
-        seconds: of each timed step; none if it failed, or was compiled for devices that are not there.
-        facts: what else it reports: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`,
-            `reduce_dtype` of weight gradients, `versions`; `modelled_s` and `collectives` of a step that was only
+        contender: the contender.
+        seconds: the seconds of each timed step; empty if it failed or was only compiled for absent devices.
+        facts: what else it reports: `compile_s`, `peak_bytes` per device, `loss` of the first step, `parameters`,
+            `reduce_dtype` of weight gradients and `versions`; `modelled_s` and `collectives` for a step that was only
             compiled.
-        failure: why there is no result.
+        failure: why there is no result; empty if there is one.
     """
 
     contender: Contender
@@ -38,22 +38,22 @@ class Row:
 
     @property
     def median_s(self) -> float:
-        """Seconds of a step."""
+        """The median seconds per step."""
         return statistics.median(self.seconds)
 
     @property
     def low_s(self) -> float:
-        """The fastest step."""
+        """The seconds of the fastest step."""
         return min(self.seconds)
 
     @property
     def high_s(self) -> float:
-        """The slowest step."""
+        """The seconds of the slowest step."""
         return max(self.seconds)
 
 
 def workload_flops(work: Workload) -> int:
-    """Operations of a step over all devices, as `gtp_jax.hlo.step_flops` counts them."""
+    """Returns the FLOPs per step over all devices, as counted by `gtp_jax.hlo.step_flops`."""
     return step_flops(
         matmul_params=work.matmul_parameters,
         tokens=work.tokens,
@@ -74,22 +74,22 @@ def measure_steps(
     within_s: float = float("inf"),
     logs: Path | None = None,
 ) -> Iterator[Row]:
-    """Runs contenders one after another.
+    """Runs the contenders one after another.
 
     Args:
-        chosen: which.
-        work: what they run.
-        environment: of their processes.
-        timeout_s: for one contender, its start and compilation included.
+        chosen: the contenders to run.
+        work: the step that they run.
+        environment: the environment of their processes.
+        timeout_s: the seconds that one contender may take, including its start and compilation.
         torch_python: the interpreter that has PyTorch.
-        within_s: for all of them; those that come too late are not run.
-        logs: folder for what each prints; nowhere by default.
+        within_s: the seconds for all contenders together; those whose turn comes later are not run.
+        logs: a folder for the output of each process; by default, output is not saved.
     """
     deadline = time.monotonic() + within_s
     for contender in chosen:
         left = deadline - time.monotonic()
         if left <= 0:
-            yield Row(contender, failure=f"not run: {within_s:.0f} s for all contenders were over")
+            yield Row(contender, failure=f"not run: the {within_s:.0f} s for all contenders were over")
             continue
         yield measure_step(
             contender,
@@ -110,15 +110,15 @@ def measure_step(
     torch_python: str = sys.executable,
     log: Path | None = None,
 ) -> Row:
-    """Runs one contender, which sees no more GPUs than the step has ranks.
+    """Runs one contender, which sees only as many GPUs as the step has ranks.
 
     Args:
-        contender: which.
-        work: what it runs.
-        environment: of its process.
-        timeout_s: its start and compilation included.
+        contender: the contender to run.
+        work: the step that it runs.
+        environment: the environment of its process.
+        timeout_s: the seconds that it may take, including its start and compilation.
         torch_python: the interpreter that has PyTorch.
-        log: file for what it prints; nowhere by default.
+        log: a file for its output; by default, output is not saved.
     """
     refused = NOT_OVER_TP if work.is_ours_alone and contender.family in (FSDP2, PARTITIONER) else contender.refused
     if refused:
@@ -133,13 +133,13 @@ def measure_step(
 
 
 def rival(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = False) -> Row | None:
-    """Returns a family's fastest row of the same run, with the same policy and matmul formats; `None` if there is none.
+    """Returns a family's fastest row with the same policy and matmul formats as `row`; `None` if there is none.
 
     Args:
         row: the row to compare.
         rows: all rows of the run.
-        family: the rival's.
-        any_policy: whether policies are compared with one another, as where no weight is gathered.
+        family: the rival's family.
+        any_policy: whether to ignore the policies, which do not matter if no weights are gathered.
     """
     alike = [
         r
@@ -152,7 +152,7 @@ def rival(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = Fals
 
 
 def ratio(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = False) -> float | None:
-    """Returns how many times as fast a row is as `rival`; `None` if either has no result."""
+    """Returns the speedup of a row over its `rival`; `None` if either has no result."""
     other = rival(row, rows, family, any_policy=any_policy)
     return other.median_s / row.median_s if other and row.seconds else None
 
@@ -162,4 +162,4 @@ def _row(contender: Contender, code: int | None, output: str, allowed_s: float) 
     if results:
         facts = json.loads(results[-1])
         return Row(contender, tuple(facts.pop("seconds")), facts)
-    return Row(contender, failure=f"not done in {allowed_s:.0f} s" if code is None else reason(code, output))
+    return Row(contender, failure=f"timed out after {allowed_s:.0f} s" if code is None else reason(code, output))

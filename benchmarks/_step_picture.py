@@ -1,4 +1,4 @@
-"""A step through all contenders as bars."""
+"""Draws a step's rate for each contender as bars."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _TEXT = "#333333"
 
 
 def draw_steps(rows: Sequence[Row], flops_a_device: float, title: str, path: Path) -> None:
-    """Draws operations a second and device, a panel for each policy; the whiskers reach from slowest to fastest step.
+    """Draws FLOP/s per device, one panel per policy. Whiskers extend from the slowest to the fastest step.
 
     Args:
-        rows: of a run; those that failed are named without a bar.
-        flops_a_device: operations of a step on one device.
-        title: of the picture.
-        path: PNG file to write.
+        rows: the rows of a run; those that failed are named without a bar.
+        flops_a_device: the FLOPs per step on one device.
+        title: the title of the picture.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
     from matplotlib.patches import Patch
 
     panels = {p: [r for r in rows if r.contender.policy in (p, "")] for p in _PANELS}
@@ -45,7 +45,7 @@ def draw_steps(rows: Sequence[Row], flops_a_device: float, title: str, path: Pat
             axis.text(high, place, f"  {rate:.3g}", va="center", fontsize=9, color=_TEXT)
         axis.set_yticks(range(len(shown)), labels, fontsize=9)
         axis.invert_yaxis()
-        axis.set_xlabel("TFLOP/s a device, median step")
+        axis.set_xlabel("TFLOP/s per device, median step")
         axis.set_title(_PANELS.get(policy, ""), loc="left", fontsize=10, color=_TEXT)
         axis.spines[["top", "right"]].set_visible(False)
     top = max((flops_a_device / r.low_s / 1e12 for r in rows if not r.failure), default=1)

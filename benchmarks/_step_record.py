@@ -1,4 +1,4 @@
-"""A run of `gtp-jax bench step` as JSON, and what has become slower since another."""
+"""Records a run of `gtp-jax bench step` as JSON, and compares it with an earlier run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from ._step import Row, ratio, workload_flops
 from .contenders.workload import Workload
 
-# Steps of one run spread by as much, and machines of one kind differ by more.
+# Steps within one run vary by this much; machines of one kind differ by more.
 TOLERANCE = 0.03
 
-_HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change what a step is
-_USUAL = {field.name: field.default for field in dataclasses.fields(Workload)}  # what runs had before there was a field
+_HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change the step itself
+_USUAL = {field.name: field.default for field in dataclasses.fields(Workload)}  # used for fields missing in older files
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One figure of one contender, then and now.
+    """One figure of one contender, before and now.
 
     Attributes:
-        name: the contender's.
-        what: `step` in seconds or `memory` in bytes a device.
-        then: the saved figure.
-        now: this run's.
+        name: the name of the contender.
+        what: the figure: `step` in seconds, or `memory` in bytes per device.
+        then: the value in the saved run.
+        now: the value in this run.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Growth as a share of then."""
+        """The relative growth, as a fraction of `then`."""
         return self.now / self.then - 1
 
     @property
     def is_regression(self) -> bool:
-        """Returns whether it grew by more than runs differ."""
+        """Whether the figure grew by more than `TOLERANCE`."""
         return self.relative > TOLERANCE
 
 
@@ -73,10 +73,10 @@ def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
 
 
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
-    """Returns what both runs have measured, figure by figure.
+    """Returns a change for each figure that both runs have measured.
 
     Raises:
-        ValueError: if they are runs of different steps, on different devices, or of one contender with different flags.
+        ValueError: if the runs differ in the step, the device, or the flags of a contender.
     """
     _check_alike(now, then)
     before = {row["name"]: row for row in then["contenders"]}
@@ -84,8 +84,8 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
         flags = before.get(row["name"], row)["flags"]
         if flags != row["flags"]:
             raise ValueError(
-                f"the run to compare with has {row['name']} with {' '.join(flags)}, this one with "
-                f"{' '.join(row['flags'])}. Repeat it as it was."
+                f"the run to compare with ran {row['name']} with {' '.join(flags)}, but this run uses "
+                f"{' '.join(row['flags'])}. Use the same flags."
             )
     differences = []
     for row in now["contenders"]:
@@ -109,4 +109,4 @@ def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     if then_device != now["device"]:
         differing.append(f"{then_device} there, {now['device']} here")
     if differing:
-        raise ValueError(f"the run to compare with is of another step: {'; '.join(differing)}. Repeat it as it was.")
+        raise ValueError(f"the run to compare with ran another step: {'; '.join(differing)}. Use the same settings.")

@@ -1,4 +1,4 @@
-"""Runs a suite: the contenders of each workload in turns, several rounds on one machine."""
+"""Runs a suite: the contenders of each workload take turns, for several rounds on one machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SuiteOptions:
         machine: the name of this machine.
         environment: the environment of the contenders' processes.
         rounds: how often each contender runs.
-        contenders: words of names of the contenders that take part; all if empty.
-        steps: the number of steps timed in a round, in place of the table's.
-        timeout_s: seconds for one process, including its start and compilation.
-        within_s: seconds for everything.
-        slower: how much slower than the fastest of its kind in the first round a rival may be and still run again;
-            `None` runs all again.
+        contenders: words of the names of the contenders that take part; all contenders if empty.
+        steps: the number of steps timed per round, instead of the number in the table.
+        timeout_s: the seconds that one process may take, including its start and compilation.
+        within_s: the seconds that the whole suite may take.
+        slower: by what fraction a rival may be slower than the fastest of its kind in the first round and still run
+            again; `None` runs all rivals again.
         torch_python: the interpreter that has PyTorch.
-        logs: folder for what each process prints; nowhere by default.
+        logs: a folder for the output of each process; by default, output is not saved.
     """
 
     platform: str
@@ -54,16 +54,17 @@ def run_suite(
     *,
     say: Callable[[str], object] = lambda line: None,
 ) -> Generator[tuple[SuiteWorkload, Result]]:
-    """Measures what the file does not have yet, and yields each result once it is saved.
+    """Measures what is missing in the file, and yields each result once it is saved.
 
-    The contenders of a workload take turns: A, B, C, A, B, C, A, B, C. All rounds of a workload run on one machine; one
-    that was begun on another machine and not finished there is measured again. A contender that failed is not repeated.
+    The contenders of a workload take turns: A, B, C, A, B, C, A, B, C. All rounds of a workload run on one machine; a
+    workload that was started but not finished on another machine is measured again. A contender that failed does not
+    run again.
 
     Args:
-        workloads: in the order in which they run.
-        file: where results are, and are saved.
+        workloads: the workloads, in the order in which they run.
+        file: the file that holds the results so far, and to which new ones are saved.
         options: how to run.
-        say: told about what is dropped and what is not run.
+        say: called with a message about results that are dropped and contenders that are not run.
     """
     deadline = time.monotonic() + options.within_s
     for workload in workloads:
@@ -72,13 +73,13 @@ def run_suite(
         _check_flags(workload, chosen, file, work.flags)
         elsewhere = [r for r in file.results if r.workload == workload.name and r.machine != options.machine]
         if elsewhere and any(True for _ in _open(workload, chosen, file, options)):
-            say(f"{workload.name}: begun on another machine and not finished there, so it is measured again")
+            say(f"{workload.name}: started but not finished on another machine, so it is measured again")
             file.drop(elsewhere)
         for number, contender in _open(workload, chosen, file, options):
             left = deadline - time.monotonic()
             before = [r.wall_s for r in _of(file, workload, contender)]
             if left <= max(before, default=0):
-                say(f"the time is over; the next would be {workload.name}, {contender.name}, round {number + 1}")
+                say(f"the time is over; next would be {workload.name}, {contender.name}, round {number + 1}")
                 return
             begin = time.monotonic()
             log = None if options.logs is None else options.logs / _log_name(workload, contender, number)
@@ -90,7 +91,7 @@ def run_suite(
                 torch_python=options.torch_python,
                 log=log,
             )
-            if row.failure and time.monotonic() >= deadline:  # not its own failure
+            if row.failure and time.monotonic() >= deadline:  # the suite's deadline ended it; it did not fail itself
                 say(f"the time is over; {workload.name}, {contender.name}, round {number + 1} was ended")
                 return
             wall_s, flags = time.monotonic() - begin, (*work.flags, *contender.flags)
@@ -110,14 +111,14 @@ def run_suite(
 
 
 def turns(contenders: Sequence[Contender], rounds: int) -> list[tuple[int, Contender]]:
-    """Returns the order in which contenders run: all of them in each round."""
+    """Returns the order of runs: all contenders in each round."""
     return [(number, contender) for number in range(rounds) for contender in contenders]
 
 
 def _open(
     workload: SuiteWorkload, chosen: Sequence[Contender], file: SuiteFile, options: SuiteOptions
 ) -> Iterator[tuple[int, Contender]]:
-    """Yields what is left to run, in turns, given what the file has by then."""
+    """Yields the runs that are left, in turns. Takes account of results that are added to the file meanwhile."""
     for number, contender in turns(chosen, options.rounds):
         found = _of(file, workload, contender)
         if any(r.round == number or r.failure for r in found):
@@ -130,7 +131,7 @@ def _open(
 def _is_slower(
     workload: SuiteWorkload, contender: Contender, chosen: Sequence[Contender], file: SuiteFile, margin: float
 ) -> bool:
-    """Returns whether a rival was slower in the first round than another that it is compared like, by the margin."""
+    """Returns whether a rival was slower in the first round, by more than the margin, than the fastest of its kind."""
     if contender.family == OURS:
         return False
     kind = lambda c: (c.family, c.matmuls, c.guards, c.policy if workload.gathers else "")  # noqa: E731
@@ -161,6 +162,6 @@ def _check_flags(
             if result.flags != now:
                 differing = " ".join(sorted(set(result.flags) ^ set(now)))
                 raise ValueError(
-                    f"the file has results of {contender.name} on {workload.name} with other flags ({differing}). Name "
-                    "another file to begin again."
+                    f"the file has results of {contender.name} on {workload.name} with other flags ({differing}). Use "
+                    "another file to start again."
                 )

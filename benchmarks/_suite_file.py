@@ -1,4 +1,4 @@
-"""The file of a suite: what was measured so far, on which machine, and whether it can be continued here."""
+"""The results file of a suite: what has been measured, on which machine, and whether it can be continued here."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Result:
         contender: the contender's name.
         round: the number of the round, from 0.
         machine: the machine that it ran on.
-        flags: the command line of the contender's script.
-        wall_s: seconds of the whole process.
-        seconds: the time of each step in seconds; empty if it failed.
-        facts: what else it reports, as in `Row`.
-        failure: why there is no result.
+        flags: the flags of the contender's script.
+        wall_s: the wall-clock seconds of the whole process.
+        seconds: the seconds of each timed step; empty if the process failed.
+        facts: what else the process reported, as in `Row`.
+        failure: why there is no result; empty if there is one.
     """
 
     workload: str
@@ -54,8 +54,8 @@ class SuiteFile:
         results: all results so far, in the order in which they were measured.
 
     Raises:
-        ValueError: by the constructor, if the file has results of another device, of other versions, or of other
-            settings.
+        ValueError: if the file has results of another device, of other versions, or with other settings. Raised by the
+            constructor.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class SuiteFile:
         settings: Mapping[str, Any],
         summarize: Callable[[Sequence[Result]], Any] = lambda results: None,
     ) -> None:
-        """Reads the file if there is one.
+        """Reads the file if it exists.
 
         Args:
-            path: the file; `None` keeps results in memory alone.
-            settings: what all results have in common, as `settings_here` returns.
-            summarize: makes the summary that is saved with the results, for those who read the file.
+            path: the file; `None` to keep the results only in memory.
+            settings: what all results have in common, as returned by `settings_here`.
+            summarize: returns the summary that is saved with the results, for readers of the file.
         """
         self._path, self._settings, self._summarize = path, json.loads(json.dumps(dict(settings))), summarize
         self.results: list[Result] = []
@@ -77,7 +77,7 @@ class SuiteFile:
             self.results = self._read(path)
 
     def add(self, result: Result) -> None:
-        """Adds a result and writes the file as a whole, so that an interrupted run leaves the one before it."""
+        """Adds a result and replaces the file atomically, so that an interruption leaves the previous version."""
         self.results.append(result)
         if self._path is None:
             return
@@ -92,7 +92,7 @@ class SuiteFile:
         os.replace(beside, self._path)
 
     def drop(self, results: Iterable[Result]) -> None:
-        """Removes results."""
+        """Removes these results; the file changes when the next result is added."""
         gone = set(map(id, results))
         self.results = [result for result in self.results if id(result) not in gone]
 
@@ -102,8 +102,8 @@ class SuiteFile:
         differing = list(_differences(then, self._settings))
         if differing:
             raise ValueError(
-                f"{path} has results that this run cannot continue: {'; '.join(differing)}. Name another file to begin "
-                "again, or go on where it was written."
+                f"{path} has results that this run cannot continue: {'; '.join(differing)}. Use another file to start "
+                "again, or continue where the file was written."
             )
         return [Result(**{**r, "flags": tuple(r["flags"]), "seconds": tuple(r["seconds"])}) for r in saved["results"]]
 
@@ -112,17 +112,17 @@ def read_suite(path: Path) -> dict[str, Any]:
     """Returns the content of a suite's file.
 
     Raises:
-        ValueError: if it is cut off or changed, or of something else.
-        OSError: if it cannot be read.
+        ValueError: if the file is truncated or damaged, or was not written by `gtp-jax bench suite`.
+        OSError: if the file cannot be read.
     """
     try:
         saved = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(
-            f"{path} is not whole JSON, as a file that is cut off: {error}. Get it again, or name another file."
+            f"{path} is not complete JSON and may be truncated: {error}. Copy it again, or use another file."
         ) from None
     if not isinstance(saved, dict) or saved.get("writer") != _WRITER:
-        raise ValueError(f"{path} was not written by `{_WRITER}`. Name another file.")
+        raise ValueError(f"{path} was not written by `{_WRITER}`. Use another file.")
     return saved
 
 
@@ -136,19 +136,19 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], within: str = 
 
 
 def settings_here(device: str, torch_python: str, *, steps: int | None) -> dict[str, Any]:
-    """Returns what all results of a file have in common: device, versions, and what was asked for.
+    """Returns what all results of a file have in common: the device, the versions and the number of steps.
 
     Args:
-        device: the kind of the device, as `probe` returns it.
+        device: the kind of the device, as returned by `probe`.
         torch_python: the interpreter that has PyTorch.
-        steps: timed steps, if they are not those of the table.
+        steps: the number of steps timed per round; `None` for the number in the table.
     """
     versions = {"gtp_jax": gtp_jax.__version__, "jax": metadata.version("jax"), "source": _source()}
     return {"device": device, "versions": {**versions, **_torch(torch_python)}, "steps": steps}
 
 
 def this_machine(is_gpu: bool) -> str:
-    """Returns a name of this machine: the identifiers of its GPUs, or its name in the network."""
+    """Returns a name for this machine: the UUIDs of its GPUs, or its host name."""
     if is_gpu:
         try:
             ask = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -175,7 +175,7 @@ def _torch(python: str) -> dict[str, str | None]:
 
 
 def _source() -> str:
-    """Returns a digest of the source that contenders run: of the package without its commands, and of their scripts."""
+    """Returns a digest of the source that contenders run: the package without its commands, and the scripts."""
     package, digest = Path(gtp_jax.__file__).parent, hashlib.sha256()
     commands = package / "runner" / "cli"
     for root in (package, SCRIPTS):

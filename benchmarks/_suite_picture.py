@@ -1,4 +1,4 @@
-"""A suite as bars: how many times as fast gtp_jax is as its best rivals, workload by workload."""
+"""Draws a suite as bars: gtp_jax's speedup over its best rivals for each workload."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ._suite_verdicts import GOAL_TOLERANCE, ratio_spread, same_work
 _COLOURS = {PARTITIONER: "#2a6f97", FSDP2: "#dd8452"}
 _LABELS = {PARTITIONER: "XLA's partitioner doing the same work", FSDP2: "PyTorch FSDP2"}
 _MISSED, _TEXT, _FAINT = "#c1121f", "#333333", "#8c8c8c"
-_HEIGHT = 0.36  # of a bar, where a line of the picture is 1
+_HEIGHT = 0.36  # the height of a bar, in units of the distance between lines
 
 
 def draw_suite(rows: Sequence[tuple[SuiteWorkload, Sequence[Row]]], title: str, path: Path) -> None:
     """Draws the ratios of gtp_jax's rows to the fastest rivals that do the same work.
 
-    A bar begins at 1, where both are equally fast. Whiskers reach from the smallest to the largest ratio of one round,
-    and a tick marks a goal. Rows without a rival's result are left out.
+    A bar starts at 1, where both are equally fast. Whiskers extend from the smallest to the largest ratio within a
+    round, and a tick marks the goal. Rows without a rival's result are omitted.
 
     Args:
-        rows: of each workload, as `rows_of` returns them.
-        title: of the picture.
-        path: PNG file to write.
+        rows: the rows of each workload, as returned by `rows_of`.
+        title: the title of the picture.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -71,7 +71,7 @@ def draw_suite(rows: Sequence[tuple[SuiteWorkload, Sequence[Row]]], title: str, 
     axis.set_axisbelow(True)
     axis.tick_params(axis="y", length=0)
     axis.set_xlabel(
-        "the rival's time over gtp_jax's: above 1 gtp_jax is faster; red where a goal is missed",
+        "the rival's time over gtp_jax's: above 1, gtp_jax is faster; red if a goal is missed",
         fontsize=9,
         color=_TEXT,
     )
@@ -88,7 +88,7 @@ def draw_suite(rows: Sequence[tuple[SuiteWorkload, Sequence[Row]]], title: str, 
 
 
 def _bars(workload: SuiteWorkload, row: Row, rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
-    """Returns, for each family with a result, the ratio to its fastest that does the same work, and its spread."""
+    """Returns, for each family with a result, the ratio to its fastest row that does the same work, and its spread."""
     others = {family: same_work(row, rows, family, workload) for family in _COLOURS}
     return {f: (other.median_s / row.median_s, *ratio_spread(row, other)) for f, other in others.items() if other}
 

@@ -1,4 +1,4 @@
-"""The workloads of `gtp-jax bench suite`: a table of steps, who takes part, and what gtp_jax is to reach."""
+"""The workloads of `gtp-jax bench suite`: a table of steps, their contenders, and gtp_jax's goals."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .contenders.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """How many times as fast as a rival gtp_jax is to be.
+    """A goal for gtp_jax's speedup over a rival.
 
     Attributes:
         ours: the family and variant of gtp_jax's contender; the goal applies to each policy that takes part.
         rival: the family of the rival, whose fastest contender that does the same work counts; or the family and
-            variant of another contender of gtp_jax.
+            variant of another gtp_jax contender.
         ratio: the rival's time over gtp_jax's.
     """
 
@@ -43,15 +43,15 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class SuiteWorkload:
-    """One step of the suite and everyone who runs it.
+    """One step of the suite, and the contenders that run it.
 
     Attributes:
         name: the name for `--workloads`.
-        title: what the step is, for tables and pictures.
-        step: its options, with the degree of every axis.
-        contenders: the names of those who take part, the most important first.
-        goals: what gtp_jax is to reach.
-        steps: the number of steps timed in a round.
+        title: a description of the step, for tables and pictures.
+        step: the options of the step, with the degree of every axis.
+        contenders: the names of the contenders that take part, the most important first.
+        goals: the goals for gtp_jax.
+        steps: the number of steps timed per round.
     """
 
     name: str
@@ -63,32 +63,33 @@ class SuiteWorkload:
 
     @property
     def devices(self) -> int:
-        """The number of devices it runs on."""
+        """The number of devices that the workload runs on."""
         parallelism = self.step.parallelism
         return (parallelism.gtp or 1) * parallelism.ep * (parallelism.tp or 1)
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are gathered at all; policies of gathering are compared with one another if they are not."""
+        """Whether weights are gathered at all. If not, contenders of different gathering policies are comparable."""
         return (self.step.parallelism.gtp or 1) * self.step.parallelism.ep > 1
 
     def workload(self, platform: str, steps: int | None = None) -> Workload:
-        """Returns the step on GPUs, or a tiny step with the same degrees on virtual CPU devices.
+        """Returns the step for GPUs, or a tiny step with the same degrees for virtual CPU devices.
 
         Args:
             platform: `"gpu"` or `"cpu"`.
-            steps: the number of steps timed, in place of the table's.
+            steps: the number of steps timed per round, instead of the number in the table.
         """
         step = self.step if platform == "gpu" else _tiny(self.step)
         return step.workload(platform, self.devices, steps=steps or self.steps, experts=ExpertOptions())
 
     def on(self, platform: str) -> SuiteWorkload:
-        """Returns the workload with the title of what `workload` makes of it: the sizes in the table's are a GPU's."""
+        """Returns the workload with a title that fits the platform: the sizes in the table's titles are for GPUs."""
         return self if platform == "gpu" else dataclasses.replace(self, title=f"{self.name} in small")
 
     def chosen(self, only: Sequence[str]) -> list[Contender]:
-        """Returns those who take part and are asked for: all of them if `only` is empty, otherwise those whose name is
-        one of `only` or has all the words of one of `only` that is no contender's name."""
+        """Returns the contenders that take part and are asked for: all if `only` is empty. Otherwise, an entry that is
+        a contender's full name selects that contender; any other entry selects the contenders whose names contain all
+        of its words."""
         every = [contender_named(name) for name in self.contenders]
         words = [set(asked.split()) for asked in only if asked not in _NAMES]
         return [c for c in every if not only or c.name in only or any(w <= set(c.name.split()) for w in words)]
@@ -98,12 +99,12 @@ def chosen_workloads(only: Sequence[str], contenders: Sequence[str], devices: Se
     """Returns the workloads that are asked for.
 
     Args:
-        only: names, or patterns such as `qwen3*`; all workloads if empty.
-        contenders: words of contenders' names; workloads without any of them are left out.
-        devices: the numbers of devices a workload may have.
+        only: the names of workloads, or patterns such as `qwen3*`; all workloads if empty.
+        contenders: words of contenders' names; workloads without a matching contender are omitted.
+        devices: the numbers of devices that a workload may run on.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no workload matches.
     """
     named = [w for w in WORKLOADS if not only or any(fnmatch.fnmatchcase(w.name, pattern) for pattern in only)]
     if not named:
@@ -136,11 +137,11 @@ def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tu
 
 
 _BF16 = _each(OURS, "bf16")
-_BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # where no weight is gathered policies do not differ
+_BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # policies do not differ if no weights are gathered
 _FP8_ONCE = _each(OURS, "fp8-matmuls", policies=("regather",))
 _STOCK = _each(STOCK, "bf16", "bf16 local", policies=("regather",))
 _FSDP2 = _each(FSDP2, "bf16")
-# without collectives there is nothing to join; the plain one shows what the norm and the guard cost
+# without collectives there is nothing to combine; the variant without extras shows what the norm and the guard cost
 _ALONE = (
     *_each(PARTITIONER, "unrolled grad-norm-cond", "unrolled grad-norm"),
     *_each(
@@ -153,7 +154,7 @@ _ALONE = (
 )
 _AT_BEST = _each(
     PARTITIONER,
-    "combined grad-norm-cond",  # a guard by selection made the step up to twice as long on H100s
+    "combined grad-norm-cond",  # a guard with `where` made the step up to twice as long on H100s
     "combined gtp-options grad-norm-cond",
     "unrolled grad-norm-cond",
     "unrolled gtp-options grad-norm-cond",
@@ -227,7 +228,7 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
     SuiteWorkload(
         "mixtral-2",
         "Mixtral, 2 layers, 1 GPU",
-        _experts("mixtral", 2),  # three layers do not fit 80 GB
+        _experts("mixtral", 2),  # three layers do not fit in 80 GB
         (*_BF16_ONCE, *_FP8_ONCE, *_ALONE, *_FSDP2, *_each(FSDP2, "float8 rowwise")),
         (*_goal(1.00), Goal(_OF_FP8, f"{OURS} bf16", 1.40)),
         steps=8,

@@ -1,4 +1,4 @@
-"""What the rounds of a suite say: a row for each contender, its rivals that do the same work, and goals reached."""
+"""Evaluates the rounds of a suite: a row for each contender, its rivals that do the same work, and its goals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ._step import Row, rival
 from ._suite_file import Result
 from ._suite_table import Goal, SuiteWorkload
 
-# A goal counts as reached within this share of it.
+# A goal counts as reached if it is missed by at most this fraction.
 GOAL_TOLERANCE = 0.005
 
 
 def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequence[str] = ()) -> list[Row]:
-    """Returns a row for each contender that ran, whose `seconds` are the medians of its rounds; facts are those of the
-    first round, which compiled.
+    """Returns a row for each contender that ran. The `seconds` of a row are the medians of the rounds, and its facts
+    those of the first successful round.
 
     Args:
         workload: the workload.
-        results: of any workloads.
-        contenders: words of names; all if empty.
+        results: the results, which may include those of other workloads.
+        contenders: words of contenders' names; all contenders if empty.
     """
     rows = []
     for contender in workload.chosen(contenders):
@@ -37,13 +37,13 @@ def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequ
 
 
 def same_work(row: Row, rows: Sequence[Row], family: str, workload: SuiteWorkload) -> Row | None:
-    """Returns the fastest row of a family that a row of gtp_jax is held against: with the same matmuls and policy, and
-    of the partitioner with the norm and the guard.
+    """Returns the row that a gtp_jax row is compared with: the fastest of a family with the same matmul formats and
+    policy. Rows of the partitioner must include the norm and the guard.
 
     Args:
-        row: of gtp_jax.
+        row: a row of gtp_jax.
         rows: all rows of the workload.
-        family: the rival's.
+        family: the family of the rival.
         workload: the workload.
     """
     eligible = [r for r in rows if r.contender.guards or r.contender.family != PARTITIONER]
@@ -57,10 +57,10 @@ class Verdict:
     Attributes:
         goal: the goal.
         name: the name of gtp_jax's contender.
-        rival: the name of the rival that it is held against.
+        rival: the name of the rival that it is compared with.
         ratio: the rival's median time over gtp_jax's.
-        low: the smallest such ratio of one round.
-        high: the largest.
+        low: the smallest ratio within a round.
+        high: the largest ratio within a round.
     """
 
     goal: Goal
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def suite_verdicts(workload: SuiteWorkload, rows: Sequence[Row]) -> list[Verdict]:
-    """Returns what became of a workload's goals; nothing for those without results of both sides."""
+    """Returns the verdicts on a workload's goals, omitting goals for which either side has no result."""
     found = []
     for goal in workload.goals:
         for row in rows:
@@ -142,7 +142,7 @@ def _recorded(row: Row, rows: Sequence[Row], workload: SuiteWorkload) -> dict[st
 
 
 def suite_ratio(row: Row, rows: Sequence[Row], family: str, workload: SuiteWorkload) -> float | None:
-    """Returns how many times as fast a row of gtp_jax is as the family's fastest that does the same work; `None` for
-    other rows and without results."""
+    """Returns the speedup of a gtp_jax row over the family's fastest row that does the same work; `None` for rows of
+    other families and if either has no result."""
     other = same_work(row, rows, family, workload) if row.contender.family == OURS and row.seconds else None
     return None if other is None else other.median_s / row.median_s

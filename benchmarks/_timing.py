@@ -16,15 +16,16 @@ _ROUNDS = 7
 
 
 def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = False) -> float:
-    """Returns the median time of a call, over rounds of so many calls that starting and waiting do not count.
+    """Returns the median seconds per call, over rounds with enough calls to make the cost of starting and waiting
+    negligible.
 
-    Calls of a round follow one another without waiting; the device is idle only where the host cannot keep up.
+    The calls of a round follow one another without waiting, so the device is idle only if the host cannot keep up.
 
     Args:
-        function: compiled; run a few times before the clock starts.
-        args: arrays, already on the device.
-        one_by_one: wait for each call. Virtual CPU devices share threads, and calls with collectives that are in flight
-            together wait for one another forever.
+        function: the compiled function; it runs a few times before timing starts.
+        args: the arguments, arrays that are already on the device.
+        one_by_one: whether to wait for each call. This is needed for collectives on virtual CPU devices: they share
+            threads, so concurrent calls deadlock.
     """
 
     def run(calls: int) -> float:
@@ -42,17 +43,17 @@ def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = 
 
 
 def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
-    """Returns the median time of a call that a GPU spends in its kernels, by the profiler; on a CPU, `seconds_a_call`.
+    """Returns the median seconds per call that a GPU spends in kernels, according to the profiler; on CPUs, the result
+    of `seconds_a_call`.
 
-    For calls whose arguments take the host longer than the device takes for the work, which matters only where the
-    device would wait for the host.
+    Meant for calls with so many arguments that the host takes longer to pass them than the GPU takes to compute.
 
     Args:
-        function: compiled.
-        args: arrays, already on the device.
+        function: the compiled function.
+        args: the arguments, arrays that are already on the device.
 
     Raises:
-        RuntimeError: if the profiler recorded nothing of the GPU.
+        RuntimeError: if the profiler recorded no GPU activity.
     """
     if jax.default_backend() == "cpu":
         return seconds_a_call(function, *args)
@@ -64,12 +65,12 @@ def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
                 jax.block_until_ready(function(*args))
             seconds.append(sum(_device_seconds(path) for path in Path(directory).rglob("*.xplane.pb")))
     if not all(seconds):
-        raise RuntimeError("the profiler recorded no kernel; is another program profiling, or CUPTI missing?")
+        raise RuntimeError("the profiler recorded no kernels. Is another program profiling, or is CUPTI missing?")
     return statistics.median(seconds)
 
 
 def _device_seconds(trace: Path) -> float:
-    """Returns the time in kernels and copies of all streams of a trace."""
+    """Returns the seconds spent in kernels and copies, summed over all streams of a trace."""
     return 1e-9 * sum(
         event.duration_ns
         for plane in jax.profiler.ProfileData.from_file(str(trace)).planes

@@ -1,4 +1,4 @@
-"""Recipes whose loss curves are compared, and the mistakes that show what each of their measures buys."""
+"""The recipes whose loss curves are compared, and deliberate mistakes that show what each part of a recipe gains."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class Variant:
     """A recipe to train with.
 
     Attributes:
-        name: on the command line and in the picture.
-        recipe: the library's part.
-        mistake: a key of `MISTAKES` in `contenders/mistakes.py`, what is done to the weights instead; or empty.
-        published: what the recipe's authors report of its loss.
-        seed: added to the seed of the weights, not of the text, so that a recipe's own spread can be seen.
+        name: the name on the command line and in the picture.
+        recipe: the library's recipe.
+        mistake: a key of `MISTAKES` in `contenders/mistakes.py`, which is applied to the weights instead of the correct
+            quantization; or empty.
+        published: what the recipe's authors report about its loss.
+        seed: a number added to the seed of the weights, but not of the text, to show the spread between seeds.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Variant:
 
     @property
     def wrong(self) -> bool:
-        """Returns whether it leaves out what the published recipe has."""
+        """Whether the variant omits a part of the published recipe, or does it wrong."""
         return bool(self.mistake) or "-no-" in self.name
 
 
@@ -47,7 +48,7 @@ _FOUND = [
     Variant("nvfp4-local-amax", RECIPES["bf16"](), mistake="local amax"),
     Variant("mxfp8-rounded-down", RECIPES["bf16"](), mistake="scales rounded down"),
 ]
-# bf16 first, to compare with, and then what it differs by from seed to seed
+# bf16 comes first because the others are compared with it, followed by bf16 with another seed
 VARIANTS = {
     variant.name: variant for variant in sorted(_FOUND, key=lambda variant: not variant.name.startswith("bf16"))
 }
@@ -55,12 +56,12 @@ DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-
 
 
 def chosen_variants(names: Sequence[str]) -> list[Variant]:
-    """Variants by name, bf16 first: what the others are compared with.
+    """Returns the named variants, preceded by bf16, with which the others are compared.
 
     Raises:
-        ValueError: naming those that are known.
+        ValueError: if a name is unknown; the message lists the known ones.
     """
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        raise ValueError(f"`recipes` has {', '.join(unknown)}; known are {', '.join(VARIANTS)}.")
+        raise ValueError(f"`recipes` has {', '.join(unknown)}; the known recipes are {', '.join(VARIANTS)}.")
     return [VARIANTS[name] for name in dict.fromkeys(("bf16", *names))]

@@ -1,4 +1,4 @@
-"""Describes the step that a benchmark runs, and what the processes that run it need."""
+"""Describes the step that a benchmark runs, and the environment of the processes that run it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GROUP = "step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Which step to run. What is `None` depends on the platform.
+    """The options of the step to run. Defaults for `None` depend on the platform.
 
     Raises:
         ValueError: if a value is out of range.
@@ -36,30 +36,30 @@ class StepOptions:
     preset: str | None = knob(
         None, _GROUP, "the model (default: reference on GPUs, tiny on a CPU)", kind=str, choices=tuple(PRESETS)
     )
-    num_layers: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
-    vocab_size: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
-    seq: int | None = knob(None, _GROUP, "tokens of a sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
+    num_layers: int | None = knob(None, _GROUP, "number of layers (default: the preset's)", metavar="N")
+    vocab_size: int | None = knob(None, _GROUP, "size of the vocabulary (default: the preset's)", metavar="N")
+    seq: int | None = knob(None, _GROUP, "tokens per sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
     tokens: int | None = knob(
-        None, _GROUP, "of a step, a device (default: one sequence a rank and microbatch)", metavar="N"
+        None, _GROUP, "tokens per step and device (default: one sequence per rank and microbatch)", metavar="N"
     )
-    microbatches: int = knob(1, _GROUP, "parts of a rank's batch", metavar="N")
+    microbatches: int = knob(1, _GROUP, "microbatches per step", metavar="N")
     parallelism: Parallelism = piece(Parallelism)
 
     def __post_init__(self) -> None:
         check_knobs(self)
 
     def workload(self, platform: str, count: int, *, steps: int, experts: ExpertOptions | None = None) -> Workload:
-        """Returns the workload on so many devices of a platform, of which it may leave some.
+        """Returns the workload on a platform's devices, some of which may be left unused.
 
         Args:
             platform: `"gpu"` or `"cpu"`.
-            count: devices.
-            steps: timed.
-            experts: what differs from the preset's experts; `None` of a benchmark that takes no model with experts.
+            count: the number of devices.
+            steps: the number of timed steps.
+            experts: what differs from the preset's experts; `None` if the benchmark does not support experts.
 
         Raises:
-            ValueError: if there are too few devices, the tokens make no whole sequences, or the model has experts that
-                the benchmark does not take.
+            ValueError: if there are too few devices, if the tokens do not make up whole sequences, or if the model has
+                experts but the benchmark does not support them.
         """
         degrees = degrees_within(self.parallelism, count)
         gtp, ep, tp = degrees["gtp"], degrees.get(EP, 1), degrees["tp"]
@@ -69,8 +69,8 @@ class StepOptions:
             config = experts.of(config, name)
         elif getattr(config, "num_experts", 0):
             raise ValueError(
-                f"`preset` is {name!r}, whose layers have experts; this command measures dense models. Take another "
-                "preset, or `gtp-jax bench step`."
+                f"`preset` is {name!r}, whose layers have experts; this command measures only dense models. Use "
+                "another preset, or `gtp-jax bench step`."
             )
         seq = self.seq or _SEQ[platform]
         share = gtp * ep * self.microbatches
@@ -79,8 +79,8 @@ class StepOptions:
             whole = self.microbatches * seq
             ranks = f"{gtp} gtp ranks" if ep == 1 else f"{gtp * ep} gtp x ep ranks"
             raise ValueError(
-                f"`--tokens` is {self.tokens} a device, {total} a step; that is no whole number of sequences of {seq} "
-                f"for each of {ranks} and {self.microbatches} microbatches. Make it a multiple of "
+                f"`--tokens` is {self.tokens} per device, {total} per step, which is not a whole number of sequences "
+                f"of {seq} tokens for each of {ranks} and {self.microbatches} microbatches. Use a multiple of "
                 f"{whole // tp if whole % tp == 0 else share * seq}."
             )
         fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
@@ -99,33 +99,33 @@ class StepOptions:
 
 
 def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
-    """Returns the degrees on so many devices, of which some may be left over.
+    """Returns the degrees of all axes on `count` devices, some of which may be left unused.
 
     Raises:
-        ValueError: if there are too few.
+        ValueError: if there are too few devices.
     """
     degrees = parallelism.degrees(count)
     needed = math.prod(degrees.values())
     if needed > count:
         words = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if axis != "dp" or degree > 1)
-        raise ValueError(f"{words} needs {needed} devices, and there are {count}.")
+        raise ValueError(f"{words} needs {needed} devices, but there are {count}.")
     return degrees
 
 
 def describe(work: Workload, device: str) -> str:
-    """Returns a step in one line."""
+    """Returns a one-line description of a step."""
     ep = "" if work.ep == 1 else f"ep {work.ep}, "
-    experts = f", {work.top_k} of {work.num_experts} experts a token" if work.num_experts else ""
+    experts = f", {work.top_k} of {work.num_experts} experts per token" if work.num_experts else ""
     return (
         f"{work.devices} x {device}, gtp {work.gtp}, {ep}tp {work.tp}: {work.num_layers} layers of width "
         f"{work.hidden_size}{experts}, "
-        f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, microbatches {work.microbatches}"
+        f"{work.tokens // work.devices} tokens per device, sequences of {work.seq}, microbatches {work.microbatches}"
     )
 
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
-    """Returns the contenders' environment: this package on the path, all of a GPU's memory, virtual devices without a
-    GPU."""
+    """Returns the environment of the contenders, with this package on the path, 92 % of a GPU's memory and, without a
+    GPU, virtual devices."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -136,15 +136,14 @@ def environment_of(virtual_devices: int) -> dict[str, str]:
 
 
 def probe(environment: dict[str, str]) -> tuple[str, str, int]:
-    """Returns the kind of device, platform and number of devices, asked of a process of its own: this one leaves GPUs
-    alone.
+    """Returns the kind, platform and number of devices, found by a separate process so that this one uses no GPU.
 
     Raises:
-        ValueError: if jax finds none.
+        ValueError: if JAX finds no device.
     """
     ask = "import jax; d = jax.devices(); print(d[0].device_kind, d[0].platform, len(d), sep='|')"
     done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"jax finds no device here: {done.stderr.strip().splitlines()[-1]}. See `gtp-jax doctor`.")
+        raise ValueError(f"JAX finds no device here: {done.stderr.strip().splitlines()[-1]}. See `gtp-jax doctor`.")
     kind, platform, count = done.stdout.strip().splitlines()[-1].split("|")
     return kind, platform, int(count)

@@ -23,7 +23,7 @@ def test_the_command_measures_and_leaves_nothing_behind(tmp_path, capsys):
     assert main(["bench", "checkpoint", *flags, "--json", str(record), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "on 4 x cpu" in printed and "moved / restored" in printed and "not all rounds" not in printed, printed
-    assert "of a save is waiting for them" in printed and "another mesh: " in printed
+    assert "of a save is spent waiting for them" in printed and "another mesh: " in printed
     assert sorted(os.listdir(tmp_path)) == ["times.json", "times.png"]
     (times,) = (CheckpointTimes(**times) for times in json.loads(record.read_text())["times"])
     assert times.who == "gtp_jax" and times.state_bytes > 2**20 and not times.failure
@@ -36,7 +36,7 @@ def test_the_command_measures_and_leaves_nothing_behind(tmp_path, capsys):
 def test_plain_orbax_and_gtp_jax_run_side_by_side_and_what_fails_is_named(tmp_path, capsys):
     assert main(["bench", "checkpoint", *TINY, "--dir", str(tmp_path), "--torch-python", sys.executable]) == 0
     printed = capsys.readouterr().out
-    assert "times plain orbax's, which makes no checksums" in printed, printed
+    assert "times plain orbax's, which computes no checksums" in printed, printed
     assert "torch" in printed.split("not all rounds of")[1] or "torch " in printed, printed
 
 
@@ -57,7 +57,7 @@ def test_what_a_contender_did_before_its_time_was_over_counts(tmp_path, monkeypa
         timeout_s=1,
         report=lambda times, text: heard.append(text),
     )
-    assert times.failure == "1 of 4 saves in 1 s, then ended"
+    assert times.failure == "timed out after 1 of 4 saves in 1 s"
     assert times.median("saved") == 2.0 and times.median("restored") is None
     assert heard == ["saved 2 s, blocked 0.5 s", "ended"]
 

@@ -50,6 +50,6 @@ def test_the_command_prints_every_format(capsys):
 
 def test_one_rank_is_refused(capsys):
     assert main(["bench", "collectives", "--gtp", "1"]) == 2
-    assert "nothing moves. Take two devices or more on the gtp axis" in capsys.readouterr().err
+    assert "nothing would be sent. Use two or more devices on the gtp axis" in capsys.readouterr().err
     assert main(["bench", "collectives", "--gtp", "64"]) == 2
-    assert "gtp 64 x tp 1 needs 64 devices, and there are 8." in capsys.readouterr().err
+    assert "gtp 64 x tp 1 needs 64 devices, but there are 8." in capsys.readouterr().err

@@ -25,7 +25,7 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
         "ModuleNotFoundError: No module named 'torch'\n  fsdp2 bf16 regather, weak 2\n  fsdp2 bf16 regather, depth 1\n"
         in printed
     )
-    assert "weak: what stays is tokens a device" in printed
+    assert "weak: what stays is tokens per device" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = json.loads(saved.read_text())
     costs = [benchmarks.Cost(**c) for c in run["costs"]]
@@ -46,7 +46,7 @@ def test_what_comes_too_late_is_not_run():
     )
     costs = list(benchmarks.measure_growth(runs, environment={}, timeout_s=1, within_s=0))
     assert len(costs) == len(runs)
-    assert all(c.failure == "not run: 0 s for all points were over" and c.step_s is None for c in costs)
+    assert all(c.failure == "not run: the 0 s for all points were over" and c.step_s is None for c in costs)
 
 
 @pytest.mark.slow

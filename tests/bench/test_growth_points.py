@@ -122,16 +122,19 @@ def test_efficiency_is_1_where_time_grows_as_the_operations_of_a_device():
 
 def test_bad_axes_are_refused_with_the_remedy(capsys):
     for flags, message in (
-        (["--axes", "height"], "`--axes` names 'height'; there are weak, strong, depth, width, sequence."),
-        (["--axes", "depth=8,x"], "`--axes` is 'depth=8,x'; values are whole numbers of at least 1: `depth=1,2,4`."),
-        (["--axes", "depth=0"], "values are whole numbers of at least 1"),
-        (["--axes", "weak=16"], "`--axes` weak=16: it is a multiple of tp 1, and there are 8 devices."),
+        (["--axes", "height"], "`--axes` names 'height'; the axes are weak, strong, depth, width, sequence."),
+        (
+            ["--axes", "depth=8,x"],
+            "`--axes` is 'depth=8,x'; values must be integers of at least 1, as in `depth=1,2,4`.",
+        ),
+        (["--axes", "depth=0"], "values must be integers of at least 1"),
+        (["--axes", "weak=16"], "`--axes` weak=16: the number of devices must be a multiple of tp 1 and at most 8."),
         (["--axes", "strong=3"], "`--axes` strong=3: 8 sequences a step do not divide by gtp 3"),
-        (["--seq", "100"], "sequences of 100 cannot be divided into 8 parts, one for each rank. Choose another --seq."),
-        (["--axes", "width=100"], "heads and ffn grow with the width, which is then a multiple of 512."),
+        (["--seq", "100"], "sequences of 100 tokens cannot be split evenly over 8 gtp ranks. Choose another --seq."),
+        (["--axes", "width=100"], "the width must be a multiple of 512, because heads and ffn grow with it."),
         (
             ["--contenders", "fsdp2 bf16"],
-            "fsdp2 bf16 regather, fsdp2 bf16 keep cannot be compiled for GPUs that are not there. Leave out",
+            "fsdp2 bf16 regather, fsdp2 bf16 keep cannot be compiled for GPUs that are absent. Remove",
         ),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
         (["--png", "nowhere/at/all.png"], "is no directory; create it first"),

@@ -60,7 +60,7 @@ def test_a_run_that_is_not_begun_has_no_curve_of_an_earlier_one(tmp_path):
     failures = benchmarks.run_curves(
         variants, SETTINGS, tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None
     )
-    assert failures == dict.fromkeys(("bf16", "mxfp8"), "not begun in time")
+    assert failures == dict.fromkeys(("bf16", "mxfp8"), "not started in time")
     assert not any(len(benchmarks.read_curve(variant, tmp_path).steps) for variant in variants)
 
 
@@ -73,7 +73,7 @@ def test_logs_of_different_settings_are_not_shown_together(tmp_path, capsys):
     assert "mxfp8.jsonl is of steps 300 (200 in bf16.jsonl), data ('books',) (() in bf16.jsonl)" in message
     (tmp_path / "mxfp8.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
     assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
-    assert "mxfp8.jsonl does not say of which settings it is. Remove it" in capsys.readouterr().err
+    assert "mxfp8.jsonl does not contain its settings. Remove it" in capsys.readouterr().err
 
 
 def test_nothing_is_trained_beside_logs_of_other_settings(tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_a_process_is_ended_when_another_thread_says_so():
 
 def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
     assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
-    assert "nvfp5; known are bf16, bf16-seed1, fp8" in capsys.readouterr().err
+    assert "nvfp5; the known recipes are bf16, bf16-seed1, fp8" in capsys.readouterr().err
     assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
     assert "has no logs" in capsys.readouterr().err
 

@@ -52,8 +52,8 @@ def test_the_command_prints_and_writes_what_it_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--tp", "1"], "tp is 1, so that nothing moves. Take two devices or more on the tp axis"),
-        (["--tp", "64"], "needs 64 devices, and there are 8."),
+        (["--tp", "1"], "tp is 1, so nothing would be sent. Use two or more devices on the tp axis"),
+        (["--tp", "64"], "needs 64 devices, but there are 8."),
         (["--tp", "2", "--mebibytes", "0.25", "--shares", "7"], "`shares` is 7, which does not divide a weight of"),
         (["--tp", "2", "--part", "0"], "must be a whole number of at least 1"),
     ],

@@ -265,7 +265,7 @@ def test_a_saved_run_shows_what_has_become_slower():
     older["workload"] = {name: value for name, value in older["workload"].items() if name not in ("ep", "num_experts")}
     assert len(benchmarks.changes(run(1.0, 100), older)) == 2
     elsewhere = run(1.0, 100) | {"device": "other chip"}
-    with pytest.raises(ValueError, match="is of another step: other chip there, chip here. Repeat it as it was"):
+    with pytest.raises(ValueError, match="ran another step: other chip there, chip here. Use the same settings"):
         benchmarks.changes(run(1.0, 100), elsewhere)
     longer = benchmarks.record([], benchmarks.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
     with pytest.raises(ValueError, match="seq 64 there, 32 here"):
@@ -322,7 +322,7 @@ def test_rivals_say_what_they_lack_of_a_mixture():
     adapted = benchmarks.with_experts(
         chosen, ["--exchange-chunks=2", "--router-score=sigmoid", "--no-router-normalize"], []
     )
-    message = "has the default router alone, not --router-score=sigmoid --no-router-normalize"
+    message = "supports only the default router, not --router-score=sigmoid --no-router-normalize"
     assert [c.refused for c in adapted] == [message, message, ""]
     assert benchmarks.measure_step(adapted[0], dataclasses.replace(work, tp=1), **run).failure == message
     assert not any(c.refused for c in benchmarks.with_experts(chosen, ["--exchange-chunks=2"], ["gather"]))
@@ -335,7 +335,7 @@ def test_experts_over_ep_are_timed_by_transport(tmp_path, capsys):
     words = ["gtp_jax bf16 regather", "partitioner scan regather", "bound bf16"]
     flags = ["--ep", "2", "--gtp", "2", "--transport", "gather", "padded", "--contenders", *words, "--json", str(saved)]
     assert main(["bench", "step", *model, *flags]) == 0
-    assert "4 x cpu, gtp 2, ep 2, tp 1: 1 layers of width 128, 2 of 8 experts a token" in capsys.readouterr().out
+    assert "4 x cpu, gtp 2, ep 2, tp 1: 1 layers of width 128, 2 of 8 experts per token" in capsys.readouterr().out
     gather, padded, other, bound = json.loads(saved.read_text())["contenders"]
     assert [row["variant"] for row in (gather, padded)] == ["bf16 gather", "bf16 padded"]
     assert gather["loss"] == padded["loss"] and gather["last_loss"] == padded["last_loss"]  # bit for bit

@@ -163,7 +163,7 @@ def test_results_of_another_device_version_or_step_are_refused(measured, tmp_pat
     path = tmp_path / "suite.json"
     list(benchmarks.run_suite([REFERENCE], benchmarks.SuiteFile(path, SETTINGS), options(rounds=1)))
     for settings, message in (
-        (SETTINGS | {"device": "other"}, "cannot continue: device is chip there, other here. Name another file"),
+        (SETTINGS | {"device": "other"}, "cannot continue: device is chip there, other here. Use another file"),
         (SETTINGS | {"versions": {"jax": "1", "source": "b"}}, "versions source is a there, b here"),
         (SETTINGS | {"steps": 4}, "steps is None there, 4 here"),
     ):
@@ -173,7 +173,7 @@ def test_results_of_another_device_version_or_step_are_refused(measured, tmp_pat
     with pytest.raises(ValueError, match=r"on reference-gtp2 with other flags \(--num-layers=16 --num-layers=2\)"):
         list(benchmarks.run_suite([changed], benchmarks.SuiteFile(path, SETTINGS), options()))
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ValueError, match="suite.json is not whole JSON, as a file that is cut off: "):
+    with pytest.raises(ValueError, match="suite.json is not complete JSON and may be truncated: "):
         benchmarks.SuiteFile(path, SETTINGS)
     path.write_text("{}")
     with pytest.raises(ValueError, match="was not written by `gtp-jax bench suite`"):
@@ -193,7 +193,7 @@ def test_all_rounds_of_a_workload_are_of_one_machine(measured):
     assert not ran and not said  # finished on the other machine
     list(benchmarks.run_suite([REFERENCE], file, there, say=said.append))
     assert ran == THREE * 3
-    assert said == ["reference-gtp2: begun on another machine and not finished there, so it is measured again"]
+    assert said == ["reference-gtp2: started but not finished on another machine, so it is measured again"]
     assert {r.machine for r in file.results if r.workload == REFERENCE.name} == {"two"}
 
 
@@ -207,7 +207,7 @@ def test_a_process_that_would_not_end_in_time_is_not_begun(measured):
         benchmarks.run_suite([REFERENCE], file, options(within_s=40.0, contenders=THREE[:1]), say=said.append)
     )
     assert len(ran) == 1
-    assert said == ["the time is over; the next would be reference-gtp2, gtp_jax bf16 regather, round 2"]
+    assert said == ["the time is over; next would be reference-gtp2, gtp_jax bf16 regather, round 2"]
 
 
 def results_of(workload, times):

@@ -169,4 +169,4 @@ def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, ca
     assert "gtp_jax with --override mlp.down=fp8 --grad-wire=bf16 --pregathered-layers=all" in capsys.readouterr().out
     assert all("median_s" in row for row in json.loads(saved.read_text())["contenders"])
     assert main([*flags, "--compare", str(saved)]) == 2
-    assert "Repeat it as it was" in capsys.readouterr().err
+    assert "Use the same flags" in capsys.readouterr().err
