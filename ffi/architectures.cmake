@@ -1,6 +1,6 @@
-# Sets `result` to what the kernels are compiled for, as CMake names it: machine code for Hopper and for the GPUs of this
-# machine, and PTX that a driver translates for any other since Ampere.
-# codes: what the compiler makes, as `nvcc --list-gpu-code` prints it
+# Sets `result` to the architectures that the kernels are compiled for, in CMake's notation: machine code for Hopper and
+# for the GPUs of this machine, and PTX that a driver translates for any other GPU since Ampere.
+# codes: the architectures that the compiler supports, as printed by `nvcc --list-gpu-code`
 function(find_architectures result codes)
   set(found 90a-real)
   execute_process(
@@ -13,7 +13,7 @@ function(find_architectures result codes)
       if(number LESS 80)
         continue()
       elseif(NOT codes MATCHES "sm_${number}([^0-9]|$)")
-        message(STATUS "nvcc knows no GPU of compute capability ${capability}: its driver will translate PTX")
+        message(STATUS "nvcc does not support compute capability ${capability}: the driver will translate PTX")
       elseif(number LESS 90)
         list(APPEND found ${number}-real)
       else()

@@ -1,8 +1,9 @@
-# What lets one build take over the objects of an earlier one: their command lines are the same if their sources, the headers
-# that are named here, the flags, and the versions of the compilers and of the CUDA toolkit are the same. Other headers of the
-# system do not count. pip installs into a new temporary folder each time, which therefore stands in no command line.
+# Lets a build reuse the objects of an earlier one. The command line of an object stays the same if its source, the
+# headers named here, the flags, and the versions of the compilers and the CUDA toolkit stay the same. Other system
+# headers are not considered. pip installs into a new temporary folder each time, so no command line contains that
+# folder.
 
-# Copies the headers of a Python package to a folder of the build's own, and leaves those that have not changed alone.
+# Copies the headers of a Python package to a folder of the build, without touching copies that have not changed.
 function(copy_headers package folder)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
@@ -22,11 +23,11 @@ function(copy_headers package folder)
   endforeach()
 endfunction()
 
-# Puts a digest of a source, of all headers in `folders` and of the compilers' versions into the source's command line.
-# The times of files would not do: a copied tree and an upgraded compiler have files older than the objects.
+# Adds a digest of a source, of all headers in the given folders and of the compilers' versions to the source's command
+# line. File times are not sufficient: the files of a copied tree or an upgraded compiler can be older than the objects.
 function(name_contents target)
   set(all "${Python_VERSION}")
-  # what compilers read beside their command lines
+  # environment variables that compilers read in addition to their command lines
   foreach(variable IN ITEMS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS NVCC_CCBIN)
     string(APPEND all "${variable}=$ENV{${variable}}\n")
   endforeach()
@@ -34,7 +35,7 @@ function(name_contents target)
     execute_process(COMMAND ${compiler} --version OUTPUT_VARIABLE version ERROR_QUIET)
     string(APPEND all "${version}")
   endforeach()
-  # of a toolkit whose headers may have been upgraded apart from nvcc
+  # headers of the toolkit, which may have been upgraded separately from nvcc
   foreach(folder IN LISTS CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES)
     foreach(header IN ITEMS cuda.h cuda_runtime_api.h cuda_runtime.h cuda_fp16.h cuda_fp16.hpp cuda_bf16.h cuda_bf16.hpp)
       if(EXISTS "${folder}/${header}")

@@ -4,14 +4,15 @@
 namespace gtp {
 namespace {
 
-// arrays: N of float32, bfloat16 or float16, any shapes, each of so many equal parts. amax: float32, one a part.
+// arrays: N arrays of float32, bfloat16 or float16 and any shape, each with the number of equal parts in `parts`.
+// amax: float32, one element per part.
 template <class B>
 ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> amax,
                       ffi::Span<const int64_t> parts) {
   return guarded([&]() -> ffi::Error {
     if (parts.size() != arrays.size()) return invalid("parts must be one number per array");
     GTP_CHECK(check_f32("amax", *amax));
-    // before any part is listed: their number is bounded by memory that the caller has
+    // checked before any part is listed, so that the number of parts is bounded by the caller's buffer
     size_t left = amax->element_count();
     for (const int64_t count : parts) {
       if (count < 0 || static_cast<uint64_t>(count) > left) return invalid("amax does not have one element per part");

@@ -1,4 +1,4 @@
-// The two platforms of a handler: what context it is called with, and which kernels it calls.
+// The two platforms of a handler: the context it is called with, and the kernels it calls.
 #pragma once
 
 #include <exception>
@@ -13,7 +13,7 @@ namespace gtp {
 
 namespace ffi = xla::ffi;
 
-// Nothing may be thrown into XLA.
+// Exceptions must not propagate into XLA.
 template <class Body>
 ffi::Error guarded(Body&& body) {
   try {
@@ -67,7 +67,7 @@ struct Cuda {
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cpu, function<::gtp::Cpu>,         \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cpu::ContextTag>() __VA_ARGS__)
 #ifdef GTP_WITH_CUDA
-// The latter alone, of a function that is no template.
+// Defines only the CUDA handler, from a function that is not a template.
 #define GTP_DEFINE_CUDA_HANDLER(name, function, ...)                                      \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cuda, function,                              \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cuda::ContextTag>() __VA_ARGS__, \

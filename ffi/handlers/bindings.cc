@@ -1,4 +1,4 @@
-// The Python module gtp_jax.native._native: handlers as capsules, and what they were built from.
+// The Python module gtp_jax.native._native: handlers as capsules, and how they were built.
 #include <pybind11/pybind11.h>
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 #define GTP_FOR_EACH_OPERATION(DO) \
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(pack_apart) DO(unpack)
 #define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(take) DO(transpose)
-// Without machine code for sm_90a their kernels are empty.
+// These kernels are empty unless they are compiled for sm_90a.
 #define GTP_FOR_EACH_HOPPER_OPERATION(DO) DO(grouped_product) DO(grouped_outer)
 
 #define GTP_DECLARE(name)                                             \
@@ -71,9 +71,9 @@ py::list formats() {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The compiled half of gtp_jax.native.";
-  module.def("handlers", &handlers, "XLA FFI handlers: platform to target name to capsule.");
-  module.def("formats", &formats, "gtp_jax.formats as the kernels know them, in the order of their codes.");
+  module.doc() = "The compiled part of gtp_jax.native.";
+  module.def("handlers", &handlers, "Returns the XLA FFI handlers, as capsules by platform and target name.");
+  module.def("formats", &formats, "Returns the formats as the kernels define them, in the order of their codes.");
   module.attr("ffi_version") = py::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("cuda_architectures") = GTP_CUDA_ARCHITECTURES;
   module.attr("cuda_version") = GTP_CUDA_VERSION;

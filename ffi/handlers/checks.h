@@ -1,4 +1,4 @@
-// What a handler refuses: operands of another dtype, shape or alignment than the kernels rely on.
+// Checks of a handler's operands: reject dtypes, shapes and alignments that the kernels do not support.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "gtp/jobs.h"
 #include "xla/ffi/api/ffi.h"
 
-// Returns from the calling function if the expression is an error.
+// Returns the error from the calling function if the expression is an error.
 #define GTP_CHECK(expression)                                            \
   do {                                                                   \
     if (::xla::ffi::Error error = (expression); error.failure()) return error; \
@@ -30,16 +30,16 @@ ffi::Error invalid(const std::string& message);
 // The leading dimensions of a stack of matrices.
 ffi::Error split_matrix(const char* name, const ffi::AnyBuffer& buffer, Dims& lead, int64_t& rows, int64_t& cols);
 ffi::Error check_format(int32_t format);
-// float32, bfloat16 or float16, aligned to its size.
+// Checks that a buffer is float32, bfloat16 or float16 and aligned to its element size.
 ffi::Error check_values(const std::string& name, const ffi::AnyBuffer& buffer, DType& dtype);
 ffi::Error check_bytes(const char* name, const ffi::AnyBuffer& buffer, const Dims& lead,
                        std::initializer_list<int64_t> matrix);
 ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer);
 
-// An amax whose dimensions are the first of `lead`: how many matrices share one.
+// Checks an amax, whose dimensions must be the first ones of `lead`, and finds how many matrices share an element.
 ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& lead, int64_t& count_per_amax);
 
-// Shapes of one copy's codes and scales; `scales` is empty without blocks.
+// The shapes of one copy's codes and scales; `scales` is empty for formats without blocks.
 struct CopyShape {
   int64_t codes[2];
   int64_t scales[2];
@@ -47,7 +47,7 @@ struct CopyShape {
   int64_t scales_bytes() const { return scales[0] * scales[1]; }
 };
 
-// Of a copy of R x C, blocks along C, stored R x C or, if `transposed`, C x R.
+// Returns the shapes of a copy R x C with blocks along C, stored as R x C or, if `transposed`, as C x R.
 CopyShape copy_shape(const Format& format, int64_t rows, int64_t cols, bool transposed);
 
 }  // namespace gtp

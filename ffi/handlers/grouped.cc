@@ -6,11 +6,11 @@
 namespace gtp {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 30;  // of elements along a dimension, and of tiles
+constexpr int64_t kMost = int64_t{1} << 30;  // limit for elements along a dimension, and for tiles
 
 ffi::Error check_i32(const char* name, const ffi::AnyBuffer& buffer, int64_t& size) {
   if (buffer.element_type() != ffi::DataType::S32 || buffer.dimensions().size() != 1) {
-    return invalid(std::string(name) + " must be int32 of one dimension");
+    return invalid(std::string(name) + " must be int32 with one dimension");
   }
   size = static_cast<int64_t>(buffer.element_count());
   return ffi::Error::Success();
@@ -27,14 +27,14 @@ ffi::Error check_factor(const char* name, const ffi::AnyBuffer& buffer, bool e5m
 
 bool is_codes(Factor factor) { return factor == Factor::kE4M3 || factor == Factor::kE5M2; }
 
-// Rows that the tensor memory accelerator can copy.
+// Checks that the tensor memory accelerator can copy the rows of a buffer.
 ffi::Error check_rows(const char* name, const ffi::AnyBuffer& buffer, size_t dims) {
   if (buffer.dimensions().size() != dims) {
     return invalid(std::string(name) + " must have " + std::to_string(dims) + " dimensions");
   }
   const int64_t bytes = static_cast<int64_t>(ffi::ByteWidth(buffer.element_type())) * buffer.dimensions().back();
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
-    return invalid(std::string(name) + " must have rows of a multiple of 16 bytes, aligned to 16");
+    return invalid(std::string(name) + " must be aligned to 16 bytes, and its rows must be a multiple of 16 bytes");
   }
   for (const int64_t size : buffer.dimensions()) {
     if (size >= kMost) return invalid(std::string(name) + " is too large");
@@ -46,7 +46,7 @@ ffi::Error check_operands(const ffi::AnyBuffer& left, const ffi::AnyBuffer& righ
                           bool right_e5m2, GroupedJob& job) {
   GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
   GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
-  if (left.element_type() != right.element_type()) return invalid("left and right must have one dtype");
+  if (left.element_type() != right.element_type()) return invalid("left and right must have the same dtype");
   GTP_CHECK(check_rows("left", left, 2));
   return check_rows("right", right, right_dims);
 }
@@ -69,7 +69,7 @@ ffi::Error check_out(const ffi::AnyBuffer& out, const Dims& dims, Factor factor,
   return ffi::Error::Success();
 }
 
-// Of several shards, boxes of at least 8 lines are copied.
+// With several shards, the kernel copies boxes of at least 8 lines, none of which may span two shards.
 ffi::Error check_part(int64_t shards, int64_t part) {
   if (shards > 1 && part % 8 != 0) return invalid("a shard's part of a group must be a multiple of 8");
   return ffi::Error::Success();
@@ -78,14 +78,14 @@ ffi::Error check_part(int64_t shards, int64_t part) {
 ffi::Error check_scales(const ffi::AnyBuffer& scales, int64_t groups, const float*& data) {
   GTP_CHECK(check_f32("scales", scales));
   const int64_t count = static_cast<int64_t>(scales.element_count());
-  if (count != groups && count != 0) return invalid("scales must be one a group, or none");
+  if (count != groups && count != 0) return invalid("scales must have one element per group, or none");
   data = count == 0 ? nullptr : static_cast<const float*>(scales.untyped_data());
   return ffi::Error::Success();
 }
 
-// left: (rows, depth). right: (shards, groups, part, depth). scales: float32 (groups,) or (0,). tile_groups, starts, stops:
-// int32 (tiles,). out: (rows, shards * part). With `backward` left is (rows, shards * part), right (shards, groups, part,
-// columns) and out (rows, columns), of values alone.
+// left: (rows, depth). right: (shards, groups, part, depth). scales: float32 (groups,) or (0,). tile_groups, starts,
+// stops: int32 (tiles,). out: (rows, shards * part). With `backward`, left is (rows, shards * part), right is (shards,
+// groups, part, columns) and out is (rows, columns); this supports values only, not codes.
 ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                            ffi::AnyBuffer tile_groups, ffi::AnyBuffer starts, ffi::AnyBuffer stops,
                            ffi::Result<ffi::AnyBuffer> out, bool left_e5m2, bool right_e5m2, bool backward) {
@@ -95,16 +95,16 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
     const int64_t rows = left.dimensions()[0], depth = left.dimensions()[1];
     const int64_t shards = right.dimensions()[0], groups = right.dimensions()[1], part = right.dimensions()[2];
     const int64_t columns = backward ? right.dimensions()[3] : shards * part;
-    if (depth != (backward ? shards * part : right.dimensions()[3])) return invalid("right has another depth than left");
-    if (backward && is_codes(job.left_factor)) return invalid("codes lie along the contraction");
+    if (depth != (backward ? shards * part : right.dimensions()[3])) return invalid("left and right differ in depth");
+    if (backward && is_codes(job.left_factor)) return invalid("backward does not support FP8 codes");
     GTP_CHECK(check_part(shards, part));
     GTP_CHECK(check_scales(scales, groups, job.scales));
     int64_t tiles, count;
     GTP_CHECK(check_i32("tile_groups", tile_groups, tiles));
     GTP_CHECK(check_i32("starts", starts, count));
-    if (count != tiles) return invalid("starts must be one a tile");
+    if (count != tiles) return invalid("starts must have one element per tile");
     GTP_CHECK(check_i32("stops", stops, count));
-    if (count != tiles) return invalid("stops must be one a tile");
+    if (count != tiles) return invalid("stops must have one element per tile");
     GTP_CHECK(check_out(*out, {rows, columns}, job.left_factor, job.wide));
     if (job.wide && !is_codes(job.left_factor)) return invalid("the result must have the dtype of left");
     if (shards * groups >= kMost || shards * part >= kMost || tiles * (columns / 256 + 1) >= kMost) {
@@ -129,26 +129,26 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
 }
 
 // left: codes (rows, depth) or values (depth, rows). right: codes (columns, depth) or values (depth, columns). scales:
-// float32 (groups,) or (0,). starts, stops: int32 (groups,), places of depth; whole 128 for codes. out: (shards * groups,
-// rows / shards, columns).
+// float32 (groups,) or (0,). starts, stops: int32 (groups,), positions along depth; multiples of 128 for codes. out:
+// (shards * groups, rows / shards, columns).
 ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                          ffi::AnyBuffer starts, ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out, bool left_e5m2,
                          bool right_e5m2) {
   return guarded([&]() -> ffi::Error {
     GroupedJob job{};
     GTP_CHECK(check_operands(left, right, 2, left_e5m2, right_e5m2, job));
-    const int along = is_codes(job.left_factor) ? 1 : 0;  // the dimension that is contracted
+    const int along = is_codes(job.left_factor) ? 1 : 0;  // the contracted dimension
     const int64_t depth = left.dimensions()[along], rows = left.dimensions()[1 - along];
     const int64_t columns = right.dimensions()[1 - along];
-    if (right.dimensions()[along] != depth) return invalid("right has another depth than left");
+    if (right.dimensions()[along] != depth) return invalid("left and right differ in depth");
     int64_t groups, count;
     GTP_CHECK(check_i32("starts", starts, groups));
     GTP_CHECK(check_i32("stops", stops, count));
-    if (count != groups) return invalid("stops must be one a group, as starts");
+    if (count != groups) return invalid("starts and stops must have one element per group");
     GTP_CHECK(check_scales(scales, groups, job.scales));
     if (out->dimensions().size() != 3) return invalid("the result must have 3 dimensions");
     const int64_t part = out->dimensions()[1], shards = part > 0 ? rows / part : 1;
-    if (shards * part != rows) return invalid("the result must have all rows of left");
+    if (shards * part != rows) return invalid("the result's shards must add up to the rows of left");
     GTP_CHECK(check_out(*out, {shards * groups, part, columns}, job.left_factor, job.wide));
     if (groups * (rows / 128 + 1) * (columns / 256 + 1) >= kMost) return invalid("there are too many tiles");
     if (out->element_count() == 0) return ffi::Error::Success();
@@ -167,15 +167,15 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
   });
 }
 
-// Which row stands at each place: int32 (places,), or (0,) for the rows themselves.
+// Checks the row number of each place: int32 (places,), or (0,) if the places are the rows themselves.
 ffi::Error check_index(const ffi::AnyBuffer& index, const int32_t*& data, int64_t& count) {
   GTP_CHECK(check_i32("index", index, count));
   data = count == 0 ? nullptr : static_cast<const int32_t*>(index.untyped_data());
   return ffi::Error::Success();
 }
 
-// rows: uint8 (rows, cols). index: int32 (places,) or (0,). starts, stops: int32 (tiles,), of places; a tile has at most
-// 128. out: uint8 (matrices, cols, 128 * tiles of each).
+// rows: uint8 (rows, cols). index: int32 (places,) or (0,). starts, stops: int32 (tiles,), in places; a tile has at
+// most 128 places. out: uint8 (matrices, cols, 128 * tiles per matrix).
 ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer index, ffi::AnyBuffer starts,
                      ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out) {
   return guarded([&]() -> ffi::Error {
@@ -186,11 +186,11 @@ ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer 
     GTP_CHECK(check_index(index, job.index, count));
     GTP_CHECK(check_i32("starts", starts, tiles));
     GTP_CHECK(check_i32("stops", stops, count));
-    if (count != tiles) return invalid("stops must be one a tile");
+    if (count != tiles) return invalid("stops must have one element per tile");
     if (out->dimensions().size() != 3) return invalid("the result must have 3 dimensions");
     const int64_t matrices = out->dimensions()[0], each = out->dimensions()[2] / 128;
     GTP_CHECK(check_bytes("the result", *out, {}, {matrices, cols, each * 128}));
-    if (matrices * each != tiles) return invalid("the result must have 128 columns a tile");
+    if (matrices * each != tiles) return invalid("the result must have 128 columns per tile");
     if (tiles * (cols / 128 + 1) >= kMost) return invalid("there are too many tiles");
     if (out->element_count() == 0) return ffi::Error::Success();
     job.rows = static_cast<const uint8_t*>(rows.untyped_data());
@@ -205,8 +205,8 @@ ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer 
   });
 }
 
-// rows: (rows, cols) of any dtype, 16 bytes or more a row. index: int32 (places,). out: (places, cols), zeros where the
-// index is no row's.
+// rows: (rows, cols) of any dtype, with rows of a multiple of 16 bytes. index: int32 (places,). out: (places, cols),
+// with zeros where the index is not that of a row.
 ffi::Error take(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out) {
   return guarded([&]() -> ffi::Error {
     GTP_CHECK(check_rows("rows", rows, 2));

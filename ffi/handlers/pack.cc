@@ -7,7 +7,7 @@
 namespace gtp {
 namespace {
 
-// gtp_jax.formats.Piece, and where its sections begin.
+// A gtp_jax.formats.Piece, and where its sections begin.
 struct Piece {
   int64_t rows, cols;
   bool transposed;
@@ -21,12 +21,13 @@ struct Plan {
   int64_t bytes;
 };
 
-// Larger matrices, and plans of more pieces, are refused, so that no sum or product below overflows.
+// Larger matrices and plans with more pieces are rejected, so that no sum or product below overflows.
 constexpr int64_t kMostElements = int64_t{1} << 40;
 constexpr size_t kMostPieces = size_t{1} << 20;
 
-// The plan as numbers, eight a piece: rows, cols, transposed, total_rows, out, out_row, array, matrix. All pieces' codes
-// come first, then all pieces' scales, each section at a multiple of kSectionBytes.
+// Parses the plan, which has eight numbers per piece: rows, cols, transposed, total_rows, out, out_row, array, matrix.
+// The codes of all pieces come first, then the scales of all pieces; each section starts at a multiple of
+// kSectionBytes.
 ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
   constexpr size_t kFields = 8;
   if (table.size() % kFields) return invalid("the plan does not have eight numbers per piece");
@@ -58,13 +59,14 @@ ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan&
   return ffi::Error::Success();
 }
 
-// Pieces that one job quantizes: neighbouring matrices of an array whose codes, scales and amaxes lie at equal distances.
+// The pieces that one job quantizes: neighbouring matrices of an array whose codes, scales and amaxes are equally
+// spaced.
 struct Run {
   int64_t first, count;
-  int64_t step;  // from a piece's number in the plan to the next one's
+  int64_t step;  // from one piece's number in the plan to the next
 };
 
-// Returns the pieces of each array, in the plan's order, as few long runs; without `long_runs` each piece is a run.
+// Returns the pieces of each array, in the plan's order, as a few long runs. Without `long_runs`, each piece is a run.
 std::vector<Run> runs_of(const Plan& plan, int64_t arrays, bool long_runs) {
   std::vector<std::vector<Run>> runs(arrays);
   for (int64_t i = 0; i < static_cast<int64_t>(plan.pieces.size()); ++i) {
@@ -91,15 +93,15 @@ std::vector<Run> runs_of(const Plan& plan, int64_t arrays, bool long_runs) {
   return found;
 }
 
-// What packing a plan's pieces takes, given the buffers' first bytes: a stack of layers' in one buffer, `buffers` of one
-// element, or each layer's in its own.
-// amax: float32 (*lead, pieces). shards: the plan's arrays, (*lead, rows, cols) or, of several pieces, (*lead, matrices,
-// rows, cols), with cols before rows if the piece is transposed.
+// Returns the jobs that pack a plan's pieces, given the first byte of each buffer. `buffers` has one element if all
+// layers of a stack share a buffer, or one per layer.
+// amax: float32 (*lead, pieces). shards: the plan's arrays, (*lead, rows, cols) or, if an array has several pieces,
+// (*lead, matrices, rows, cols); cols come before rows if the piece is transposed.
 ffi::Error pack_jobs(const Format& format, const Plan& plan, const Dims& lead, ffi::AnyBuffer amax,
                      ffi::RemainingArgs shards, const std::vector<uint8_t*>& buffers, std::vector<QuantizeJob>& jobs) {
   const auto count = static_cast<int64_t>(plan.pieces.size());
   const auto apart = static_cast<int64_t>(buffers.size());
-  const int64_t layers = product(lead) / apart;  // in each buffer
+  const int64_t layers = product(lead) / apart;  // per buffer
   int64_t arrays = 0;
   for (const Piece& piece : plan.pieces) arrays = std::max(arrays, piece.array + 1);
   if (static_cast<int64_t>(shards.size()) != arrays) {
@@ -156,7 +158,7 @@ ffi::Error pack_jobs(const Format& format, const Plan& plan, const Dims& lead, f
   return ffi::Error::Success();
 }
 
-// buffer: uint8 (*lead, bytes). For the rest see pack_jobs.
+// buffer: uint8 (*lead, bytes). For the other operands, see pack_jobs.
 template <class B>
 ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
                 ffi::Result<ffi::AnyBuffer> buffer, int32_t format_code, ffi::Span<const int64_t> table) {
@@ -178,7 +180,7 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
   });
 }
 
-// amax: float32 (layers, pieces). buffers: uint8 (1, bytes) for each layer. For the rest see pack_jobs.
+// amax: float32 (layers, pieces). buffers: uint8 (1, bytes) for each layer. For the other operands, see pack_jobs.
 template <class B>
 ffi::Error pack_apart(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
                       ffi::RemainingRets buffers, int32_t format_code, ffi::Span<const int64_t> table) {
@@ -209,8 +211,8 @@ ffi::Error pack_apart(typename B::Context context, ffi::AnyBuffer amax, ffi::Rem
   });
 }
 
-// buffer: uint8 (shards, bytes). amax: float32 (pieces,). weights: (rows, cols) each; by shard, shards x the rows of
-// all pieces of an output.
+// buffer: uint8 (shards, bytes). amax: float32 (pieces,). weights: (rows, cols) each, with the total_rows of all pieces
+// of the output; if `by_shard`, with shards times the rows of all its pieces.
 template <class B>
 ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBuffer amax, ffi::RemainingRets weights,
                   int32_t format_code, ffi::Span<const int64_t> table, bool by_shard) {
@@ -219,7 +221,7 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
     const Format& format = kFormats[format_code];
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
-    std::map<int64_t, int64_t> shard_rows, total_rows;  // of each output
+    std::map<int64_t, int64_t> shard_rows, total_rows;  // by output
     for (const Piece& piece : plan.pieces) {
       shard_rows[piece.out] += piece.rows;
       total_rows[piece.out] += piece.total_rows;
@@ -247,7 +249,7 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
         return invalid(name + " has shape " + to_string(dims) + ", which does not fit piece " + std::to_string(i));
       }
       if (!by_shard && piece.total_rows > shards * piece.rows) {
-        return invalid("the shards have fewer rows in all than total_rows of piece " + std::to_string(i));
+        return invalid("the shards together have fewer rows than total_rows of piece " + std::to_string(i));
       }
       job.codes = bytes + piece.codes_start;
       job.scales = bytes + piece.scales_start;

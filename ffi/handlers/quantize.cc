@@ -16,8 +16,8 @@ ffi::Error describe_copy(const char* codes_name, const char* scales_name, const 
   return ffi::Error::Success();
 }
 
-// x: (*lead, M, K). amax, amax_columns: float32, the first of lead; not looked at if the format has none. key: uint32
-// (2,), looked at if `stochastic`. Codes and scales of copies that are not wanted are not written.
+// x: (*lead, M, K). amax, amax_columns: float32, with the first dimensions of lead; ignored if the format has no amax.
+// key: uint32 (2,), ignored unless `stochastic`. Codes and scales of copies that are not requested are not written.
 template <class B>
 ffi::Error quantize(typename B::Context context, ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer amax_columns,
                     ffi::AnyBuffer key, ffi::Result<ffi::AnyBuffer> row_codes, ffi::Result<ffi::AnyBuffer> row_scales,
@@ -69,7 +69,7 @@ ffi::Error quantize(typename B::Context context, ffi::AnyBuffer x, ffi::AnyBuffe
   });
 }
 
-// codes, scales: of the row-wise copy of x, or of the column-wise one. amax: as above. x: (*lead, M, K).
+// codes, scales: those of the row-wise or the column-wise copy of x. amax: as above. x: (*lead, M, K).
 template <class B>
 ffi::Error dequantize(typename B::Context context, ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer amax,
                       ffi::Result<ffi::AnyBuffer> x, int32_t format_code, bool columns) {

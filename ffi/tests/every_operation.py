@@ -1,4 +1,4 @@
-"""Runs every kernel on odd and even shapes, for NVIDIA's compute-sanitizer to look on; each buffer its own allocation:
+"""Runs every kernel on odd and even shapes, under NVIDIA's compute-sanitizer, with a separate allocation per buffer:
 
 XLA_PYTHON_CLIENT_ALLOCATOR=platform PYTHONPATH=. compute-sanitizer --tool racecheck python \\
     ffi/tests/every_operation.py
@@ -44,7 +44,7 @@ def main() -> None:
         amax = gtp.multi_amax(weights) if form.has_amax else None
         buffer = gtp.pack(weights, form, amax, PLAN, implementation="native")
         gtp.unpack(jnp.stack([buffer, buffer]), form, amax, PLAN, implementation="native")[0].block_until_ready()
-    print("all have run")
+    print("all kernels have run")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// Random jobs for the CPU kernels, in buffers of exactly their size at odd addresses: built with sanitizers, it finds
-// what is read or written beyond them. What can be said about the results without an oracle is checked too.
+// Runs the CPU kernels on random jobs, in buffers of exactly their size at odd addresses. Built with sanitizers, it
+// finds reads and writes out of bounds. It also checks properties of the results that need no oracle.
 //
 //     fuzz SEED CASES
 #include <cmath>
@@ -27,7 +27,7 @@ int64_t any_size() {
   return below(2) ? kSizes[below(std::size(kSizes))] : below(80);
 }
 
-// Memory of exactly this size, a multiple of `alignment` past an address that is aligned to nothing more.
+// Memory of exactly this size, aligned to `alignment` but to nothing more.
 class Buffer {
  public:
   Buffer(int64_t bytes, int alignment) : offset_(alignment * (1 + below(3))), memory_(new uint8_t[bytes + offset_]) {
@@ -119,7 +119,7 @@ void run_case() {
   undo.layout = Layout::kRows;
   cpu::dequantize({undo}, code, pool);
   for (int64_t i = undo.rows_kept * cols * dtype_bytes(out_type); i < size * dtype_bytes(out_type); ++i) {
-    require(back.get()[i] == 0xA5, "rows that are not kept are not written");
+    require(back.get()[i] == 0xA5, "rows beyond `rows_kept` are not written");
   }
 
   const int64_t transposed_size = count * length * cols;
@@ -138,8 +138,8 @@ void run_case() {
   undo.layout = job.column_transposed ? Layout::kColumnsTransposed : Layout::kColumns;
   cpu::dequantize({undo}, code, pool);
   if (wild || hadamard) return;
-  // an error is at most a step: 2 in 6 of e2m1, 32 in 448 of e4m3, 1 in 4 of e5m2, of the block's amax; a scale's
-  // rounding adds some
+  // an error is at most a step, relative to the block's amax: 2 in 6 for e2m1, 32 in 448 for e4m3, 1 in 4 for e5m2; the
+  // rounding of the scale adds to it
   const float step = format.element == Element::kE2M1 ? 0.36f : format.element == Element::kE4M3 ? 0.08f : 0.26f;
   const auto* values = reinterpret_cast<const float*>(back_t.get());
   for (int64_t i = 0; i < transposed_size; ++i) {

@@ -1,6 +1,5 @@
-// Random jobs for the CUDA kernels and the CPU kernels alike, many a call, at odd addresses, with strides and gaps that
-// no call of XLA's has. Inputs and outputs lie in one arena, so that comparing all of it also finds what was written
-// where nothing should be.
+// Runs the CUDA and CPU kernels on the same random jobs: many jobs per call, at odd addresses, with strides and gaps
+// that calls from XLA do not have. Inputs and outputs are in one arena, so comparing all of it also finds stray writes.
 //
 //     fuzz_cuda SEED CASES
 #include <cuda_runtime.h>
@@ -34,7 +33,7 @@ bool one_in(int64_t n) { return below(n) == 0; }
 int64_t any_size(int64_t limit) {
   static constexpr int64_t kSizes[] = {0,  1,  2,   15,  16,  17,  31,  32,  33,  63,  64,  65,
                                        80, 96, 127, 128, 129, 192, 255, 256, 257, 320, 520, 1088};
-  // whole panels have code of their own
+  // entire panels have separate code
   const int64_t size = one_in(3) ? 128 * (1 + below(4)) : one_in(2) ? kSizes[below(std::size(kSizes))] : below(150);
   return std::min(size, limit);
 }
@@ -49,7 +48,7 @@ void check(cudaError_t error, const char* what) {
   require(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// The same bytes on host and device.
+// Memory with the same bytes on host and device.
 class Arena {
  public:
   Arena() : host_(new uint8_t[kArena]), found_(new uint8_t[kArena]) {
@@ -61,7 +60,7 @@ class Arena {
     places_.clear();
   }
 
-  // So many bytes, aligned as asked or better, between bytes that belong to no one.
+  // Takes a number of bytes, aligned as requested or better, with unused bytes before and after.
   uint8_t* take(int64_t bytes, int64_t alignment, std::string name) {
     const int64_t start = round_up(used_ + 1 + below(40), 16) + (one_in(2) ? 0 : alignment * below(16 / alignment));
     require(start + bytes + 64 <= kArena, "the arena is large enough");
@@ -79,7 +78,7 @@ class Arena {
 
   void upload() { check(cudaMemcpy(device_, host_.get(), used_ + 64, cudaMemcpyHostToDevice), "upload"); }
 
-  // Waits for the device, and compares what it has with what the host has.
+  // Waits for the device, and compares its memory with the host's.
   void compare(const std::string& what) {
     check(cudaDeviceSynchronize(), what.c_str());
     check(cudaMemcpy(found_.get(), device_, used_ + 64, cudaMemcpyDeviceToHost), "download");
@@ -87,7 +86,7 @@ class Arena {
     if (at == used_ + 64) return;
     const auto after = std::upper_bound(places_.begin(), places_.end(), at,
                                         [](int64_t value, const Place& place) { return value < place.start; });
-    const Place place = after == places_.begin() ? Place{0, "what is before all"} : *(after - 1);
+    const Place place = after == places_.begin() ? Place{0, "the bytes before the first buffer"} : *(after - 1);
     char text[200];
     std::snprintf(text, sizeof text, ": byte %lld of %s is %02x on the device and %02x on the host",
                   static_cast<long long>(at - place.start), place.name.c_str(), found_[at], host_[at]);
@@ -108,7 +107,7 @@ class Arena {
 void fill_values(uint8_t* x, int64_t size, DType dtype) {
   std::normal_distribution<float> normal;
   const bool wild = one_in(3);
-  const uint32_t kept = one_in(2) ? 0xFFF80000u : ~0u;  // numbers of few bits make ties
+  const uint32_t kept = one_in(2) ? 0xFFF80000u : ~0u;  // numbers with few bits produce ties
   const int64_t spoilt = one_in(2) && size > 0 ? below(size) : -1;
   for (int64_t i = 0; i < size; ++i) {
     const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator())
@@ -123,7 +122,7 @@ void fill_values(uint8_t* x, int64_t size, DType dtype) {
   }
 }
 
-// Of half of them, products with 16-bit numbers are often ties of e2m1.
+// With half of them, products with 16-bit numbers are often e2m1 ties.
 float any_amax() {
   if (one_in(3)) return from_bf16(static_cast<uint16_t>(0x4000 + below(256)));
   if (one_in(3)) return 21.0f * static_cast<float>(1 + below(8));
@@ -146,7 +145,7 @@ int64_t scale_bytes(const Format& format, int64_t rows, int64_t cols) {
   return format.block_cols ? ceil_div(rows, format.block_rows) * ceil_div(cols, format.block_cols) : 0;
 }
 
-// Room for `count` matrices of so many bytes, gaps and more between them.
+// Takes room for `count` matrices of a number of bytes, with gaps and further bytes between them.
 uint8_t* take_stack(Arena& arena, int64_t count, int64_t bytes, int32_t& gap, int64_t& stride, const std::string& name) {
   gap = one_in(2) ? 0 : static_cast<int32_t>(below(kSectionBytes));
   stride = bytes + gap + (one_in(2) ? 0 : below(40));
@@ -172,8 +171,8 @@ Copy on_device(const Arena& arena, Copy copy) {
   return copy;
 }
 
-// Runs a call, every fourth time as XLA may: captured in a graph, which is launched. Within a capture nothing may be
-// waited for or allocated.
+// Runs a call. Every fourth time, captures it in a graph and launches the graph, as XLA may do. During a capture, a
+// call must neither wait nor allocate.
 template <class Call>
 void run(const std::string& what, const Call& call) {
   if (!one_in(4)) {
@@ -196,7 +195,7 @@ void run(const std::string& what, const Call& call) {
   check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-// More than one table holds, of up to three dtypes.
+// Uses more jobs than one table holds, with up to three dtypes.
 int64_t any_count() { return one_in(3) ? 1 + below(90) : 1 + below(4); }
 
 void quantize_case(Arena& arena, const cpu::Pool& pool) {

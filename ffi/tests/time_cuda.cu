@@ -1,6 +1,6 @@
-// Times the CUDA kernels beside a device-to-device copy, without XLA: normal numbers, 256 MiB unless told otherwise,
-// formats by rows, by columns and both, and transposed dequantization. Behind each time a sum of what was written, which
-// must not change.
+// Times the CUDA kernels in comparison with a device-to-device copy, without XLA. Uses normally distributed numbers,
+// 256 MiB by default. Times each format by rows, by columns and both, and transposed dequantization. Each time is
+// followed by a checksum of the output, which must not change.
 //
 //     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include -o time_cuda ffi/tests/time_cuda.cu
 //         ffi/kernels/cuda/*.cu
@@ -23,7 +23,7 @@ using namespace gtp;
 
 constexpr int64_t kCols = 4096;
 int64_t bytes_of_array = int64_t{256} << 20;
-constexpr int kArrays = 16;  // in turn, so that none stays in a cache
+constexpr int kArrays = 16;  // used in turn, so that none stays in a cache
 
 bool once = false;
 
@@ -74,7 +74,7 @@ unsigned sum_of(const void* data, int64_t bytes) {
   return static_cast<unsigned>(host >> 48);
 }
 
-// Median microseconds of a call; 0 if it is for a profiler, once.
+// Returns the median microseconds per call; 0 if the call runs only once, for a profiler.
 template <class Call>
 double microseconds(const Call& call) {
   if (once) {
@@ -148,7 +148,7 @@ int main(int argc, char** argv) {
           if (ways & 2) job.column = copy(1);
           require(cuda::quantize({job}, {code, false, nullptr}, nullptr));
         };
-        for (int i = 0; ways == 2 && i < kArrays; ++i) quantized(i);  // for what follows
+        for (int i = 0; ways == 2 && i < kArrays; ++i) quantized(i);  // input of the dequantization below
         report(ways == 1 ? "rows" : ways == 2 ? "columns" : "both", ways == 3 ? 2 : 1, quantized, [&] {
           unsigned sum = 0;
           for (int way = 0; way < 2; ++way) {

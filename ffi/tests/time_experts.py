@@ -1,4 +1,4 @@
-"""Times a layer of experts on one GPU, forward and backward, and prints which kernels its milliseconds go to.
+"""Times a layer of experts on one GPU, forward and backward, and prints the time spent in each kernel.
 
     PYTHONPATH=. python ffi/tests/time_experts.py --out DIR
 
@@ -45,7 +45,7 @@ RECIPES = {
     "fp8": gtp.FP8(matmuls=True, exclude=()),
     "mxfp8": gtp.MXFP8(matmuls=True, exclude=()),
 }
-FEW = 3  # steps that are traced
+FEW = 3  # the number of traced steps
 
 
 def say(*words: object) -> None:
@@ -58,7 +58,7 @@ def fused_codes(x: jax.Array, _: jax.Array | None = None, form: gtp.formats.Form
 
 
 def check_bits() -> bool:
-    """Compares codes with those of `quantize`, and transposed tiles with what numpy makes of them, bit for bit."""
+    """Compares codes with those of `quantize`, and transposed tiles with numpy's, bit for bit."""
     agree = True
     for form in (gtp.formats.FP8_E5M2, gtp.formats.FP8_E4M3):
         for spread in (0.0, 4.0, 30.0):
@@ -80,7 +80,7 @@ def check_bits() -> bool:
 
 
 def check() -> None:
-    """Compares products of codes with those of their values, in float32, on groups of awkward sizes."""
+    """Compares products of codes with float32 products of their values, for groups of awkward sizes."""
     errors = []
     cases = (([130, 0, 1, 300, 77], 384, 256, 1), ([17, 512, 128, 3], 768, 2048, 3), ([900], 272, 144, 1))
     for sizes, out, features, shards in cases:
@@ -110,8 +110,8 @@ def check() -> None:
 
 
 def print_errors() -> None:
-    """Prints how far gradients of a small layer are off those of float32, in the Euclidean norm, and whether two runs
-    give the same bits."""
+    """Prints the relative errors of a small layer's gradients against float32, in the Euclidean norm, and whether two
+    runs give the same bits."""
     jax.config.update("jax_default_matmul_precision", "highest")
     sizes = dict(features=1024, hidden=512, num_experts=32, top_k=4, aux_loss_coeff=0.0)
     x, gradient = (jax.random.normal(jax.random.key(i), (4, 2048, 1024)) for i in range(2))
@@ -139,7 +139,7 @@ def print_errors() -> None:
 
 
 def time_products(shape: dict[str, int]) -> None:
-    """Times the kernels alone, on codes of zeros and ones beside bfloat16."""
+    """Times the kernels alone, on FP8 codes and on bfloat16."""
     rows, groups = TOKENS * shape["top_k"], shape["num_experts"]
     chosen = jax.random.randint(jax.random.key(0), (rows,), 0, groups)
     sizes = jnp.bincount(chosen, length=groups).astype(jnp.int32)
@@ -207,13 +207,14 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
 
 
 def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, parts: int):
-    """Returns a compiled step, its arguments and its floating-point operations.
+    """Returns a compiled step, its arguments and its FLOPs.
 
     Args:
-        shape: of the layer.
-        recipe: of its matmuls.
-        parts: of the batch, that go through the layer one after another. A part's exchange could be hidden under
-            another's matmuls: what several cost on one GPU is what that has to save.
+        shape: the shape of the layer.
+        recipe: the recipe of its matmuls.
+        parts: the number of parts into which the batch is split; they go through the layer one after another. One
+            part's exchange could then overlap with another part's matmuls. The extra time of several parts on one GPU
+            is what the overlap would have to save.
     """
     module = gtp.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
@@ -240,7 +241,7 @@ def timed(run) -> float:
 
 
 def table_of(run) -> list[tuple[float, int, str, str]]:
-    """Returns milliseconds a step, launches a step, kind and name, of each kernel, the longest first."""
+    """Returns the milliseconds per step, launches per step, kind and name of each kernel, slowest first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(FEW):
@@ -266,11 +267,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
-    parser.add_argument("--parts", type=int, nargs="*", default=[1], help="of the batch, one after another")
+    parser.add_argument("--parts", type=int, nargs="*", default=[1], help="parts that the batch is split into")
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--layers-alone", action="store_true", help="leave out the kernels by themselves")
-    parser.add_argument("--check", action="store_true", help="only compare kernels with their oracle")
-    parser.add_argument("--errors", action="store_true", help="only compare gradients of a layer with float32's")
+    parser.add_argument("--layers-alone", action="store_true", help="do not time the kernels by themselves")
+    parser.add_argument("--check", action="store_true", help="only compare the kernels with their oracles")
+    parser.add_argument("--errors", action="store_true", help="only compare a layer's gradients with float32")
     args = parser.parse_args()
     if args.check or args.errors:
         return check() if args.check else print_errors()

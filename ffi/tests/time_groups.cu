@@ -1,5 +1,5 @@
-// Times amaxes and FP8 codes of 128 float32 matrices of 9.4 MB: all amaxes before all codes, or in groups of matrices, of
-// which the codes' read finds what the L2 cache holds. A laboratory for an idea in docs/experiments.md.
+// Times the amaxes and FP8 codes of 128 float32 matrices of 9.4 MB: either all amaxes before all codes, or in groups of
+// matrices small enough that reading them for the codes hits the L2 cache. An experiment for an idea in docs/experiments.md.
 //
 //     nvcc -std=c++17 -arch=sm_90a -o time_groups ffi/tests/time_groups.cu && ./time_groups
 #include <cuda_fp8.h>
@@ -12,7 +12,7 @@
 constexpr int kThreads = 256, kLoads = 8;
 constexpr int kMatrices = 128;
 constexpr int64_t kElements = int64_t{2048} * 1152, kQuads = kElements / 4;
-constexpr int kBlocks = (kQuads + kThreads * kLoads - 1) / (kThreads * kLoads);  // of a matrix
+constexpr int kBlocks = (kQuads + kThreads * kLoads - 1) / (kThreads * kLoads);  // per matrix
 
 template <bool kStreaming>
 __global__ void __launch_bounds__(kThreads) largest(const float4* x, uint32_t* amax) {
@@ -71,7 +71,7 @@ int main() {
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
   cudaDeviceSynchronize();
-  for (const int group : {0, 128, 32, 16, 8, 4, 3, 2, 1}) {  // 0: one group, with loads that pass by the cache
+  for (const int group : {0, 128, 32, 16, 8, 4, 3, 2, 1}) {  // 0: one group, with loads that bypass the cache
     cudaGraph_t graph;
     cudaGraphExec_t run;
     cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);

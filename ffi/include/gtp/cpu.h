@@ -1,4 +1,4 @@
-// The CPU kernels. They block until they are done.
+// The CPU kernels. Calls return when the work is done.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace gtp::cpu {
 
-// Runs a task on another thread, some time.
+// Runs a task on another thread at some later time.
 using Schedule = std::function<void(std::function<void()>)>;
 
 struct Pool {

@@ -1,5 +1,5 @@
-// The CUDA kernels. They are put on the stream, nothing more: no allocation, no waiting. Each returns nullptr, or what
-// CUDA says is wrong.
+// The CUDA kernels. Calls only enqueue work on the stream; they neither allocate nor wait. Each returns nullptr, or
+// CUDA's error message.
 #pragma once
 
 #include <cstdint>

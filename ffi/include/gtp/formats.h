@@ -1,4 +1,4 @@
-// The number formats, as data: gtp_jax/formats/_spec.py for C++. A test compares the two.
+// The number formats as data: the C++ version of gtp_jax/formats/_spec.py. A test compares the two.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ struct Format {
   Element element;
   float element_max;
   int element_bits;
-  int block_rows;  // 0: no blocks
+  int block_rows;  // 0 without blocks
   int block_cols;
   ScaleType scale;
-  float scale_max;  // 1: does not bound the tensor's scale
+  float scale_max;  // 1 if it does not limit the tensor's scale
   bool has_amax;
   bool transposed_columns;
 
-  // What the tensor's amax is mapped to.
+  // The value that the tensor's amax is mapped to.
   constexpr float largest() const { return element_max * scale_max; }
   constexpr int64_t code_bytes(int64_t elements) const { return (elements * element_bits + 7) / 8; }
 };
@@ -42,12 +42,12 @@ inline constexpr Format kFormats[] = {
 };
 inline constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
-// Elements that share the 16 random bytes of one Philox call, and rows that a Hadamard transform mixes.
+// The number of elements that share the 16 random bytes of a Philox call, and of rows that a Hadamard transform mixes.
 inline constexpr int kRun = 16;
-// Sections of a layer's buffer start at multiples of this.
+// The sections of a layer's buffer start at multiples of this.
 inline constexpr int kSectionBytes = 16;
 
-// Of what is not negative; without a sign, division by a power of two is a shift.
+// For non-negative numbers. They are unsigned, so that a division by a power of two is a shift.
 GTP_HD constexpr int64_t ceil_div(int64_t n, int64_t d) {
   return static_cast<int64_t>((static_cast<uint64_t>(n) + static_cast<uint64_t>(d) - 1) / static_cast<uint64_t>(d));
 }

@@ -1,7 +1,8 @@
-// The arithmetic of gtp_jax/formats/README.md on single numbers, for host and device alike.
+// The arithmetic of gtp_jax/formats/README.md on single numbers, for both host and device.
 //
-// Everything is IEEE 754 float32 to nearest even, subnormals included. It holds only where the compiler neither
-// contracts (-ffp-contract=off, -fmad=false) nor flushes: the CPU kernels clear FTZ and DAZ around their work.
+// Everything is IEEE 754 float32, rounded to nearest even, including subnormals. This requires that the compiler does
+// not contract (-ffp-contract=off, -fmad=false) and that subnormals are not flushed: the CPU kernels clear FTZ and DAZ
+// while they run.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ constexpr uint32_t kMagnitude = 0x7FFFFFFFu;
 constexpr uint32_t kInfinity = 0x7F800000u;
 constexpr uint32_t kNan = 0x7FC00000u;
 constexpr float kFloatMax = 3.40282347e+38f;
-constexpr uint8_t kNanCode = 0x7F;    // of e4m3 and of e5m2
-constexpr uint8_t kNanScale8 = 0xFF;  // of e8m0
+constexpr uint8_t kNanCode = 0x7F;    // for e4m3 and e5m2
+constexpr uint8_t kNanScale8 = 0xFF;  // for e8m0
 
 GTP_HD uint32_t bits_of(float x) {
 #ifdef __CUDA_ARCH__
@@ -56,13 +57,13 @@ GTP_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) <<
 
 GTP_HD float from_f16(uint16_t x) {
   const uint32_t magnitude = x & 0x7FFFu;
-  // times 2**112 moves the exponent, and makes a subnormal a normal number
+  // multiplying by 2**112 shifts the exponent, and turns a subnormal into a normal number
   const float finite = float_of(magnitude << 13) * 0x1p112f;
   const uint32_t bits = magnitude >= 0x7C00u ? kInfinity | magnitude << 13 : bits_of(finite);
   return float_of(bits | (static_cast<uint32_t>(x) & 0x8000u) << 16);
 }
 
-// Every NaN becomes the canonical one.
+// Every NaN becomes the canonical NaN.
 GTP_HD uint16_t to_bf16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -72,7 +73,7 @@ GTP_HD uint16_t to_bf16(float x) {
 GTP_HD uint16_t to_f16(float x) {
   const uint32_t bits = bits_of(x), magnitude = bits & kMagnitude;
   const uint32_t normal = ((magnitude + 0xFFFu + (magnitude >> 13 & 1u)) >> 13) - (112u << 10);
-  // adding 0.5, whose last place is the step of the subnormals, rounds to that step
+  // adding 0.5, whose last place equals the step of the subnormals, rounds to that step
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   uint32_t rounded = magnitude < 113u << 23 ? subnormal : normal;
   rounded = magnitude >= 0x47800000u ? 0x7C00u : smaller(rounded, 0x7C00u);
@@ -84,11 +85,12 @@ GTP_HD float canonical(float x) { return (bits_of(x) & kMagnitude) > kInfinity ?
 
 // ---- elements -----------------------------------------------------------------------------------------------------
 
-// Code of a magnitude in e2m1, without its sign, saturating.
+// Returns the e2m1 code of a magnitude, without the sign. Saturates.
 //
-// [Note: e2m1 by minima] The grid 0, .5, 1, 1.5, 2, 3, 4, 6 has the codes 0 to 7, so the code is the concave function
-// min(2x, x + 2, x/2 + 4) of x. Adding 1.5 * 2**23 rounds each branch to an integer, once and to nearest even; rounding
-// is monotone, so it may come before the minimum; and a code's parity is that of its branch's integer.
+// [Note: e2m1 by minima] The values 0, .5, 1, 1.5, 2, 3, 4, 6 have the codes 0 to 7, so the code is the concave
+// function min(2x, x + 2, x/2 + 4) of x. Adding 1.5 * 2**23 rounds each branch to an integer, once and to nearest even.
+// Rounding is monotone, so it may happen before the minimum is taken, and the code has the same parity as its branch's
+// integer.
 GTP_HD uint32_t encode_e2m1(float magnitude) {
   constexpr float kRound = 12582912.0f;
   const float branches = smaller(smaller(magnitude * 2.0f + kRound, magnitude + (kRound + 2.0f)),
@@ -96,14 +98,14 @@ GTP_HD uint32_t encode_e2m1(float magnitude) {
   return bits_of(smaller(branches, kRound + 7.0f)) & 7u;
 }
 
-// Code of a magnitude in an 8-bit float, without its sign, saturating.
+// Returns the code of a magnitude in an 8-bit float format, without the sign. Saturates.
 template <int kMantissa, int kMinExponent, uint32_t kMaxCode>
 GTP_HD uint32_t encode_minifloat(float magnitude) {
   constexpr int kCut = 23 - kMantissa;
   const uint32_t bits = bits_of(magnitude);
   const uint32_t rebias = static_cast<uint32_t>(126 + kMinExponent) << kMantissa;
   const uint32_t normal = ((bits + (1u << (kCut - 1)) - 1u + (bits >> kCut & 1u)) >> kCut) - rebias;
-  // below, adding a power of two whose last place is the step of the subnormals rounds to that step
+  // for smaller numbers, adding a power of two whose last place equals the step of the subnormals rounds to that step
   const uint32_t base = static_cast<uint32_t>(127 + 23 + kMinExponent - kMantissa) << 23;
   const uint32_t subnormal = bits_of(magnitude + float_of(base)) - base;
   const uint32_t code = bits < static_cast<uint32_t>(127 + kMinExponent) << 23 ? subnormal : normal;
@@ -113,7 +115,8 @@ GTP_HD uint32_t encode_minifloat(float magnitude) {
 GTP_HD uint32_t encode_e4m3(float magnitude) { return encode_minifloat<3, -6, 0x7E>(magnitude); }
 GTP_HD uint32_t encode_e5m2(float magnitude) { return encode_minifloat<2, -14, 0x7B>(magnitude); }
 
-// The value of a code. Subnormals are counted, so that no arithmetic here meets a subnormal float32, which is slow.
+// Returns the value of a code. Subnormals are computed from their integer, because arithmetic on subnormal float32
+// numbers is slow.
 template <int kMantissa, int kMinExponent>
 GTP_HD float decode_minifloat(uint32_t magnitude) {
   const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) *
@@ -139,7 +142,7 @@ GTP_HD float decode_e5m2(uint32_t code) {
   return float_of(bits | (code & 0x80u) << 24);
 }
 
-// Stochastic rounding to e2m1: floor of a random shift by less than a step.
+// Rounds stochastically to e2m1: adds a random fraction of a step, then rounds down.
 GTP_HD uint32_t encode_e2m1_stochastic(float magnitude, uint32_t octet) {
   const float m = smaller(magnitude, 6.0f);
   const float steps_per_unit = m < 2.0f ? 2.0f : m < 4.0f ? 1.0f : 0.5f;
@@ -154,9 +157,9 @@ GTP_HD float tensor_scale(float largest, float amax) {
   return usable ? smaller(largest / amax, kFloatMax) : 1.0f;
 }
 
-// The tensor's scale as the blocks of an NVFP4 tensor use it.
+// The tensor's scale in the form that the blocks of an NVFP4 tensor use.
 struct Nvfp4Scale {
-  float per_step;  // S * (1/6); the association matters to the last bit
+  float per_step;  // S * (1/6), in this order, which affects the last bit
   float inverse;   // 1 / S
 };
 
@@ -165,7 +168,7 @@ GTP_HD Nvfp4Scale nvfp4_scale(float amax) {
   return {scale * (1.0f / 6.0f), 1.0f / scale};
 }
 
-// A block's scale: the byte stored, and what its elements are multiplied with.
+// A block's scale: the stored byte, and the factor of the block's elements.
 struct BlockScale {
   uint8_t code;
   float factor;
@@ -186,7 +189,7 @@ GTP_HD BlockScale e8m0_block_scale(float amax, float inverse_element_max) {
   return {static_cast<uint8_t>(exponent), float_of(exponent == 254u ? 0x00400000u : (254u - exponent) << 23)};
 }
 
-// What the decoded elements of a block are multiplied with.
+// Returns the factor of a block's decoded elements.
 GTP_HD float e4m3_block_factor(uint32_t code, float amax) { return decode_e4m3(code) * amax * (1.0f / 2688.0f); }
 
 GTP_HD float e8m0_block_factor(uint32_t code) {
@@ -197,10 +200,10 @@ GTP_HD float tensor_factor(float largest, float amax) { return 1.0f / tensor_sca
 
 // ---- random Hadamard transform and random numbers -----------------------------------------------------------------
 
-// Which of 16 rows have their sign flipped: bit i for row i. TransformerEngine's signs.
+// The rows whose signs are flipped: bit i is set for row i of 16. These are TransformerEngine's signs.
 constexpr uint32_t kHadamardSigns = 0xD7E8u;
 
-// y = H (d * x) in place, H orthogonal, each result rounded to bfloat16.
+// Computes y = H (d * x) in place, with H orthogonal, and rounds each result to bfloat16.
 GTP_HD void hadamard_run(float (&x)[kRun]) {
   GTP_UNROLL
   for (int i = 0; i < kRun; ++i) x[i] = float_of(bits_of(x[i]) ^ (kHadamardSigns >> i & 1u) << 31);
@@ -221,7 +224,7 @@ GTP_HD void hadamard_run(float (&x)[kRun]) {
 struct RandomWords {
   uint32_t word[4];
 
-  // The random byte of element i of a run of 16.
+  // Returns the random byte of element i of a run of 16.
   GTP_HD uint32_t octet(int i) const { return word[i / 4] >> (i % 4 * 8) & 0xFFu; }
 };
 

@@ -1,4 +1,4 @@
-// The largest finite magnitudes. As integers, patterns of magnitudes order as the numbers do.
+// Finds the largest finite magnitudes. As integers, the bit patterns of magnitudes have the same order as the numbers.
 #include <algorithm>
 #include <atomic>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 16;
 
-// Adding a half turns what is not finite negative, where a maximum of signed numbers does not see it.
+// Adding a half makes the pattern of a non-finite number negative, so that a signed maximum ignores it.
 GTP_CLONES int32_t finite_max(const uint16_t* x, int64_t size, uint16_t infinity) {
   const uint16_t lift = 0x8000u - infinity;
   int16_t top = static_cast<int16_t>(lift);

@@ -1,4 +1,4 @@
-// Dequantization, panel by panel: 32 rows x 256 columns of a copy, each value a code times its block's factor.
+// Dequantizes in panels of 32 rows x 256 columns of a copy. Each value is a code times its block's factor.
 #include <algorithm>
 #include <cstring>
 
@@ -9,11 +9,11 @@
 namespace gtp::cpu {
 namespace {
 
-// Rows at a time: stored transposed, a panel's column is a whole cache line.
+// The rows of a panel, chosen so that a column that is stored transposed fills a cache line.
 constexpr int kRows = 32;
 constexpr int kCols = 256;
 
-// One copy, R x C, and where its values go.
+// One copy, R x C, and the destination of its values.
 struct View {
   const Format* format;
   const uint8_t *codes, *scales;
@@ -45,7 +45,7 @@ float factor_of(const View& view, int64_t row, int64_t block) {
   return view.format->scale == ScaleType::kE4M3 ? e4m3_block_factor(scale, view.amax) : e8m0_block_factor(scale);
 }
 
-// Codes of one row, one a byte. Panels begin at even columns.
+// Unpacks the codes of one row, one per byte. Panels begin at even columns.
 GTP_CLONES void read_codes(const View& view, int64_t row, int64_t col, int cols, uint8_t* __restrict codes) {
   const uint8_t* in = view.codes + row * view.codes_row;
   if (view.format->element_bits == 4) {
@@ -65,7 +65,7 @@ float decode(uint8_t code) {
   return kElement == Element::kE4M3 ? decode_e4m3(code) : decode_e5m2(code);
 }
 
-// A whole number of blocks, so that the inner loop has a fixed length.
+// Processes a whole number of blocks, so that the inner loop has a fixed length.
 template <class T, Element kElement, int kBlock>
 GTP_CLONES void scale_blocks(const uint8_t* __restrict codes, const float* __restrict factors, int blocks,
                              typename T::Storage* __restrict x) {
@@ -74,7 +74,7 @@ GTP_CLONES void scale_blocks(const uint8_t* __restrict codes, const float* __res
   }
 }
 
-// Without block scales every run of 32 has the same factor.
+// Without block scales, every run of 32 has the same factor.
 constexpr int kUnscaledBlock = 32;
 
 template <class T>
@@ -125,7 +125,8 @@ GTP_CLONES void scale_each(const uint8_t* __restrict codes, const float* __restr
   for (int i = 0; i < count; ++i) x[i] = T::narrow(decode<kElement>(codes[i]) * factors[i]);
 }
 
-// A row of blocks of columns that stay columns, as MXFP8 alone has them: numbers of a row have factors of their own.
+// Dequantizes a row of column blocks that are not transposed, which only MXFP8 has: each number of a row has its own
+// factor.
 template <class T>
 void dequantize_columns(const DequantizeJob& job, const Format& format, int64_t index, int64_t block) {
   const auto scale = format.element == Element::kE4M3 ? &scale_each<T, Element::kE4M3> : &scale_each<T, Element::kE5M2>;
@@ -143,7 +144,7 @@ void dequantize_columns(const DequantizeJob& job, const Format& format, int64_t 
   }
 }
 
-// What a thread takes at a time: rows of a copy, or of its blocks.
+// The rows of a copy, or of its blocks, that a thread takes at a time.
 int64_t panels_of(const DequantizeJob& job, const Format& format) {
   if (job.rows * job.cols == 0) return 0;
   return job.layout == Layout::kColumns ? ceil_div(job.cols, format.block_cols) : ceil_div(job.rows, kRows);

@@ -1,4 +1,4 @@
-// IEEE 754 arithmetic on threads that are set up otherwise.
+// IEEE 754 arithmetic on threads with other floating-point modes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace gtp::cpu {
 
-// XLA's threads treat subnormals as zero; the formats need them.
+// XLA's threads treat subnormals as zero, but the formats need subnormals.
 class IeeeArithmetic {
  public:
 #if defined(__SSE2__)

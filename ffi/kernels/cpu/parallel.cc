@@ -11,7 +11,7 @@
 namespace gtp::cpu {
 namespace {
 
-// Outlives the loop: a task may start when all work is done.
+// Outlives the loop, because a task may start after all work is done.
 struct Loop {
   std::atomic<int64_t> next{0};
   int64_t count;

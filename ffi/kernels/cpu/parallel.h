@@ -1,4 +1,4 @@
-// A loop over all threads of a pool, in IEEE arithmetic.
+// A parallel loop on the threads of a pool, in IEEE arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace gtp::cpu {
 
-// Calls `body(i)` for i from 0 to `count`, on the calling thread and on those of the pool that are free. The caller
-// takes part, so that this ends even if no other thread ever comes.
+// Calls `body(i)` for i from 0 to `count` - 1, on the calling thread and on the free threads of the pool. The caller
+// takes part, so the loop ends even if no other thread becomes free.
 void parallel_for(const Pool& pool, int64_t count, const std::function<void(int64_t)>& body);
 
 }  // namespace gtp::cpu

@@ -1,4 +1,4 @@
-// Quantization, panel by panel: load 16 rows x 256 columns of a copy as float32, scale each block, round, store.
+// Quantizes in panels: loads 16 rows x 256 columns of a copy as float32, scales each block, rounds, and stores.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace gtp::cpu {
 namespace {
 
-// One copy of one matrix: R x C numbers, blocks along C, wherever they come from and go to.
+// One copy of one matrix: R x C numbers with blocks along C, their source and their destination.
 struct View {
   const Format* format;
   const void* x;
@@ -21,8 +21,8 @@ struct View {
   float amax;
   bool hadamard;
   const uint32_t* key;
-  uint32_t copy;       // 0 row-wise, 1 column-wise
-  uint64_t first_run;  // of this matrix in its stack
+  uint32_t copy;       // 0: row-wise; 1: column-wise
+  uint64_t first_run;  // the number of this matrix's first run in the stack
 };
 
 View view_of(const QuantizeJob& job, const QuantizeOptions& options, bool column, int64_t index) {
@@ -66,7 +66,7 @@ void load_columns(const typename T::Storage* x, int64_t step, int rows, int cols
   }
 }
 
-// Rows and columns beyond the matrix become zero.
+// Loads a panel; rows and columns beyond the matrix become zero.
 void load(const View& view, int64_t row, int64_t col, int rows, int cols, Panel& panel) {
   const int present = static_cast<int>(std::clamp<int64_t>(view.source_cols - col, 0, cols));
   if (rows < kPanelRows || present < kPanelCols) std::memset(panel.x, 0, sizeof panel.x);
@@ -98,7 +98,7 @@ inline uint32_t sign_of(float x, int bit) { return bits_of(x) >> (31 - bit) & 1u
 
 inline float magnitude_of(float x) { return float_of(bits_of(x) & kMagnitude); }
 
-// Codes of a row of a block, one a byte.
+// Computes the codes of one row of a block, one per byte.
 template <int kSize>
 inline void encode_e2m1_row(const float* x, float factor, uint8_t* codes) {
   for (int i = 0; i < kSize; ++i) {
@@ -125,7 +125,7 @@ void encode_stochastic_row(const View& view, const float* x, float factor, int64
   }
 }
 
-// A block with NaN or Inf gets the scale NaN and codes 0.
+// A block that contains NaN or Inf gets the scale NaN and the codes 0.
 template <int kBlockRows>
 GTP_CLONES void encode_nvfp4(const View& view, const Panel& panel, int64_t row, int64_t col, int rows, int cols,
                              Codes& codes) {
@@ -173,7 +173,7 @@ GTP_CLONES void encode_mxfp8(const View& view, const Panel& panel, int64_t row, 
   }
 }
 
-// Without blocks, an element that is not finite gets the code NaN.
+// Without blocks, each non-finite element gets the code NaN.
 template <bool kE5M2>
 GTP_CLONES void encode_fp8(const View& view, const Panel& panel, int rows, int cols, Codes& codes) {
   const float scale = tensor_scale(view.format->largest(), view.amax);
@@ -229,7 +229,7 @@ void quantize_rows(const View& view, int64_t row) {
   }
 }
 
-// Blocks of columns that stay columns, as MXFP8 alone has them.
+// Quantizes column blocks that are not transposed, which only MXFP8 has.
 constexpr int kStripRows = 32;
 using Strip = Panel[kStripRows / kPanelRows];
 
@@ -261,7 +261,7 @@ GTP_CLONES void encode_strip(const Strip& strip, int rows, int cols, float inver
   }
 }
 
-// A row of blocks of one matrix.
+// Quantizes one row of blocks of a matrix.
 void quantize_strip(const QuantizeJob& job, const Format& format, int64_t index, int64_t block) {
   thread_local Strip strip;
   const int64_t first = block * kStripRows, pitch = job.cols;

@@ -1,4 +1,4 @@
-// Values of the three dtypes as float32, and a switch from a dtype to its type.
+// Values of the three dtypes as float32, and the dispatch from a dtype to its C++ type.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,8 @@
 
 #include "gtp/numerics.h"
 
-// The same code for older processors and for those with wider vectors, chosen when the library is loaded.
+// Compiles the same code for older processors and for those with wider vectors; one is chosen when the library is
+// loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 #define GTP_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -48,7 +49,7 @@ void with_dtype(DType dtype, Body&& body) {
   }
 }
 
-// A panel: so many rows of a matrix, so many columns at a time.
+// The numbers of rows and columns of a panel, the part of a matrix that is processed at a time.
 constexpr int kPanelRows = 16;
 constexpr int kPanelCols = 256;
 

@@ -1,7 +1,7 @@
-// The largest finite magnitudes of many arrays in one launch.
+// Finds the largest finite magnitudes of many arrays in one launch.
 //
-// A block takes one chunk of one array; blocks of an array meet in an integer atomic maximum, which is exact and does
-// not depend on their order.
+// A block takes one chunk of one array. The blocks of an array combine their results with an integer atomic maximum,
+// which is exact and independent of their order.
 #include <algorithm>
 
 #include "device.cuh"
@@ -12,12 +12,12 @@ namespace gtp::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLoads = 8;  // of 16 bytes a thread, all in flight together
+constexpr int kLoads = 8;  // loads of 16 bytes per thread, all in flight at once
 constexpr int64_t kChunkBytes = int64_t{kThreads} * kLoads * 16;
 
 struct AmaxJob {
   const void* data;
-  uint64_t size_and_dtype;  // dtype in the lowest two bits
+  uint64_t size_and_dtype;  // the dtype is in the lowest two bits
   uint32_t slot;
 
   __host__ __device__ int64_t size() const { return static_cast<int64_t>(size_and_dtype >> 2); }
@@ -29,7 +29,7 @@ using AmaxTable = Table<AmaxJob, kCapacity>;
 
 constexpr int kFew = capacity_for<AmaxJob>(kFewBytes), kMany = capacity_for<AmaxJob>(kManyBytes);
 
-// Adding a half turns what is not finite negative, where a signed maximum does not see it.
+// Adding a half makes the pattern of a non-finite number negative, so that a signed maximum ignores it.
 template <DType kType>
 __device__ __forceinline__ int32_t lifted_max(int32_t top, uint32_t word) {
   if constexpr (kType == DType::kF32) return max(top, static_cast<int32_t>((word & kMagnitude) + 0x00800000u));
@@ -76,7 +76,7 @@ __device__ uint32_t chunk_max(const AmaxJob& job, int64_t begin, int64_t end) {
   return kType == DType::kBF16 ? widen_magnitude<BF16>(best) : widen_magnitude<F16>(best);
 }
 
-// The block's maximum, raised into the slot by its first thread.
+// Reduces the block's maximum; its first thread combines it with the slot.
 __device__ void raise_block(uint32_t top, uint32_t* slot) {
   __shared__ uint32_t tops[kThreads / 32];
   top = __reduce_max_sync(0xFFFFFFFFu, top);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) hadamard_amax_kernel(const typename 
                                                                  int64_t runs, int64_t rows, int64_t cols,
                                                                  uint32_t* amax) {
   uint32_t top = 0;
-  // a thread takes 16 rows of one column at a time
+  // a thread processes 16 rows of one column at a time
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < units; unit += step) {
     const int64_t col = unit % cols, first_row = unit / cols % runs * kRun, matrix = unit / cols / runs;

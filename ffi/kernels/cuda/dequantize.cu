@@ -1,4 +1,4 @@
-// Dequantization: load codes and their blocks' factors, multiply, round.
+// Dequantizes: loads codes and the factors of their blocks, multiplies, and rounds.
 #include "dequantize_flat.cuh"
 #include "dequantize_transposed.cuh"
 #include "gtp/cuda.h"
@@ -14,7 +14,7 @@ constexpr int kJobs = capacity_for<DequantizeJob>(kFewBytes);
 template <class T, Kind kind, bool kTransposed>
 constexpr int kThreadsOf = kTransposed ? TransposedPanel<T, kind>::kThreads : kThreads;
 
-// `kTransposed`: all jobs' values are transposed; otherwise those of none.
+// `kTransposed`: the values of all jobs are transposed; otherwise, none are.
 template <class T, Kind kind, bool kTransposed>
 __global__ void __launch_bounds__(kThreadsOf<T, kind, kTransposed>)
     dequantize_kernel(const __grid_constant__ Table<DequantizeJob, kJobs> table, const Parameters p) {
@@ -62,7 +62,7 @@ const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, 
   });
 }
 
-// One launch if all jobs have one dtype, and all are transposed or none.
+// Needs only one launch if all jobs have the same dtype, and either all or none are transposed.
 template <Kind kind>
 const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
   using Launch = const char* (*)(const std::vector<DequantizeJob>&, const Parameters&, cudaStream_t);

@@ -1,15 +1,15 @@
-// Dequantization of codes that lie as the values will.
+// Dequantizes codes that have the same layout as the values.
 #pragma once
 
 #include "dequantize_tile.cuh"
 
 namespace gtp::cuda::dequantization {
 
-// A warp takes eight rows, which lie in one 16 x 16 block, and a thread 16 bytes of each.
+// A warp processes eight rows, which lie in the same 16 x 16 block, and a thread 16 bytes of each row.
 constexpr int kRowsPerThread = 8;
 constexpr int kFlatRows = kThreads / 32 * kRowsPerThread;
 
-// A thread's part of a tile. `kColumns`: of an MXFP8 column copy, where every column has its own scale.
+// A thread's part of a tile. `kColumns`: for an MXFP8 column copy, in which every column has its own scale.
 template <class T, Kind kind, bool kColumns, bool kWhole>
 __device__ __forceinline__ void flat_part(const DequantizeJob& job, const Parameters& p, const uint8_t* codes,
                                           const uint8_t* scales, typename T::Storage* out, float amax, int64_t row,
@@ -79,7 +79,7 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
   const Place at(job, tile, rows, cols, kFlatRows, 32 * kWidth<T>);
   const int64_t row = at.row + threadIdx.x / 32 * kRowsPerThread, col = at.col + threadIdx.x % 32 * kWidth<T>;
   const int64_t end = min(rows, kColumns ? rows : job.rows_kept - at.matrix * rows);
-  if (col >= cols || row >= end) return;  // `end` may lie far below 0
+  if (col >= cols || row >= end) return;  // `end` may be far below 0
   const int valid = static_cast<int>(min(int64_t{kWidth<T>}, cols - col));
   const int left = static_cast<int>(min(int64_t{kRowsPerThread}, end - row));
 

@@ -1,4 +1,4 @@
-// What both ways of dequantizing a tile are made of: codes as loaded, a block's factor, numbers rounded.
+// The parts that both ways of dequantizing a tile share: loading codes, a block's factor, rounding numbers.
 #pragma once
 
 #include "device.cuh"
@@ -7,7 +7,7 @@
 namespace gtp::cuda::dequantization {
 
 constexpr int kThreads = 128;
-// Numbers in 16 bytes.
+// The number of values in 16 bytes.
 template <class T>
 constexpr int kWidth = 16 / T::kBytes;
 
@@ -16,13 +16,13 @@ struct Parameters {
   bool e5m2;
 };
 
-// Bytes of the codes of so many numbers.
+// Returns the bytes of the codes of a number of values.
 template <Kind kind, int kCount>
 constexpr int kCodeBytes = kFp4<kind> ? kCount / 2 : kCount;
 
 __device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & kMagnitude) < kInfinity; }
 
-// The first `bytes` of so many bytes of codes.
+// Loads only the first `bytes` bytes of a vector of codes.
 template <int kBytes, bool kWhole>
 __device__ __forceinline__ void load_codes(const uint8_t* codes, int bytes, bool wide,
                                            uint32_t (&words)[(kBytes + 3) / 4]) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_codes(const uint8_t* codes, int bytes, bool
   }
 }
 
-// The scale of the block at (row, col) of a copy with so many columns.
+// Returns the scale of the block at (row, col) of a copy with this number of columns.
 template <Kind kind>
 __device__ __forceinline__ uint32_t load_scale(const uint8_t* scales, int64_t row, int64_t col, int64_t cols) {
   if constexpr (kind == Kind::kTiles) return scales[row / 16 * ceil_div(cols, 16) + col / 16];
@@ -70,12 +70,12 @@ __device__ __forceinline__ float factor_of(uint32_t scale, float amax, const Par
 template <Kind kind>
 __device__ __forceinline__ float amax_of(const DequantizeJob& job, int64_t matrix) {
   if constexpr (kind == Kind::kExponents) return 0.0f;
-  // a division of 64 bits is slow, and most often not needed
+  // a 64-bit division is slow, and usually not needed
   const bool first = matrix == 0 || job.amax_stride == 0;
   return job.amax[first ? 0 : matrix / job.count_per_amax * job.amax_stride];
 }
 
-// Numbers times their factors, and whether one of them may be NaN.
+// Multiplies numbers with their factors, and tells whether any of them may be NaN.
 template <Kind kind, int kCount, class Factors>
 __device__ __forceinline__ bool decode(const uint32_t* words, const Factors& factors, bool e5m2, float (&x)[kCount]) {
   bool special = !factors.all_finite;
@@ -109,13 +109,13 @@ struct ManyFactors {
   __device__ __forceinline__ float operator[](int i) const { return factor[i]; }
 };
 
-// 16 bytes of numbers, rounded to T; NaN is canonical.
+// Rounds 16 bytes of numbers to T; NaN becomes canonical.
 template <class T>
 __device__ __forceinline__ void round_all(const float (&x)[kWidth<T>], bool special, uint32_t (&words)[4]) {
   if constexpr (T::kBytes == 4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(special ? canonical(x[i]) : x[i]);
-  } else if (special) {  // the hardware has another canonical NaN
+  } else if (special) {  // the hardware's canonical NaN is a different one
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       words[i] = narrow<T>(x[2 * i]) | static_cast<uint32_t>(narrow<T>(x[2 * i + 1])) << 16;
@@ -132,8 +132,8 @@ __device__ __forceinline__ typename T::Storage number_of(const uint32_t (&words)
   if constexpr (T::kBytes == 2) return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
 }
 
-// The matrix of a job, and the tile's first row and column; the tiles are so large, and follow each other along rows, or
-// down columns.
+// Returns the matrix of a job, and the first row and column of a tile. Tiles of the given size are numbered along rows,
+// or down columns.
 struct Place {
   int64_t matrix, row, col;
 

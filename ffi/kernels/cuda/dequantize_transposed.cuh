@@ -1,22 +1,23 @@
-// Dequantization of codes that lie transposed.
+// Dequantizes codes into transposed values.
 #pragma once
 
 #include "dequantize_tile.cuh"
 
 namespace gtp::cuda::dequantization {
 
-// Codes R x C to values C x R, a panel of 128 rows a block. A thread reads 16 bytes of codes of four neighbouring rows,
-// and of each 8 at a time become values: of 64 columns in all, which cross shared memory and are stored 16 bytes at a
-// time. Blocks follow each other down the codes, which is along the values: so what is stored at about the same time
-// lies together in memory. With blocks along the codes it took 10% longer (16-bit values; H200).
+// Turns codes R x C into values C x R, one panel of 128 rows per block. A thread reads 16 bytes of codes from each of
+// four neighbouring rows and decodes 8 codes of each row at a time. The values, of 64 columns in all, pass through
+// shared memory and are stored 16 bytes at a time. Blocks are numbered down the codes, which is along the values, so
+// that stores at about the same time are close together in memory. Numbering blocks along the codes took 10% longer
+// (16-bit values; H200).
 template <class T, Kind kind>
 class TransposedPanel {
  public:
   static constexpr int kThreads = 256;
   static constexpr int kRows = 128;
-  static constexpr int kCodes = kFp4<kind> ? 32 : 16;  // of a thread's row
+  static constexpr int kCodes = kFp4<kind> ? 32 : 16;  // codes per row of a thread
   static constexpr int kCols = 8 * kCodes;
-  static constexpr int kPartBytes = 8 * 8 * kRows * T::kBytes;  // of the values of eight codes of all threads' rows
+  static constexpr int kPartBytes = 8 * 8 * kRows * T::kBytes;  // value bytes of eight codes of every row
   static constexpr int kSharedBytes = 2 * kPartBytes;
 
   __device__ __forceinline__ TransposedPanel(const DequantizeJob& job, uint32_t panel) {
@@ -53,19 +54,19 @@ class TransposedPanel {
   static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
   static constexpr int kParts = kCodes / 8;
   static constexpr int kScaleRows = kind == Kind::kTensor ? 0 : kind == Kind::kTiles ? 1 : 4;
-  static constexpr int kScales = kFp4<kind> ? 2 : 1;  // of a row
+  static constexpr int kScales = kFp4<kind> ? 2 : 1;  // scales per row
 
-  int row_, col_;        // of the thread's first code, in the panel
-  const uint8_t* codes_;  // that code
+  int row_, col_;        // position of the thread's first code in the panel
+  const uint8_t* codes_;  // the thread's first code
   const uint8_t* scales_;
   int64_t pitch_, scales_pitch_;
-  typename T::Storage* out_;  // the values of the panel's first row and column
+  typename T::Storage* out_;  // where the values of the panel's first row and column go
   int64_t out_pitch_;
   float amax_;
-  int rows_, cols_;  // of the panel
+  int rows_, cols_;  // size of the panel
   bool wide_, wide_out_;
 
-  // Where 16 bytes of a line lie: lines that are written together begin in different banks.
+  // Returns the place of 16 bytes of a line. Lines that are written together begin in different banks.
   __device__ __forceinline__ static int place(int line, int chunk) {
     return line * kRows * T::kBytes + ((chunk ^ (line >> 3 & 7)) << 4);
   }
@@ -92,15 +93,15 @@ class TransposedPanel {
     for (int part = 0; part < kParts; ++part) {
       char* stage = shared + part % 2 * kPartBytes;
       decode_part(p, words, factors, part, stage);
-      __syncthreads();  // also: all have stored the part that was in the other stage
+      __syncthreads();  // also waits until all threads have stored the part in the other stage
       store_part<kWhole>(part, stage);
     }
   }
 
-  // Eight values of each of the thread's rows into shared memory.
+  // Writes eight values of each of the thread's rows to shared memory.
   __device__ __forceinline__ void decode_part(const Parameters& p, const uint32_t (&words)[4][4],
                                               const float (&factors)[4][kScales], int part, char* stage) const {
-    uint32_t numbers[4][8 * T::kBytes / 4];  // of a row
+    uint32_t numbers[4][8 * T::kBytes / 4];  // by row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       constexpr int kWords = kCodeBytes<kind, 8> / 4;

@@ -13,7 +13,7 @@ namespace gtp::cuda {
 struct F32 {
   static constexpr DType kDType = DType::kF32;
   using Storage = float;
-  static constexpr int kBytes = 4, kBits = 24;  // of the significand
+  static constexpr int kBytes = 4, kBits = 24;  // kBits: bits of the significand
 };
 struct BF16 {
   static constexpr DType kDType = DType::kBF16;
@@ -31,16 +31,16 @@ enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXF
 template <Kind kind>
 constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
 
-// A tile is a square of so many numbers, of which panels have several.
+// The side of a tile, a square of numbers; panels consist of several tiles.
 constexpr int kTile = 64;
 
 __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
 }
 
-// For pieces of lines of 128 bytes that other blocks of threads fill up later, block scales above all, and for lines of
-// columns, which lie far apart: L2 is to keep them for a while. Without it they slow down what is read and written
-// beside them: both copies of bfloat16 took 3% longer (H200).
+// The cache policy for stores that L2 should keep for a while: parts of 128-byte lines that other thread blocks
+// complete later, above all block scales, and lines of columns, which are far apart. Without this policy, they slow
+// down other reads and writes: both copies of bfloat16 took 3% longer (H200).
 __device__ __forceinline__ uint64_t kept() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -51,7 +51,8 @@ __device__ __forceinline__ void store_byte_kept(uint8_t* out, uint8_t byte) {
   asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;" ::"l"(out), "r"(uint32_t{byte}), "l"(kept()) : "memory");
 }
 
-// 4, 8 or 16 bytes in one instruction: the compiler splits an assignment of a vector whose parts come from branches.
+// Stores 4, 8 or 16 bytes in one instruction. The compiler would split the assignment of a vector whose parts come from
+// different branches.
 template <bool kKept = false, int kWords>
 __device__ __forceinline__ void store_words(void* out, const uint32_t (&words)[kWords]) {
   if constexpr (kWords == 1) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void store_words(void* out, const uint32_t (&words)[k
 
 // ---- values -------------------------------------------------------------------------------------------------------
 
-// Two 16-bit numbers a word, the first in the low half; or one float32 a word.
+// A word holds two 16-bit numbers, the first in the low half, or one float32.
 template <class T>
 __device__ __forceinline__ float value_of(const uint32_t* words, int i) {
   if constexpr (T::kBytes == 4) {
@@ -91,7 +92,8 @@ __device__ __forceinline__ float value_of(const uint32_t* words, int i) {
   }
 }
 
-// Of two words the larger magnitudes, NaN the largest; their signs mean nothing until `magnitudes` clears them.
+// Returns the larger magnitudes of two words; NaN counts as the largest. The signs are meaningless until `magnitudes`
+// clears them.
 template <class T>
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 860
@@ -105,7 +107,7 @@ __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   }
   return out;
 #else
-  // as unsigned integers, magnitudes order as the numbers do
+  // as unsigned integers, magnitudes have the same order as the numbers
   if constexpr (T::kBytes == 4) return max(a & kMagnitude, b & kMagnitude);
   return __vmaxu2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
 #endif
@@ -116,14 +118,14 @@ __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
   return word & (T::kBytes == 4 ? kMagnitude : 0x7FFF7FFFu);
 }
 
-// The larger of a word's two halves; a float32 pattern is one number already.
+// Returns the larger of a word's two halves; a float32 pattern is already a single number.
 template <class T>
 __device__ __forceinline__ uint32_t fold_halves(uint32_t top) {
   if constexpr (T::kBytes == 4) return top;
   return max(top & 0xFFFFu, top >> 16);
 }
 
-// A stored magnitude as float32 bits; what is not finite stays at or above infinity.
+// Returns a stored magnitude as float32 bits; non-finite numbers stay at or above infinity.
 template <class T>
 __device__ __forceinline__ uint32_t widen_magnitude(uint32_t pattern) {
   if constexpr (T::kBytes == 4) return pattern;
@@ -137,20 +139,22 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
 
 // ---- encoding -----------------------------------------------------------------------------------------------------
 
-// A product below this is never rounded past e2m1's largest code. [Note: e2m1 by bytes]
+// Products below this are never rounded beyond e2m1's largest code. [Note: e2m1 by bytes]
 constexpr float kE2m1Safe = 7.0f;
 
-// [Note: e2m1 by bytes] A float16 of a product times 2**-14, rounded toward zero, has e2m1's code where its exponent's
-// last two bits and its fraction's first are, for subnormals too. The bit after tells whether to round up, and all of
-// them, with the sign, are in its upper byte: four products are rounded by one addition. It rounds ties up, and e2m1
-// rounds to even: 1/4, 5/4, 5/2 and 5 down; 3/4, 7/4 and 7/2, whose fractions are 1/2 and 3/4, up. So if ties may come
-// (`kTies`), a product whose fraction is above 3/8 gets one more in its last place, and then all get one less.
-constexpr float kRaise = 0x1.745d18p-25f;         // 0.5 / 1.375 of a last place for each unit of the significand
+// [Note: e2m1 by bytes] Take a product times 2**-14 as a float16, rounded toward zero. The last two bits of its
+// exponent and the first bit of its fraction are e2m1's code, also for subnormals. The next bit tells whether to round
+// up. All of these bits and the sign are in the upper byte, so one addition rounds four products. It rounds ties up,
+// but e2m1 rounds them to even: 1/4, 5/4, 5/2 and 5 down; 3/4, 7/4 and 7/2, whose fractions are 1/2 and 3/4, up. So if
+// ties are possible (`kTies`), products whose fraction is above 3/8 are first raised by one in the last place, and then
+// all products are lowered by one.
+constexpr float kRaise = 0x1.745d18p-25f;         // 0.5 / 1.375 of the last place per unit of the significand
 constexpr float kLowerAndScale = 0x1.fffffep-15f;  // (1 - 2**-24) * 2**-14
 constexpr float kScale = 0x1p-14f;
 
-// Whether a number of so many bits may, times the factor, come to be a tie that is rounded down, or the factor times
-// `kScale` be inexact. Of numbers of few bits only one, up to powers of two, comes near such a tie.
+// Returns whether a number with `kBits` significant bits times the factor may be a tie that rounds down, or whether the
+// factor times `kScale` may be inexact. Among numbers with so few bits only one, up to powers of two, is near such a
+// tie.
 template <int kBits>
 __device__ __forceinline__ bool may_tie(float factor) {
   const float unit = __uint_as_float((__float_as_uint(factor) & 0x7FFFFFu) | 0x3F800000u);
@@ -164,8 +168,9 @@ __device__ __forceinline__ bool may_tie(float factor) {
   return may;
 }
 
-// Codes of eight numbers in e2m1, the first in the lowest nibble. Saturating, or for products below `kE2m1Safe`; for
-// any products, or for those of `may_tie`'s factors.
+// Returns the e2m1 codes of eight numbers, the first in the lowest nibble. The template arguments select whether to
+// saturate, which products below `kE2m1Safe` do not need, and whether to handle ties, which factors for which `may_tie`
+// is false do not need.
 template <bool kSaturate, bool kTies>
 __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)
@@ -185,7 +190,7 @@ __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float fa
     const float exact = x[i] * factor;
     return __fmaf_rn(exact, kRaise, exact) * kLowerAndScale;
   };
-  // the upper bytes of four products, every second of the eight
+  // collect the upper bytes of four products, every second of the eight
   const auto bytes = [&](int first) {
     uint32_t pairs[2];
 #pragma unroll
@@ -201,7 +206,7 @@ __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float fa
     }
     return __byte_perm(pairs[0], pairs[1], 0x7531);
   };
-  // bits of the first, the rest of the second; what the compiler makes of the formula takes more instructions
+  // takes `bits` from the first and the rest from the second; the compiler's code for the formula has more instructions
   const auto choose = [](uint32_t bits, uint32_t first, uint32_t second) {
     uint32_t out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(bits), "r"(first), "r"(second));
@@ -244,8 +249,8 @@ __device__ __forceinline__ uint2 encode_fp8_x8(const float (&x)[8], float factor
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// What numerics.h's e4m3_block_scale does, in its two steps and by the hardware's conversions: the code of a block's
-// scale, and the factor that belongs to a code. A code is one of `kScaleCodes`, also that of what is not finite.
+// The two steps of e4m3_block_scale in numerics.h, with the hardware's conversions: the code of a block's scale, and
+// the factor that belongs to a code. Codes, including those of non-finite numbers, are below `kScaleCodes`.
 constexpr int kScaleCodes = 128;
 
 __device__ __forceinline__ uint32_t e4m3_scale_code(float amax, const Nvfp4Scale& tensor) {
@@ -265,10 +270,10 @@ __device__ __forceinline__ float e4m3_scale_factor(uint32_t code, const Nvfp4Sca
 
 // ---- decoding -----------------------------------------------------------------------------------------------------
 
-// Two e2m1 codes, nibble i of each half of a word, as float32.
+// Decodes two e2m1 codes, nibble i of each half of a word, to float32.
 __device__ __forceinline__ void decode_e2m1_x2(uint32_t word, int i, float& low, float& high) {
-  const __half2 lift = __half2half2(__ushort_as_half(0x7400));  // 2**14: exponents of e2m1 begin there
-  // as the high bits of two halves; subnormals fall into place
+  const __half2 lift = __half2half2(__ushort_as_half(0x7400));  // 2**14: aligns float16's exponents with e2m1's
+  // place the codes in the high bits of two halves; this is correct for subnormals too
   const uint32_t magnitudes = (i < 3 ? word << (9 - 4 * i) : word >> (4 * i - 9)) & 0x0E000E00u;
   const uint32_t signs = word << (12 - 4 * i) & 0x80008000u;
   uint32_t halves = magnitudes | signs;
@@ -277,20 +282,20 @@ __device__ __forceinline__ void decode_e2m1_x2(uint32_t word, int i, float& low,
   high = __high2float(pair);
 }
 
-// Eight e2m1 codes of a word.
+// Decodes the eight e2m1 codes of a word.
 __device__ __forceinline__ void decode_e2m1(uint32_t word, float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) decode_e2m1_x2(word, i, x[i], x[i + 4]);
 }
 
-// Four, of its lower half.
+// Decodes the four e2m1 codes in the lower half of a word.
 __device__ __forceinline__ void decode_e2m1(uint32_t word, float (&x)[4]) {
   const uint32_t spread = (word & 0xFFu) | (word & 0xFF00u) << 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) decode_e2m1_x2(spread, i, x[i], x[i + 2]);
 }
 
-// Four 8-bit codes of a word. NaN and Inf come out as some NaN and Inf.
+// Decodes the four 8-bit codes of a word. NaN and Inf become an arbitrary NaN or Inf.
 __device__ __forceinline__ void decode_fp8_x4(uint32_t word, bool e5m2, float* x) {
 #if __CUDA_ARCH__ >= 890
 #pragma unroll
@@ -315,14 +320,14 @@ __device__ __forceinline__ void decode_fp8_x4(uint32_t word, bool e5m2, float* x
 #endif
 }
 
-// Whether one of a word's four codes is NaN or Inf.
+// Returns whether any of a word's four codes is NaN or Inf.
 __device__ __forceinline__ bool special_fp8_x4(uint32_t word, bool e5m2) {
   return (((word & 0x7F7F7F7Fu) + (e5m2 ? 0x04040404u : 0x01010101u)) & 0x80808080u) != 0;
 }
 
 // ---- rounding to the output ---------------------------------------------------------------------------------------
 
-// A pair as a word. NaN must have been made canonical before.
+// Rounds a pair of numbers to one word. NaN must have been made canonical before.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_x2(float low, float high) {
   uint32_t word;

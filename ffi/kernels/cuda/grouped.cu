@@ -1,12 +1,12 @@
-// Grouped matmuls of FP8 codes or of values of 16 bits, for Hopper: each row with its own group's matrix, and sums over
+// Grouped matmuls of FP8 codes or 16-bit values for Hopper: products of each row with its group's matrix, and sums over
 // each group's rows.
 //
-// A block computes tiles of 128 x 256: one warp copies panels of the contraction to shared memory, 128 codes or 64 values
-// deep and four ahead, and two warpgroups multiply 64 x 256 each. Blocks stay, and the copies of a block's next tile begin
-// while the last one is written.
+// A block computes tiles of 128 x 256. One warp copies panels of the contraction to shared memory, 128 codes or 64
+// values deep and four ahead; two warpgroups multiply 64 x 256 each. Blocks are persistent, and the copies of a block's
+// next tile begin while the current tile is written.
 //
-// Codes lie along the contraction, as their matmul wants them. Values are read as they lie: across it too, where the
-// contraction is not the last dimension.
+// Codes lie along the contraction, as FP8 `wgmma` requires. Values are read in place, even if they lie across the
+// contraction, that is, if the contraction is not their last dimension.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -21,50 +21,50 @@ namespace gtp::cuda {
 namespace {
 
 constexpr int kRows = 128, kColumns = 256;
-constexpr int kPart = 64;         // rows of a warpgroup
-constexpr int kColumnBox = 64;    // columns of a box that lies across the contraction, and values of a panel's depth
+constexpr int kPart = 64;         // rows per warpgroup
+constexpr int kColumnBox = 64;    // columns of a box across the contraction, and depth of a panel of values
 constexpr int kStages = 4;
 constexpr int kLeftBytes = kRows * kLineBytes, kRightBytes = kColumns * kLineBytes, kStageBytes = kLeftBytes + kRightBytes;
-constexpr int kAlignment = 1024;  // of what is swizzled
+constexpr int kAlignment = 1024;  // alignment of swizzled memory
 constexpr int kSharedBytes = kStages * kStageBytes + kAlignment;
 constexpr int kGroupThreads = 128;
 constexpr int kThreads = 3 * kGroupThreads;
 constexpr int kConsumerWarps = 8;
-constexpr int kMostLines = 4;  // boxes of the right operand whose places are kept
-constexpr int kStretch = 8;    // tiles of rows that blocks walk through for every column, so that operands stay in L2
+constexpr int kMostLines = 4;  // boxes of the right operand whose locations are kept in registers
+constexpr int kStretch = 8;    // row tiles that blocks process per column, so that operands stay in L2
 
-// What is multiplied, and how it lies: across the contraction or along it.
+// The dtypes of the operands, and whether each lies along or across the contraction.
 template <Factor kLeftFactor, Factor kRightFactor, bool kLeftLiesAcross, bool kRightLiesAcross>
 struct Operands {
   static constexpr Factor kLeft = kLeftFactor, kRight = kRightFactor;
   static constexpr bool kLeftAcross = kLeftLiesAcross, kRightAcross = kRightLiesAcross;
   static constexpr bool kValues = kLeft == Factor::kBF16 || kLeft == Factor::kF16;
-  static constexpr int kDepth = kValues ? 64 : 128;  // of a panel
+  static constexpr int kDepth = kValues ? 64 : 128;  // depth of a panel
   static_assert(kDepth == kColumnBox || !kRightAcross);
 };
 
-// A tile, and what is read of it from memory.
+// A tile, as read from memory.
 struct Tile {
   int row, column;
   int group, start, stop;
 };
 
 struct Work {
-  int row, column;    // of the result, of a group's matrix if `outer`
-  int first, limit;   // of the contraction
+  int row, column;    // position in the result; in a group's matrix if `outer`
+  int first, limit;   // range of the contraction
   int panels;
   int group;
-  int rows, columns;  // of the tile that are written
+  int rows, columns;  // the part of the tile that is written
 };
 
-// The right operand is (slabs, part, width): matrices of a shard and a group each, or one alone.
+// The right operand is (slabs, part, width): one matrix for each shard and group, or a single matrix.
 struct Arguments {
   GroupedJob job;
-  int across;  // tiles of columns
+  int across;  // number of column tiles
   int works;
-  int part;    // of the right operand
-  int box;     // lines of it that are copied at once
-  int boxes;   // that a tile has columns for
+  int part;    // lines per slab of the right operand
+  int box;     // lines of the right operand that are copied at once
+  int boxes;   // boxes per tile
 };
 
 __device__ __forceinline__ Tile read_tile(const Arguments& arguments, int number) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ Tile read_tile(const Arguments& arguments, int number
   return tile;
 }
 
-// Says whether there is anything to do.
+// Finds the work of a tile and returns whether there is any.
 __device__ __forceinline__ bool find_work(const Arguments& arguments, int panel_depth, const Tile& tile, Work& work) {
   const GroupedJob& job = arguments.job;
   work.group = tile.group;
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool find_work(const Arguments& arguments, int panel_
   } else {
     work.row = tile.start;
     work.first = 0;
-    work.limit = tile.group < job.groups ? job.depth : 0;  // of rows of no group nothing
+    work.limit = tile.group < job.groups ? job.depth : 0;  // rows without a group get zeros
     work.rows = min(kRows, tile.stop - tile.start);
   }
   work.panels = (work.limit - work.first + panel_depth - 1) / panel_depth;
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool find_work(const Arguments& arguments, int panel_
   return work.rows > 0;
 }
 
-// Where a line of the right operand is, counted through all shards' parts; behind the last there are zeros.
+// The location of a line of the right operand, counted through the parts of all shards. Lines after the last are zeros.
 struct Line {
   int own, slab;
 };
@@ -121,7 +121,7 @@ struct Line {
 __device__ __forceinline__ Line locate(const Arguments& arguments, int line, int limit, int group) {
   if (arguments.job.outer) return {line, 0};
   if (line >= limit) return {arguments.part, 0};
-  if (arguments.job.shards == 1) return {line, group};  // a division takes as long as a copy to be issued
+  if (arguments.job.shards == 1) return {line, group};  // the division below takes as long as issuing a copy
   const int shard = line / arguments.part;
   return {line - shard * arguments.part, shard * arguments.job.groups + group};
 }
@@ -133,7 +133,7 @@ struct Producer {
   const CUtensorMap* right;
   const Arguments& arguments;
   const Work& work;
-  Line lines[kMostLines];  // the same in every panel, where the operand lies along the contraction
+  Line lines[kMostLines];  // the same in every panel if the operand lies along the contraction
 
   __device__ __forceinline__ Producer(const CUtensorMap* left, const CUtensorMap* right, const Arguments& arguments,
                                       const Work& work)
@@ -182,7 +182,7 @@ struct Producer {
   }
 };
 
-// Puts zeros in place of what a panel has of the next group's rows.
+// Clears the rows of a panel that belong to the next group.
 __device__ __forceinline__ void clear_lines(uint8_t* panel, int first) {
   constexpr int kBoxes = kStageBytes / kColumnBoxBytes, kWords = kLineBytes / 16;
   const int thread = threadIdx.x - kGroupThreads, count = (kColumnBox - first) * kWords;
@@ -194,7 +194,8 @@ __device__ __forceinline__ void clear_lines(uint8_t* panel, int first) {
   wait_for_group(2 * kGroupThreads);
 }
 
-// Gives each of four neighbouring lanes all words of one of four blocks, in the order of the lanes that had them.
+// Transposes words among four neighbouring lanes: each lane receives all words of one of four blocks, in the order of
+// the lanes that held them.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
 #pragma unroll
@@ -220,14 +221,14 @@ __device__ __forceinline__ uint32_t as_pair(float low, float high) {
   }
 }
 
-// Where a row of a tile begins in the result.
+// Returns the offset in the result at which a row of a tile begins.
 __device__ __forceinline__ int64_t place_of(const GroupedJob& job, const Work& work, int row) {
   if (!job.outer) return int64_t{work.row + row} * job.columns;
   const int part = job.rows / job.shards, line = work.row + row, shard = line / part;
   return ((int64_t{shard} * job.groups + work.group) * part + line - shard * part) * job.columns;
 }
 
-// A warpgroup's part of a tile, 64 rows: each thread has two columns of every eight, in two rows.
+// Writes a warpgroup's 64 rows of a tile. Each thread holds two of every eight columns, in two rows.
 template <Factor kFactor, bool kWide>
 __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& work, const float (&d)[128], int part) {
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, quarter = lane % 4;
@@ -323,9 +324,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Tile next = read_tile(arguments, blockIdx.x);
   for (int number = blockIdx.x; number < arguments.works; number += gridDim.x) {
     const bool has_work = find_work(arguments, Kinds::kDepth, next, work);
-    next = read_tile(arguments, number + gridDim.x);  // ahead, so that no tile waits for it
+    next = read_tile(arguments, number + gridDim.x);  // read in advance, so that no tile waits for it
     if (!has_work) continue;
-    const bool has_rows = part * kPart < work.rows;  // else the other warpgroup has the tensor cores to itself
+    const bool has_rows = part * kPart < work.rows;  // if not, the other warpgroup has the tensor cores to itself
     float d[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) d[i] = 0.0f;
@@ -364,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, found at run time: nothing is linked with the driver.
+// Returns the driver's function, found at run time so that nothing needs to be linked with the driver.
 Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
@@ -376,7 +377,7 @@ Encode encoder() {
   return found;
 }
 
-// Boxes of lines of 128 bytes of matrices, swizzled.
+// Describes matrices to copy in boxes of swizzled lines of 128 bytes.
 bool encode(CUtensorMap& map, const void* data, int bytes, int64_t slabs, int64_t height, int64_t width, int lines) {
   const auto sized = [](int64_t size) { return static_cast<cuuint64_t>(size); };
   const cuuint64_t sizes[3] = {sized(width), sized(height), sized(slabs)};
@@ -434,12 +435,13 @@ const char* grouped_matmul(const GroupedJob& job, Stream stream) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (major != 9) return "the grouped matmul runs on Hopper (compute capability 9.0) alone";
-  if (encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or later";
+  if (major != 9) return "the grouped matmul runs only on Hopper (compute capability 9.0)";
+  if (encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled; it must support CUDA 12.0 or later";
   const bool values = job.left_factor == Factor::kBF16 || job.left_factor == Factor::kF16;
   const bool left_across = values && job.outer, right_across = values && (job.outer || job.backward);
   const int bytes = values ? 2 : 1;
-  // lines of the right operand: columns of the result along the contraction, places of the contraction across it
+  // lines of the right operand are columns of the result if it lies along the contraction, otherwise steps of the
+  // contraction
   const int lines = right_across ? job.depth : job.columns, most = right_across ? kColumnBox : kRows;
   const int shards = job.outer ? 1 : job.shards, slabs = job.outer ? 1 : job.shards * job.groups;
   Launch what{};
@@ -454,7 +456,7 @@ const char* grouped_matmul(const GroupedJob& job, Stream stream) {
   const int left_width = left_across ? job.rows : job.depth, right_width = right_across ? job.columns : job.depth;
   if (!encode(what.left, job.left, bytes, 1, left_height, left_width, left_across ? kColumnBox : kRows) ||
       !encode(what.right, job.right, bytes, slabs, arguments.part, right_width, arguments.box)) {
-    return "cuTensorMapEncodeTiled refuses an operand";
+    return "cuTensorMapEncodeTiled rejected an operand";
   }
   what.blocks = std::min(arguments.works, processors);
   what.stream = static_cast<cudaStream_t>(stream);

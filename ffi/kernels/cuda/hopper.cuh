@@ -1,5 +1,5 @@
-// Instructions of sm_90a that C++ has no words for: barriers, copies by the tensor memory accelerator, and the matmul of
-// a warpgroup.
+// Instructions of sm_90a that are not available in C++: barriers, copies by the tensor memory accelerator, and the
+// matmul of a warpgroup.
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +18,7 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to copies.
+// Makes initialized barriers visible to copies.
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   } while (!done);
 }
 
-// Copies the box of a map at (inner, middle, outer) to shared memory; the barrier counts its bytes, zeros outside the
-// array too.
+// Copies the box of a map at (inner, middle, outer) to shared memory. The barrier counts all of its bytes, including
+// the zeros outside the array.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int inner, int middle, int outer,
                                          uint32_t barrier) {
   asm volatile(
@@ -55,25 +55,25 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-constexpr uint32_t kLineBytes = 128;                   // of what is swizzled, in groups of eight lines
-constexpr uint32_t kColumnBoxBytes = 64 * kLineBytes;  // of 64 lines of the contraction by 64 columns
+constexpr uint32_t kLineBytes = 128;                   // bytes of a swizzled line; lines form groups of eight
+constexpr uint32_t kColumnBoxBytes = 64 * kLineBytes;  // bytes of a box of 64 steps of the contraction by 64 columns
 
-// Describes swizzled lines to a matmul. Along the contraction a line has 128 bytes of a row. Across it, it has 64 columns
-// at one place of the contraction, and further columns follow a box later.
+// Describes swizzled lines to a matmul. For operands along the contraction, a line holds 128 bytes of a row. For
+// operands across it, a line holds 64 columns at one step of the contraction, and the next columns are in the next box.
 template <bool kAcross>
 __device__ __forceinline__ uint64_t describe_lines(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 8 * kLineBytes, kFurther = kAcross ? kColumnBoxBytes >> 4 : 1;
   return ((address & 0x3FFFF) >> 4) | kFurther << 16 | kGroupBytes >> 4 << 32 | kSwizzle128 << 62;
 }
 
-// What a description moves on by from one matmul to the next: 32 bytes of each line, or 16 lines.
+// The step of a description from one matmul to the next: 32 bytes of each line, or 16 lines.
 template <bool kAcross>
 constexpr uint32_t kStep = (kAcross ? 16 * kLineBytes : 32) >> 4;
 
-// Makes what this thread has written to shared memory visible to matmuls.
+// Makes this thread's writes to shared memory visible to matmuls.
 __device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Waits for the threads that multiply, and for no others.
+// Waits for the threads that multiply, but for no others.
 __device__ __forceinline__ void wait_for_group(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 __device__ __forceinline__ void matmul_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -83,13 +83,13 @@ __device__ __forceinline__ void matmul_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// Sums of matmuls under way: keeps the compiler from moving what reads or writes them across this.
+// Keeps the compiler from moving reads or writes of the sums of matmuls in flight across this point.
 __device__ __forceinline__ void keep(float (&d)[128]) {
 #pragma unroll
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d += a b^T: 64 rows of a, 256 of b, 32 codes or 16 values of each.
+// Computes d += a b^T with 64 rows of a and 256 rows of b, of 32 codes or 16 values each.
 template <Factor kLeft, Factor kRight, bool kLeftAcross, bool kRightAcross>
 __device__ __forceinline__ void matmul_64x256(float (&d)[128], uint64_t a, uint64_t b) {
 #define GTP_MATMUL(kinds, across) \

@@ -1,5 +1,5 @@
-// Many jobs in one launch: a table of them, passed by value as the kernel's parameter, and the job that a tile belongs
-// to.
+// Runs many jobs in one launch. A table of jobs is passed by value as the kernel's parameter; tiles find their jobs in
+// it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,19 +9,20 @@
 
 namespace gtp::cuda {
 
-// Of the 32,764 that a kernel's parameters may have. A launch with the large table takes 5 us longer (H200).
+// The bytes of a table, out of the 32,764 that a kernel's parameters may have. A launch with the large table takes 5 us
+// longer (H200).
 constexpr int kFewBytes = 4 * 1024, kManyBytes = 30 * 1024;
-// Shared memory that a kernel may ask for at its launch without more ado: of 48 KiB, which what it declares counts in.
+// The dynamic shared memory that a kernel may use without opting in. The limit is 48 KiB, including what it declares.
 constexpr int kSharedUnasked = 32 * 1024;
 
-// `first_tile[i]` is the number of tiles before job i; `first_tile[count]` their total.
+// `first_tile[i]` is the number of tiles before job i; `first_tile[count]` is the total number of tiles.
 template <class Job, int kCapacity>
 struct Table {
   int count;
   uint32_t first_tile[kCapacity + 1];
   Job jobs[kCapacity];
 
-  // The job of a tile, by bisection.
+  // Returns the job of a tile, by bisection.
   __device__ __forceinline__ int find(uint32_t tile) const {
     int low = 0, high = count;
     while (high - low > 1) {
@@ -41,17 +42,17 @@ constexpr int capacity_for(int bytes) {
   return (bytes - 2 * static_cast<int>(sizeof(uint64_t))) / static_cast<int>(sizeof(Job) + sizeof(uint32_t));
 }
 
-// Lets a kernel ask for so much shared memory, on the device that is current.
+// Allows a kernel to use this much shared memory on the current device.
 template <class Kernel>
 const char* allow_shared(Kernel* kernel, int bytes) {
   if (bytes <= kSharedUnasked) return nullptr;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // or the next launch would be told of it
+  cudaGetLastError();  // otherwise the next launch would report the error
   return cudaGetErrorString(error);
 }
 
-// Adds jobs to tables and launches each table when it is full. `launch(table, tiles)` is told the table's tiles.
+// Adds jobs to tables and launches each table when it is full. `launch(table, tiles)` receives the number of tiles.
 template <class Job, int kCapacity, class Launch>
 const char* launch_all(const std::vector<Job>& jobs, int64_t (*tiles_of)(const Job&), Table<Job, kCapacity>& table,
                        Launch launch) {

@@ -1,4 +1,4 @@
-// Quantization, panel by panel: one pass over the input for the row copy, the column copy, or both.
+// Quantizes panel by panel, with one pass over the input for the row copy, the column copy, or both.
 #include "gtp/cuda.h"
 #include "quantize_codes.cuh"
 #include "quantize_columns.cuh"
@@ -39,11 +39,11 @@ struct BothCopies {
   }
 };
 
-// A panel that lies wholly inside a matrix whose copies are aligned, `kWhole`, has code of its own, free of conditions.
+// With `kWhole`, for panels that lie entirely inside a matrix with aligned copies, the code has no conditions.
 template <class Copies, bool kExtras, bool kWhole, class Panel>
 __device__ __forceinline__ void quantize_panel(Copies& copies, const Parameters& p, const Extent& rest,
                                                const char* stage) {
-  // columns' code is too long to be there twice: it would not stay in the instruction cache
+  // the code for columns is not unrolled, because twice its length would not fit in the instruction cache
 #pragma unroll(Copies::kMeets ? 1 : 2)
   for (int i = 0; i < Panel::kParts; ++i) {
     copies.template write<kExtras, kWhole>(p, rest, stage, i);
@@ -51,14 +51,14 @@ __device__ __forceinline__ void quantize_panel(Copies& copies, const Parameters&
   }
 }
 
-// The panels of the job at hand.
+// Quantizes the panels of the current job.
 template <class Copies, bool kExtras, class T, Kind kind>
 __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const Parameters& p, PanelWalk<T, kind>& walk,
                                              Stages<T, kind>& stages) {
   using Panel = cuda::Panel<T, kind>;
   const int job = walk.job;
   Copies copies;
-  __syncthreads();  // the job before may have been one whose warps do not meet
+  __syncthreads();  // the warps of the previous job may not have been synchronized
   do {
     copies.move_to(table.jobs[job], walk.at, p);
     bool more;
@@ -82,11 +82,11 @@ __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const P
   } while (!walk.done() && walk.job == job);
 }
 
-// How many threads are to fit on a processor, as far as registers go: as measured on an H200.
+// The number of threads per SM for which registers are limited, tuned on an H200.
 template <Kind kind, bool kExtras, bool kBoth>
 constexpr int kResident = kExtras || (kind == Kind::kExponents && kBoth) ? 512 : kind == Kind::kRuns ? 768 : 640;
 
-// `kBoth`: every job wants both copies; otherwise each wants one.
+// `kBoth`: every job requests both copies; otherwise, every job requests one.
 template <class T, Kind kind, bool kExtras, bool kBoth>
 __global__ void __launch_bounds__(Panel<T, kind>::kThreads, kResident<kind, kExtras, kBoth> / Panel<T, kind>::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeTable table, const Parameters p) {
@@ -133,7 +133,7 @@ const char* launch(const std::vector<QuantizeJob>& jobs, const Parameters& p, cu
   });
 }
 
-// Both copies of 16 x 16 blocks are made of the same codes, unless they are rounded at random.
+// Both copies of 16 x 16 blocks have the same codes, unless they are rounded stochastically.
 template <Kind kind, bool kExtras>
 constexpr bool kBothTogether = kind != Kind::kTiles || !kExtras;
 
@@ -144,7 +144,7 @@ const char* launch_dtype(const std::vector<QuantizeJob>& jobs, const Parameters&
   return nullptr;
 }
 
-// One launch if all jobs have one dtype, and all both copies or all one.
+// Needs only one launch if all jobs have the same dtype, and either all request both copies or all request one.
 template <Kind kind, bool kExtras>
 const char* launch(const std::vector<QuantizeJob>& all, const Parameters& p, cudaStream_t stream) {
   std::vector<QuantizeJob> jobs;

@@ -1,12 +1,12 @@
-// Both copies of 16 x 16 blocks: their codes are the same.
+// Makes both copies of 16 x 16 blocks, which have the same codes.
 #pragma once
 
 #include "quantize_lines.cuh"
 
 namespace gtp::cuda {
 
-// The row copy, and of its codes the transposed column copy, for which only nibbles change places: a thread takes 8
-// rows of 4 columns.
+// Makes the row copy, and the transposed column copy from its codes by rearranging nibbles. A thread takes 8 rows of 4
+// columns.
 template <class T>
 class CodesBothWays {
  public:
@@ -35,10 +35,10 @@ class CodesBothWays {
 
   template <bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
-    __shared__ __align__(8) uint32_t nibbles[2][kNibbleWords];  // the row copy stores two at a time
+    __shared__ __align__(8) uint32_t nibbles[2][kNibbleWords];  // the row copy stores two words at a time
     uint8_t tile;
     row_.template write<kExtras, kWhole>(p, rest, stage, part, nibbles[odd_], &tile);
-    __syncthreads();  // also: all are done with the tile before, whose codes the next one's will replace
+    __syncthreads();  // also: all are done with the previous tile, whose codes are replaced next
     transpose<kWhole>({rest.rows, rest.cols - part * kTile}, nibbles[odd_], tile);
   }
 
@@ -46,7 +46,7 @@ class CodesBothWays {
   LineCopy<T, Kind::kTiles, false> row_;
   bool odd_ = false;
   uint8_t* codes_;
-  uint8_t* scales_;  // of the block that the thread has in the row copy
+  uint8_t* scales_;  // the scale of the thread's block in the row copy
   int64_t pitch_, scales_pitch_;
 
   __device__ __forceinline__ static int octet_of() { return threadIdx.x % 8; }
@@ -58,14 +58,14 @@ class CodesBothWays {
     const bool there = kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows);
     if (lane < 4 && there) store_byte_kept(scales_, tile);
     const auto* rows = reinterpret_cast<const uint16_t*>(nibbles + nibble_offset(octet_of() * 8)) + quad_of();
-    uint32_t pairs[4];  // of rows, four nibbles each
+    uint32_t pairs[4];  // pairs of rows, four nibbles each
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = rows[32 * i] | static_cast<uint32_t>(rows[32 * i + 16]) << 16;
     const int valid_rows = kWhole ? 8 : max(0, min(8, rest.rows - octet_of() * 8));
 #pragma unroll
     for (int byte = 0; byte < 2; ++byte) {
       const uint32_t pick = byte ? 0x7531 : 0x6420;
-      uint32_t low[2], high[2];  // nibbles of the two columns, two rows a byte, every second byte
+      uint32_t low[2], high[2];  // nibbles of the two columns, two rows per byte, in every second byte
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t four = __byte_perm(pairs[2 * half], pairs[2 * half + 1], pick);

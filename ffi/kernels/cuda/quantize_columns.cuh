@@ -1,19 +1,19 @@
-// The column copy that stays as it is: blocks of 32 rows of a column.
+// Makes the column copy that is not transposed, with blocks of 32 rows of a column.
 #pragma once
 
 #include "quantize_panel.cuh"
 
 namespace gtp::cuda {
 
-// Two warps take a block's rows. A thread has eight columns of four rows.
+// Two warps process the rows of a block. A thread has eight columns of four rows.
 template <class T>
 struct ColumnCopyInPlace {
   static constexpr bool kMeets = true;
   static constexpr int kBlock = 32, kRowsPerThread = 4;
   using Panel = cuda::Panel<T, Kind::kExponents>;
 
-  uint8_t* codes;   // of the thread's first number
-  uint8_t* scales;  // of the one block whose scale the thread writes
+  uint8_t* codes;   // codes of the thread's first number
+  uint8_t* scales;  // scale of the one block whose scale the thread writes
   int64_t pitch;
   bool wide;
 
@@ -37,8 +37,8 @@ struct ColumnCopyInPlace {
 
   template <bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
-    __shared__ uint32_t tops[Panel::kThreads / 32][kTile];  // of a warp's rows
-    __shared__ float factors[2][kTile];                     // NaN: not finite
+    __shared__ uint32_t tops[Panel::kThreads / 32][kTile];  // maxima over a warp's rows
+    __shared__ float factors[2][kTile];                     // NaN if not finite
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8, cols = rest.cols - part * kTile;
     Numbers<T, 8> x[kRowsPerThread];
 #pragma unroll

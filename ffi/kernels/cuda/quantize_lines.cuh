@@ -1,4 +1,4 @@
-// A copy whose lines are the matrix's rows, or its columns: the row copy, and the transposed column copy.
+// Makes a copy whose lines are the matrix's rows or columns: the row copy, or the transposed column copy.
 #pragma once
 
 #include <type_traits>
@@ -7,20 +7,21 @@
 
 namespace gtp::cuda {
 
-// A thread takes a run of 16 numbers of two neighbouring lines; four lanes have 64 numbers of a line, and a warp 16
-// lines, so that it has whole 16 x 16 blocks; or, for broader stores, eight lanes have 128, or sixteen 256.
+// A thread takes a run of 16 numbers from each of two neighbouring lines. Four lanes cover 64 numbers of a line, and a
+// warp 16 lines, so that a warp has whole 16 x 16 blocks. For wider stores, eight lanes cover 128 numbers, or sixteen
+// lanes 256.
 // `kDown`: lines are columns.
 template <class T, Kind kind, bool kDown>
 class LineCopy {
   using Panel = cuda::Panel<T, kind>;
 
  public:
-  static constexpr bool kMeets = kDown;  // reads what other warps have loaded
-  bool wide;  // a run's codes are stored at once: panels that lie wholly inside need no conditions
+  static constexpr bool kMeets = kDown;  // reads numbers that other warps have loaded
+  bool wide;  // a run's codes are stored at once, so panels that lie entirely inside the matrix need no conditions
   TensorScale tensor{};
 
-  // To the panel at `at`, by all threads of the block. `known`: another copy has made the tensor's scale, which all
-  // warps of the block would wait for again.
+  // Moves to the panel at `at`; all threads of the block must call this. `known`: another copy has already computed the
+  // tensor's scale, which saves all warps of the block another synchronization.
   __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p,
                                           bool known = false, TensorScale scale = {}) {
     __shared__ float factors[kTabled ? kScaleCodes : 1];
@@ -30,7 +31,7 @@ class LineCopy {
     if (known) {
       tensor = scale;
     } else if (kind != Kind::kExponents && amax != amax_) {
-      if (kTabled && amax_) __syncthreads();  // the factors before are done with
+      if (kTabled && amax_) __syncthreads();  // until no thread uses the previous factors any more
       tensor = tensor_scale_of<kind, T>(amax, p, factors);
       if (kTabled) __syncthreads();
     }
@@ -38,7 +39,7 @@ class LineCopy {
 
     const int64_t length = kDown ? p.hadamard ? ceil_div(job.rows, kRun) * kRun : job.rows : job.cols;
     const int64_t lines = kDown ? job.cols : job.rows;
-    // unsigned, which is shorter to divide
+    // unsigned, because dividing then takes fewer instructions
     const uint64_t line = (kDown ? at.col : at.row) + line_of(), along = (kDown ? at.row : at.col) + run_of() * kRun;
     rest_ = static_cast<int>(min(int64_t{INT32_MAX}, length - (kDown ? at.row : at.col)));
     pitch_ = kFp4<kind> ? ceil_div(length, 2) : length;
@@ -54,14 +55,14 @@ class LineCopy {
 
   __device__ __forceinline__ void next_part() { move(kStepLines, kStepAlong); }
 
-  // From after the last part, to the neighbour in a row of panels.
+  // Moves from the end of the last part to the next panel in the same row of panels.
   __device__ __forceinline__ void next_panel() {
     constexpr int kLines = kDown ? Panel::kCols : 0, kAlong = kDown ? 0 : Panel::kCols;
     move(kLines - Panel::kParts * kStepLines, kAlong - Panel::kParts * kStepAlong);
   }
 
-  // A part of the panel in `stage`; `rest`: of the matrix, from the panel on. `nibbles` and `tile`: where to leave the
-  // codes as well, as `nibble_offset` says, and the scale of the thread's 16 x 16 block.
+  // Writes a part of the panel in `stage`. `rest`: the extent of the matrix from the panel on. If not null, `nibbles`
+  // also receives the codes, arranged as in `nibble_offset`, and `tile` the scale of the thread's 16 x 16 block.
   template <bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part,
                                         uint32_t* nibbles = nullptr, uint8_t* tile = nullptr) const {
@@ -76,24 +77,24 @@ class LineCopy {
 
  private:
   static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
-  static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // of the codes of a run
+  static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // bytes of the codes of a run
   static constexpr bool kTabled = kFp4<kind>;
   static_assert(!kTabled || Panel::kThreads >= kScaleCodes);
   static constexpr int kWarpLines = (kDown ? Panel::kCols : Panel::kRows) / (Panel::kThreads / 32);
-  static constexpr int kLanes = kDown ? Panel::kColumnLanes : Panel::kRowLanes;  // of a line
-  // From a part to the next: to the warp's next lines, or, where it has had them all, to the next tile.
+  static constexpr int kLanes = kDown ? Panel::kColumnLanes : Panel::kRowLanes;  // lanes per line
+  // The step from one part to the next: to the warp's next lines or, if it has processed them all, to the next tile.
   static constexpr bool kHadAll = 2 * 32 / kLanes == kWarpLines;
   static constexpr int kStepLines = kHadAll ? 0 : 2 * 32 / kLanes;
   static constexpr int kStepAlong = kHadAll && !kDown ? kTile : 0;
   static_assert(!kHadAll || !kDown || Panel::kParts == 1);
 
-  uint8_t* codes_;  // of the thread's first number
+  uint8_t* codes_;  // codes of the thread's first number
   uint8_t* scales_;
   int64_t pitch_, scales_pitch_;  // from a line of codes to the next; from a line of scales
-  uint64_t run_;                  // of the thread's first number, among all runs
+  uint64_t run_;                  // number of the thread's first run, among all runs
   uint64_t run_pitch_;
-  int rest_;  // of a line, from the part on
-  const float* amax_ = nullptr;  // whose scale `tensor` is, if this copy has made it
+  int rest_;  // remaining numbers of a line, from the part on
+  const float* amax_ = nullptr;  // the amax of the scale `tensor`, if this copy computed it
 
   __device__ __forceinline__ static int run_of() { return threadIdx.x % kLanes; }
   __device__ __forceinline__ static int line_of() {
@@ -114,7 +115,7 @@ class LineCopy {
   template <bool kExtras, bool kWhole, class Runs>
   __device__ __forceinline__ void write(const Parameters& p, int lines, const Runs& x, uint32_t* nibbles,
                                         uint8_t* tile) const {
-    // of a tile, lanes make the scale together
+    // for 16 x 16 tiles no warp may return early, because lanes compute the scale together
     if (!kWhole && kind != Kind::kTiles && __all_sync(0xFFFFFFFFu, lines <= 0)) return;
     uint32_t tops[2];
     x.max(tops);
@@ -128,7 +129,7 @@ class LineCopy {
       block[r] = kind == Kind::kTiles && r == 1 ? block[0] : scale_of<kind>(tops[r], tensor, p);
     }
 
-    // a warp whose blocks are all plain, as nearly all are, has code without branches
+    // nearly all warps have only plain blocks, for which the code has no branches
     uint32_t words[2][kBytes / 4];
     uint8_t scale[2];
     const bool chance = kExtras && p.key;

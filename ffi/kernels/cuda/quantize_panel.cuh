@@ -1,4 +1,4 @@
-// What a block loads at a time: a panel, and where its numbers lie in shared memory.
+// A panel, which is what a thread block loads at a time, and its layout in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -7,52 +7,54 @@
 
 namespace gtp::cuda {
 
-// A panel is 256 bytes broad. A block's turn has two of 64 rows, neighbours in a row, of which the second is loaded
-// while the first is worked on; or one of 256 rows, `kTall`, whose loads other blocks hide.
+// A panel is 256 bytes wide. In a turn, a thread block processes either two panels of 64 rows, neighbours along the
+// row, of which the second is loaded while the first is processed; or one panel of 256 rows (`kTall`), whose loads are
+// hidden by other thread blocks.
 //
-// Tall panels are for blocks of 16 that are runs of their lines. What bounded these is how many pieces of lines of 128
-// bytes stores consist of (see `kept`): so a store takes all 128 bytes of codes of a column's line, and 16 of its
-// scales; of a row's, as broad as the panel is, half of that or, for float32, a quarter. Three blocks take 200 KB of a
-// processor's shared memory: GPUs with 100 KB have one at a time.
+// Tall panels are for formats whose blocks are runs of 16 along a line. These were limited by the number of partially
+// written 128-byte lines (see `kept`). With tall panels, a store writes a full line of 128 bytes of a column's codes
+// and 16 bytes of its scales. For rows, which are as wide as the panel, it writes half of that or, for float32, a
+// quarter. Three thread blocks take 200 KB of an SM's shared memory; GPUs with 100 KB run one at a time.
 template <class T, Kind kind>
 struct Panel {
   static constexpr bool kTall = kind == Kind::kRuns;
-  static constexpr int kTurn = kTall ? 1 : 2;  // panels
+  static constexpr int kTurn = kTall ? 1 : 2;  // panels per turn
   static constexpr int kThreads = kTall ? 256 : 128;
   static constexpr int kRowBytes = 256;
   static constexpr int kRows = kTall ? 4 * kTile : kTile, kCols = kRowBytes / T::kBytes;
   static constexpr int kBytes = kRows * kRowBytes;
-  static constexpr int kParts = kRows * kCols / (kThreads * 2 * kRun);  // a thread makes two runs at a time
+  static constexpr int kParts = kRows * kCols / (kThreads * 2 * kRun);  // a thread processes two runs at a time
 
-  // How many lanes take a line: all numbers of it where that makes stores broader, else 64.
+  // The number of lanes per line: enough for the whole line if that makes stores wider, otherwise for 64 numbers.
   static constexpr int kMostLanes = kind == Kind::kRuns || kind == Kind::kExponents ? 16 : 4;
   static constexpr int kRowLanes = std::min(kCols / kRun, kMostLanes);
   static constexpr int kColumnLanes = std::min(kRows / kRun, kMostLanes);
 
-  // Where a number lies. Chunks of 16 bytes change places within their row so that runs of rows, and of columns, are
-  // read without bank conflicts, but for the 16 runs of columns of tall panels, which meet in pairs; gaps would do so
-  // too, but lines that are copied into memory across a multiple of 128 bytes are fetched in parts. Every bit is an
-  // exclusive or of bits of the row and of the column: the place of a sum of numbers that have no bit in common is the
-  // exclusive or of their places.
+  // Returns the place of a number. Chunks of 16 bytes are permuted within their row so that runs of rows and of columns
+  // are read without bank conflicts, except that the 16 runs of columns of tall panels conflict in pairs. Gaps would
+  // avoid conflicts too, but lines copied to shared memory across a multiple of 128 bytes are fetched in parts. Every
+  // bit of the place is an exclusive or of bits of the row and the column. Hence the place of a sum of numbers without
+  // common bits is the exclusive or of their places.
   __device__ __forceinline__ static int place(int row, int col) {
     const int chunk = col / kChunk;
     return row * kRowBytes + ((chunk ^ chunk >> 3) << 4 ^ crossed(row)) + col % kChunk * T::kBytes;
   }
 
-  // What of that is the row's part.
+  // Returns the contribution of the row to the permutation.
   __device__ __forceinline__ static int crossed(int row) {
-    // by fours, lanes read two pairs of rows at a time
+    // with four lanes per row, lanes read two pairs of rows at a time
     const int pair = kRowLanes == 4 ? (row >> 1 & 1) << (T::kBytes / 4) : 0;
     return ((row >> 4 & 3) << 1 ^ row >> 6 ^ pair) << 4;
   }
 
-  // The first chunk that a thread loads. A warp loads the rows that it has in the row copy: halves of four at a time,
-  // which are whole lines of memory. Lanes that skip every second chunk have L2 send all of them twice.
+  // The row and column of the first chunk that a thread loads. A warp loads the rows that it processes in the row copy:
+  // halves of four rows at a time, which are whole memory lines. If lanes skipped every second chunk, L2 would send
+  // every line twice.
   __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 8; }
   __device__ __forceinline__ static int first_col() { return threadIdx.x % 8 * kChunk; }
 
-  // A thread's chunks, `x` being its first number, in the background; for lines that begin at multiples of 16 bytes.
-  // `rest`: of the matrix, from the panel on; what is not there is zero.
+  // Loads a thread's chunks asynchronously; lines must begin at multiples of 16 bytes. `x`: the thread's first number.
+  // `rest`: the extent of the matrix from the panel on; everything beyond it becomes zero.
   __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch,
                                               const Extent& rest) {
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage));
@@ -71,7 +73,7 @@ struct Panel {
     }
   }
 
-  // The same, number by number, for any lines.
+  // Does the same number by number, for lines with any alignment.
   __device__ __forceinline__ static void fill_singly(char* stage, const typename T::Storage* x, int64_t pitch,
                                                      const Extent& rest) {
 #pragma unroll 1
@@ -85,7 +87,7 @@ struct Panel {
   }
 
  private:
-  static constexpr int kChunk = 16 / T::kBytes;  // numbers
+  static constexpr int kChunk = 16 / T::kBytes;  // numbers per chunk
   static constexpr int kWarpRows = kRows / (kThreads / 32);
 };
 

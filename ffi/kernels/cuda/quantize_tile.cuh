@@ -1,4 +1,4 @@
-// What all copies of a panel are made of: its numbers as loaded, the scale of a block, codes as stored.
+// The parts that all copies of a panel share: loading numbers, the scale of a block, storing codes.
 #pragma once
 
 #include "device.cuh"
@@ -8,7 +8,7 @@ namespace gtp::cuda {
 
 struct Parameters {
   const uint32_t* key;
-  float largest;  // of the format, for FP8
+  float largest;  // largest number of the format, for FP8
   float inverse_max;
   bool hadamard;
   bool e5m2;
@@ -19,20 +19,20 @@ struct Place {
   int64_t matrix, row, col;
 };
 
-// Of a panel or a matrix: how much there is.
+// The size of a panel or a matrix.
 struct Extent {
   int rows, cols;
 };
 
 // ---- in and out ---------------------------------------------------------------------------------------------------
 
-// Numbers of a row as they are stored.
+// The numbers of a row, as they are stored.
 template <class T, int kCount>
 struct Numbers {
   static constexpr int kWords = kCount * T::kBytes / 4;
   uint32_t words[kWords];
 
-  // From a panel, where the first lie.
+  // Loads them from a panel, given the place of the first numbers.
   __device__ __forceinline__ void load(const char* stage, int place) {
 #pragma unroll
     for (int w = 0; w < kWords; w += 4) {
@@ -47,11 +47,11 @@ struct Numbers {
   __device__ __forceinline__ float operator[](int i) const { return value_of<T>(words, i); }
 };
 
-// Where a row of a tile's codes of e2m1 begins, in words: the gaps let rows be read without bank conflicts.
+// Returns the offset of a row of a tile's e2m1 codes, in words. Gaps avoid bank conflicts when rows are read.
 __device__ __forceinline__ int nibble_offset(int row) { return row * 8 + row / 8 * 4; }
 constexpr int kNibbleWords = kTile * 8 + kTile / 8 * 4;
 
-// The first `bytes` of up to 16 bytes, in one store if `wide`.
+// Stores the first `bytes` of up to 16 bytes, in one instruction if `wide`.
 template <bool kWhole, bool kKept, int kWords>
 __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWords], int bytes, bool wide) {
   if (kWhole || (wide && bytes == 4 * kWords)) return store_words<kKept>(out, words);
@@ -61,19 +61,19 @@ __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWor
   }
 }
 
-// Whether products may be ties, whatever the factor. [Note: e2m1 by bytes]
+// Whether products may be ties for any factor. [Note: e2m1 by bytes]
 template <class T>
 constexpr bool kTies = T::kBytes == 4;
 
 // ---- two runs of 16 numbers ---------------------------------------------------------------------------------------
 
-// A thread's numbers: 16 of a row, of two neighbouring rows.
+// A thread's numbers: 16 numbers from each of two neighbouring rows.
 template <class T>
 struct RunsOfRows {
   using Number = T;
   Numbers<T, kRun> runs[2];
 
-  // From where a panel has the first.
+  // Loads them, given the place of the first in a panel.
   template <class Panel>
   __device__ __forceinline__ void load(const char* stage, int place) {
 #pragma unroll
@@ -82,7 +82,7 @@ struct RunsOfRows {
 
   __device__ __forceinline__ float value(int run, int i) const { return runs[run][i]; }
 
-  // The largest magnitude of each, as float32 bits; not finite where a number is not.
+  // Finds the largest magnitude of each run, as float32 bits; non-finite if any number is.
   __device__ __forceinline__ void max(uint32_t (&tops)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -98,7 +98,7 @@ struct RunsOfRows {
 template <class T>
 struct RunsOfColumns {
   using Number = T;
-  static constexpr int kWords = 2 * T::kBytes / 4;  // of a row
+  static constexpr int kWords = 2 * T::kBytes / 4;  // words per row
   uint32_t words[kRun][kWords];
 
   template <class Panel>
@@ -154,11 +154,11 @@ struct RunsOfColumns {
 // ---- copies -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ const float* amax_of(const Copy& copy, const QuantizeJob& job, int64_t matrix) {
-  // a division of 64 bits is slow, and most often not needed
+  // a 64-bit division is slow, and usually not needed
   return copy.amax + (matrix == 0 ? 0 : matrix / job.count_per_amax * job.amax_stride);
 }
 
-// By the first panel of a matrix.
+// Clears the gaps after a matrix's codes and scales; done by the matrix's first panel.
 __device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
   if (at.row + at.col > 0) return;
   const int i = static_cast<int>(threadIdx.x);
@@ -168,21 +168,22 @@ __device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
 
 // ---- scales -------------------------------------------------------------------------------------------------------
 
-// A tensor's scale, and for blocks of 16 the factor of every code that a block's scale may have, in shared memory;
-// negative where products may be ties.
+// A tensor's scale and, for blocks of 16, a table in shared memory with the factor for every possible scale code. A
+// factor is negative if its products may be ties.
 struct TensorScale {
   Nvfp4Scale scale;
   const float* factors;
 };
 
-// `plain`: all its numbers are finite, and for e2m1 no product is to saturate, and none is a tie that it minds.
+// The scale of a block. `plain`: all its numbers are finite and, for e2m1, no product saturates or is a tie that needs
+// care.
 struct Scaled {
   uint32_t code;
   float factor;
   bool plain;
 };
 
-// One factor by each of a block's first threads; all its threads must meet before they are used.
+// Each of the first threads of a block computes one factor. All threads must be synchronized before factors are used.
 template <Kind kind, class T>
 __device__ __forceinline__ TensorScale tensor_scale_of(const float* amax, const Parameters& p, float* factors) {
   if constexpr (kind == Kind::kExponents) return {};
@@ -210,12 +211,12 @@ __device__ __forceinline__ Scaled scale_of(uint32_t top_bits, const TensorScale&
   } else {
     const uint32_t code = e4m3_scale_code(top, tensor.scale);
     const float factor = tensor.factors[code];
-    // as integers, NaN and what is negative are larger
+    // as unsigned integers, NaN and negative numbers are larger
     return {code, factor, __float_as_uint(top * factor) < __float_as_uint(kE2m1Safe)};
   }
 }
 
-// As it is stored.
+// Returns the scale's code as it is stored.
 template <Kind kind>
 __device__ __forceinline__ uint8_t scale_code(const Scaled& block, bool finite) {
   if (finite) return static_cast<uint8_t>(block.code);
@@ -224,7 +225,7 @@ __device__ __forceinline__ uint8_t scale_code(const Scaled& block, bool finite) 
 
 // ---- codes of eight numbers ---------------------------------------------------------------------------------------
 
-// Of plain blocks.
+// Encodes plain blocks.
 template <Kind kind, class Runs, int kWords>
 __device__ __forceinline__ void plain_codes(const Runs& x, int run, const Scaled& block, const Parameters& p,
                                             uint32_t (&words)[kWords]) {
@@ -243,7 +244,8 @@ __device__ __forceinline__ void plain_codes(const Runs& x, int run, const Scaled
   }
 }
 
-// Of any: saturating; of a block that is not finite, zeros, as its scale says NaN; without a block, NaN where it is.
+// Encodes any block, with saturation. A non-finite block gets zeros, because its scale is NaN; for formats without
+// block scales, each non-finite number gets NaN.
 template <Kind kind, class Runs, int kWords>
 __device__ __forceinline__ void any_codes(const Runs& x, int run, const Scaled& block, bool finite, const Parameters& p,
                                           uint32_t (&words)[kWords]) {

@@ -1,4 +1,4 @@
-// Which panels a block takes, where they lie, and their way into shared memory.
+// The panels that a thread block takes: which they are, where they are, and how they are loaded to shared memory.
 #pragma once
 
 #include "launch.cuh"
@@ -8,15 +8,16 @@ namespace gtp::cuda {
 
 using QuantizeTable = Table<QuantizeJob, capacity_for<QuantizeJob>(kFewBytes)>;
 
-// A block's way along `kTurn` panels of `kRows` x `kCols`, which are counted along rows of panels, matrix by matrix and
-// job by job. Long enough that what is prepared once costs little, short enough that all processors end at about the
-// same time: they differ in speed, so that equal shares for as many blocks as fit at a time lost 10% (H200).
+// A thread block's walk over `kTurn` panels of `kRows` x `kCols`. Panels are numbered along rows of panels, matrix by
+// matrix and job by job. A walk is long enough to amortize the preparation, but short enough that all SMs finish at
+// about the same time. They differ in speed: giving equal shares to as many blocks as fit at a time took 10% longer
+// (H200).
 template <int kRows, int kCols, uint32_t kTurn>
 class Walk {
  public:
   int job;  // the number of the panel's job
   Place at;
-  Extent rest;  // of the matrix, from the panel's first row and column on
+  Extent rest;  // what remains of the matrix from the panel's first row and column on
 
   static int64_t count(const QuantizeJob& job) {
     return job.count * ceil_div(job.rows, kRows) * ceil_div(job.cols, kCols);
@@ -30,7 +31,7 @@ class Walk {
 
   __device__ __forceinline__ bool done() const { return left_ == 0; }
 
-  // To the block's next panel. Whether it is the neighbour of this.
+  // Moves to the block's next panel, and returns whether it is the right-hand neighbour of the previous one.
   __device__ __forceinline__ bool next(const QuantizeTable& table) {
     if (kTurn > 1 && --left_ > 0) {
       at.col += kCols;
@@ -43,8 +44,8 @@ class Walk {
   }
 
  private:
-  uint32_t next_, end_;  // panel numbers: after those at hand; after the block's last
-  uint32_t left_ = 0;    // of the panels at hand, which are neighbours
+  uint32_t next_, end_;  // panel numbers: the first after the current panels; the end of the block's panels
+  uint32_t left_ = 0;    // remaining current panels, which are neighbours
 
   __device__ __forceinline__ void seek(const QuantizeTable& table) {
     if (kTurn > 1 && next_ >= end_) return;
@@ -67,13 +68,13 @@ class Walk {
 template <class T, Kind kind>
 using PanelWalk = Walk<Panel<T, kind>::kRows, Panel<T, kind>::kCols, Panel<T, kind>::kTurn>;
 
-// Panels come through shared memory, one ahead of its use where a turn has several.
+// Loads panels to shared memory, one ahead of its use if a turn has several.
 template <class T, Kind kind>
 class Stages {
   using Panel = cuda::Panel<T, kind>;
 
  public:
-  static constexpr int kBytes = Panel::kTurn * Panel::kBytes;  // of shared memory
+  static constexpr int kBytes = Panel::kTurn * Panel::kBytes;  // bytes of shared memory
 
   __device__ __forceinline__ Stages(const QuantizeTable& table, const PanelWalk<T, kind>& walk, char* shared)
       : table_(table), shared_(shared), walk_(walk) {
@@ -81,14 +82,14 @@ class Stages {
     fill();
   }
 
-  // The panel that was filled last, when what this thread loads of it is there; whoever reads other parts must meet
-  // their threads first.
+  // Returns the last panel filled, once this thread's loads of it have arrived. Threads must be synchronized before
+  // they read what others loaded.
   __device__ __forceinline__ const char* next() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     return shared_ + (filled_ - 1) * Panel::kBytes;
   }
 
-  // Begins to load one more, which has a place of its own.
+  // Starts loading the next panel, which has its own place.
   __device__ __forceinline__ void fill() {
     if (walk_.done()) return;
     char* stage = shared_ + filled_++ * Panel::kBytes;
@@ -108,8 +109,8 @@ class Stages {
   const QuantizeTable& table_;
   char* shared_;
   PanelWalk<T, kind> walk_;
-  int filled_ = 0;                // how many panels
-  const typename T::Storage* x_;  // of the first number that the thread loads
+  int filled_ = 0;                // number of panels filled
+  const typename T::Storage* x_;  // the first number that the thread loads
   int64_t pitch_;
   bool wide_;
 

@@ -1,7 +1,7 @@
-// Copies of rows that lie anywhere.
+// Copies rows from arbitrary positions.
 //
-// A warp copies pieces of 16 bytes of one row: several are on their way at once, and rows that are taken more than once
-// stay in the cache, as what is written does not.
+// A warp copies 16-byte pieces of one row, with several in flight at once. Rows that are read more than once stay in
+// the cache, because writes are marked to be evicted first.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace gtp::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kAtOnce = 8;  // pieces of a lane
+constexpr int kAtOnce = 8;  // pieces per lane in flight
 
 __global__ void __launch_bounds__(kThreads) take_kernel(const __grid_constant__ TakeJob job) {
   const int64_t place = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;

@@ -1,7 +1,7 @@
-// Matrices of bytes, transposed in tiles of 128 rows that lie anywhere: rows of groups moved apart on the way, or shards
-// joined.
+// Transposes matrices of bytes in tiles of 128 rows at arbitrary positions. This can also move the rows of groups
+// apart, or join shards.
 //
-// A thread turns 16 rows of four columns; lines of 128 bytes are put together in shared memory.
+// A thread transposes 16 rows of four columns; lines of 128 bytes are assembled in shared memory.
 #include <cuda_runtime.h>
 
 #include "gtp/cuda.h"
@@ -9,11 +9,11 @@
 namespace gtp::cuda {
 namespace {
 
-constexpr int kSide = 128;  // of a tile
+constexpr int kSide = 128;  // side of a tile
 constexpr int kThreads = 256;
-constexpr int kRun = 16;  // rows of a thread
+constexpr int kRun = 16;  // rows per thread
 
-// Turns 4 x 4 bytes: word i of the result holds byte i of each word.
+// Transposes 4 x 4 bytes: word i of the result holds byte i of each word.
 __device__ __forceinline__ void turn(uint32_t (&v)[4]) {
   const uint32_t a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[2], v[3], 0x5140);
   const uint32_t c = __byte_perm(v[0], v[1], 0x7362), d = __byte_perm(v[2], v[3], 0x7362);
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_consta
   const int count = job.stops[tile] - static_cast<int>(start);
   const int word = threadIdx.x % 32, run = threadIdx.x / 32;
   const int column = first + word * 4;
-  uint32_t turned[4][kRun / 4];  // of each column
+  uint32_t turned[4][kRun / 4];  // by column
 #pragma unroll
   for (int i = 0; i < kRun; i += 4) {
     uint32_t v[4];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_consta
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    // pieces of a line change places, or eight lanes would write to the same banks
+    // the pieces of a line are permuted, because otherwise eight lanes would write to the same banks
     lines[(word * 4 + j) * 8 + (run ^ word % 8)] = make_uint4(turned[j][0], turned[j][1], turned[j][2], turned[j][3]);
   }
   __syncthreads();
