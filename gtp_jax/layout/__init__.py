@@ -9,3 +9,4 @@ from ._layout import axes_in_use as axes_in_use
 from ._split import Split as Split
 from ._storage import UNDIVIDED as UNDIVIDED
 from ._storage import Division as Division
+from ._storage import Storage as Storage
