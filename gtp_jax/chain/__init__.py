@@ -1,4 +1,4 @@
-"""Layers in a row, their weights gathered ahead of use and their gradients scattered behind it."""
+"""Runs a sequence of layers, prefetching each layer's weights and reduce-scattering gradients in the background."""
 
 from ._backward import Gradients as Gradients
 from ._backward import backward as backward

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns: a gradient a stage of `shards` and of `params`, and those of `x` and `shared`."""
+    """The gradients that a backward pass returns: of `shards` and `params` for each stage, and of `x` and `shared`."""
 
     shards: list[Tree]
     params: list[Tree]
@@ -38,34 +38,34 @@ def backward(
 ) -> Gradients:
     """Returns the gradients of a chain.
 
-    A pure function of its arguments, like `forward`.
+    This is a pure function of its arguments, like `forward`.
 
     Args:
-        stages: as they were in `forward`.
-        residuals: what `forward` left.
-        gradient: of the output.
-        plan: the one that `forward` was given.
-        shared: as in `forward`: nothing of it was saved. Floats have gradients, summed over layers in float32 at
-            least; integers have none.
-        scalars: gradients of each stage's `Outputs.scalars`; may be left out where no layer returns any.
+        stages: the same stages as in `forward`.
+        residuals: the residuals that `forward` returned.
+        gradient: the gradient of the output.
+        plan: the same plan as in `forward`.
+        shared: the same shared inputs as in `forward`, which were not saved. Floats have gradients, summed over layers
+            in float32 or wider; integers have none.
+        scalars: the gradients of each stage's `Outputs.scalars`; may be omitted if no layer returns scalars.
     """
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
     carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals.layers)
-    assert not carry.weights and not carry.pending, "gathered, and never used"
+    assert not carry.weights and not carry.pending, "gathered but never used"
     stacked = [stage.stacked for stage in stages]
     shards, params = (collect(_pieces(gradients, len(stages)), stacked) for gradients in done)
     return Gradients(shards, params, carry.gradient, walk.of_shared(carry.shared))
 
 
 class _Carry(NamedTuple):
-    """What is handed from layer to layer.
+    """The values that are passed from layer to layer.
 
     Attributes:
-        gradient: of the activation.
-        weights: gathered, and yet to be used.
-        pending: gradients of gathered weights, yet to be reduced.
-        shared: the sum so far of the gradients of shared floats, a list.
+        gradient: the gradient of the activation.
+        weights: the gathered weights that have not been used yet.
+        pending: the gradients of gathered weights that have not been reduced yet.
+        shared: the gradients of the shared floats, summed so far.
     """
 
     gradient: Tree
@@ -75,7 +75,7 @@ class _Carry(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """Gradients of shards and of params, by stage and layer; each with whether it is several layers'."""
+    """The gradients of shards and params, by stage and layer, each with whether it is a stack of several layers."""
 
     shards: ByLayer
     params: ByLayer
@@ -87,7 +87,7 @@ class _Backward:
         self.shared = shared
         self.scalars = scalars
         self.sent = residuals.sent
-        # stages in which backward needs weights that were not kept; that of an embedding, for one, does not
+        # the stages whose backward needs weights that were not kept; an embedding's backward, for example, needs none
         self.regathers = {stage for (stage, _), closure in residuals.layers.items() if any(_marks(closure.args_res[0]))}
 
     def zeros(self) -> list[jax.Array]:
@@ -95,7 +95,7 @@ class _Backward:
         return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]
 
     def of_shared(self, sums: list[jax.Array]) -> Tree:
-        """Returns the sums in the dtypes of the shared inputs."""
+        """Returns the summed gradients in the dtypes of the shared inputs."""
         leaves, tree = jax.tree.flatten(self.shared)
         summed = iter(sums)
         none = jax.dtypes.float0
@@ -125,7 +125,8 @@ class _Backward:
                     if to_shared:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
                 case Barrier():
-                    # ends gather and reduction with this layer, and has its weight gradient before the next one begins
+                    # ends the gather and the reduction with this layer, and completes its weight gradient before the
+                    # next layer begins
                     gradient, pending, reduced, weights, shared = together(gradient, pending, reduced, weights, shared)
                     entered, turn = gradient, no_turn()
                     done.shards.update(self._finished(reduced))
@@ -141,14 +142,14 @@ class _Backward:
         return _Carry(gradient, weights, pending, shared), done
 
     def _gather(self, stage: int, layer: int, number: Any, entered: Tree, turn: Turn) -> Tree:
-        """Gathers a layer's weights again, of what was sent before if that was kept."""
+        """Gathers a layer's weights again, from what forward sent if that was kept."""
         own = self.stages[stage]
         kept = self.sent.get((stage, layer))
         prepared = own.prepare_layer(number, entered) if kept is None else kept
         return own.gather_layer(number, prepared, entered, turn)
 
     def _finished(self, reduced: ByLayer) -> ByLayer:
-        """Returns the gradients of shards, each with that it is one layer's."""
+        """Returns the gradients of shards, each marked as that of a single layer."""
         return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: ByLayer) -> tuple[_Carry, _Done]:
@@ -167,8 +168,8 @@ class _Backward:
     def _compute(
         self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
     ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array], Turn]:
-        """Runs one layer backward. Returns the gradients of its input, of its weights and slots, of its params, of the
-        shared floats, and of its turn."""
+        """Runs the backward pass of one layer. Returns the gradients of its input, of its weights and slots, of its
+        params, of the shared floats, and of its turn."""
         stage = self.stages[number]
         shared = self.shared if stage.takes_shared else ()
         scalars, constants = (stage.of_layer(tree, layer) for tree in (self.scalars[number], stage.constants))
@@ -178,9 +179,9 @@ class _Backward:
         weights = weights if any(_marks(kept)) else kept
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
         to_weights, to_slots, params, gradient, to_shared, _, turn = closure((gradient, scalars))
-        if to_slots:  # zeros, which must not wait for the reduction
+        if to_slots:  # gradients of weights with slots are zeros, which must not wait for the reduction
             to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
-        if stage.frozen:  # of which nothing may be computed, nor wait for a reduction
+        if stage.frozen:  # gradients of frozen weights must neither be computed nor wait for a reduction
             to_weights, to_slots = (
                 {key: own for key, own in tree.items() if key not in stage.frozen} for tree in (to_weights, to_slots)
             )
@@ -205,7 +206,7 @@ def _is_mark(leaf: Any) -> bool:
 
 
 def _marks(residual: Tree) -> list[bool]:
-    """Says for each operand in a residual whether it must be supplied again."""
+    """Returns, for each operand in a residual, whether it must be supplied again."""
     return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=_is_mark)]
 
 
@@ -215,7 +216,7 @@ def _chosen(residual: Tree, operands: Tree) -> list[Any]:
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """Returns the residual with these operands in place of its marks."""
+    """Returns the residual with its marks replaced by these operands."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=_is_mark)
     values = iter(operands)
     marks = _marks(residual)

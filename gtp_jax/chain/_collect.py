@@ -1,4 +1,4 @@
-"""Values that a pass makes layer by layer and out of order, put back into stacks."""
+"""Collects values that a pass computes layer by layer and out of order into stacks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 Tree = Any
 
-# Index of the (first) layer, the values, and whether they carry a leading dimension of several layers.
+# The index of the (first) layer, the values, and whether they have a leading dimension for several layers.
 Piece = tuple[int, Tree, bool]
 
 
 def collect(pieces: list[list[Piece]], stacked: list[bool]) -> list[Tree]:
-    """Returns one pytree a stage, its layers in order, with the leading dimension where the stage is stacked."""
+    """Returns one pytree per stage, with its layers in order and, if the stage is stacked, with a leading dimension."""
     return [_join(of_stage, many) for of_stage, many in zip(pieces, stacked, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a chain does, as a list of events that can be printed, tested and added up."""
+"""Describes what a chain does as a list of events that can be printed, tested and counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """Starts to gather a layer's weights, no sooner than the activation or gradient at hand has arrived."""
+    """Starts to gather a layer's weights, but not before the current activation or gradient has arrived."""
 
     stage: int
     layer: int
@@ -37,17 +37,18 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Ends all that is in flight together with the layer that has just been computed; see [Note: ties]."""
+    """Makes everything in flight end together with the layer that has just been computed; see [Note: ties]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Runs `body` for layers `start` to `stop` (exclusive) of a stage: upward in forward, downward in backward.
+    """Runs `body` for layers `start` to `stop` (exclusive) of a stage, in ascending order in forward and in descending
+    order in backward.
 
-    In `body` a layer is counted from that of the iteration: 0 is the layer itself, 1 the next, -1 the one before.
+    In `body`, layers are relative to that of the iteration: 0 is the layer itself, 1 the next, -1 the previous.
 
     Attributes:
-        unroll: iterations in one pass of the compiled loop.
+        unroll: the number of iterations in one pass of the compiled loop.
     """
 
     stage: int
@@ -62,16 +63,16 @@ Event = Gather | Compute | Reduce | Barrier | Loop
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The events of both passes. Printed, it is a line for each layer.
+    """The events of both passes. Prints as one line per layer.
 
-    Moving activations to the host and back (offload, fetch) would be two more kinds of event, which the planner would
-    put between a layer's `Compute` and the next `Barrier`.
+    Moving activations to the host and back (offload, fetch) would be two more kinds of events, which the planner would
+    place between a layer's `Compute` and the next `Barrier`.
 
     Attributes:
-        forward: its events.
-        backward: likewise.
-        keep_sent: whether what a layer sent in forward is kept, and sent again in backward, instead of being cast and
-            joined again.
+        forward: the events of the forward pass.
+        backward: the events of the backward pass.
+        keep_sent: whether what a layer sent in forward is kept and sent again in backward, instead of casting and
+            joining shards again.
     """
 
     forward: tuple[Event, ...]
@@ -82,10 +83,10 @@ class Plan:
         return self.describe()
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """Returns the plan as text: what stands in one line runs at the same time.
+        """Returns the plan as text. Events on the same line run at the same time.
 
         Args:
-            names: of the stages; their numbers by default.
+            names: the names of the stages; their numbers by default.
         """
         lines: list[str] = []
         for name, events in (("forward", self.forward), ("backward", self.backward)):

@@ -19,11 +19,12 @@ Tree = Any
 
 
 class Residuals(NamedTuple):
-    """What `backward` needs, by stage and layer.
+    """The values that `backward` needs, by stage and layer.
 
     Attributes:
-        layers: what each layer saved; of a loop's layers stacked, by the first of them.
-        sent: what was prepared to be sent for layers whose gathered weights are not kept, if the plan keeps it.
+        layers: the residuals of each layer. Those of a loop's layers are stacked, under the number of the first layer.
+        sent: what was prepared for sending, of the layers whose gathered weights are not kept; empty unless the plan
+            keeps it.
     """
 
     layers: ByLayer
@@ -31,12 +32,12 @@ class Residuals(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward pass leaves.
+    """The results of a forward pass.
 
     Attributes:
         y: the last stage's output.
-        outputs: one a stage.
-        residuals: what `backward` needs.
+        outputs: the further outputs of each stage.
+        residuals: the values that `backward` needs.
     """
 
     y: Tree
@@ -47,17 +48,17 @@ class Forward(NamedTuple):
 def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan: Plan, shared: Tree = ()) -> Forward:
     """Runs `x` through the stages.
 
-    A pure function: several passes may be under way at once, and each one's `backward` may follow at any time.
+    This is a pure function: several passes may be in progress at once, and each `backward` may follow at any time.
 
     Args:
-        stages: what to run; the output of one is the input of the next.
-        x: pytree of arrays.
-        plan: made by `plan` for the lengths of these stages.
-        shared: pytree of arrays that every layer of the stages with `takes_shared` is given.
+        stages: the stages to run; the output of one is the input of the next.
+        x: the input, a pytree of arrays.
+        plan: the plan that `plan` returned for the lengths of these stages.
+        shared: a pytree of arrays that is passed to every layer of the stages with `takes_shared`.
     """
     walk = _Forward(stages, shared, plan.keep_sent)
     x, weights, done = walk.run(plan.forward, x, {}, 0)
-    assert not weights, f"gathered, and never used: {sorted(weights)}"
+    assert not weights, f"gathered but never used: {sorted(weights)}"
     pieces: list[list[Piece]] = [[] for _ in stages]
     for (stage, layer), (_, outputs, several) in done.items():
         pieces[stage].append((layer, outputs, several))
@@ -74,8 +75,8 @@ class _Forward:
         self.sent: ByLayer = {}
 
     def run(self, events: Sequence[Event], x: Tree, weights: ByLayer, origin: Any) -> tuple[Tree, ByLayer, ByLayer]:
-        """Returns the activation, weights in flight, and of each layer its closure, its outputs, and whether these are
-        several layers'."""
+        """Returns the activation, the weights in flight and, for each layer, its closure, its outputs, and whether
+        these are a stack of several layers."""
         weights, done = dict(weights), {}
         for event in events:
             match event:
@@ -122,7 +123,7 @@ class _Forward:
         params, constants = (stage.of_layer(tree, layer) for tree in (stage.params, stage.constants))
         shared = self.shared if stage.takes_shared else ()
         operands = (weights, stage.slots(weights), params, x, shared, constants, turn)
-        # what backward wants of operands that are not saved comes back as a mark, to be supplied again
+        # an operand that backward needs but that is not saved becomes a mark in the residual, to be supplied again
         saved = (keep, True, True, True, False, False, False)
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
         return y, closure, Outputs(state, scalars, metrics)

@@ -1,4 +1,4 @@
-"""The planner: from the lengths of a chain's stages and a `Schedule` to a list of events."""
+"""The planner: turns the lengths of a chain's stages and a `Schedule` into lists of events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ._schedule import Schedule, Segment, segments
 def plan(lengths: Sequence[int], schedule: Schedule, *, travels: bool = True) -> Plan:
     """Returns the events of a chain.
 
-    With prefetch, forward gathers the weights of layer k + 1 while layer k computes; backward walks the layers in
-    reverse, gathers those of layer k - 1 again unless they were kept, and reduces the gradient of layer k + 1 while
-    layer k computes. Without, each is waited for.
+    With prefetching, forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers
+    in reverse: while layer k computes, it gathers the weights of layer k - 1 again unless they were kept, and reduces
+    the gradient of layer k + 1. Without prefetching, layers wait for each collective.
 
     Args:
-        lengths: number of layers of each stage; 1 for a single module.
-        schedule: when things happen.
-        travels: whether gathering any layer's weights communicates or decodes anything.
+        lengths: the number of layers of each stage; 1 for a single module.
+        schedule: the schedule to follow.
+        travels: whether gathering any layer's weights involves communication or decoding.
     """
     total = sum(lengths)
     kept = schedule.layers_kept(total, travels=travels)
@@ -60,7 +60,7 @@ class _Planner:
             segment = self.segments[number]
             stage = segment.stage
             if segment.loop:
-                # layers of a loop either all keep their weights or none does, and the layer before the loop likewise
+                # either all or none of a loop's layers keep their weights; the layer before the loop does the same
                 keep = self._keeps(stage, segment.start)
                 body = self._backward(stage, 0, None if keep else (stage, -1), (stage, 1), keep)
                 events.append(Loop(stage, segment.start, segment.stop, segment.loop, tuple(body)))
@@ -95,7 +95,7 @@ class _Planner:
             return [*([] if keep else [Gather(stage, layer)]), compute, Reduce(stage, layer), Barrier()]
         gather = [Gather(*before)] if before else []
         reduce = [Reduce(*behind)] if behind else []
-        return [compute, *gather, *reduce, Barrier()]  # both wait for a layer's exchange of tokens
+        return [compute, *gather, *reduce, Barrier()]  # gather and reduce wait for the layer's exchange of tokens
 
     def _regather(self, place: tuple[int, int]) -> list[Event]:
         return [] if self._keeps(*place) else [Gather(*place)]

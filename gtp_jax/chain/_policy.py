@@ -1,4 +1,4 @@
-"""What a link keeps of its forward pass for its backward pass, by name."""
+"""Rematerialization policies: what a layer saves in its forward pass for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
-    # A product with batch dimensions is attention written out: sequence x sequence, never worth keeping.
+    # A product with batch dimensions is unfused attention: sequence x sequence, which is never worth saving.
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
-    # Of a row-parallel product the sum over tp is kept, in place of the partial product; of products made part by part
-    # (`collectives.gather_linear`), which this does not see into, the name.
+    # For a row-parallel product, saves the sum over tp instead of the partial product. Products computed part by part
+    # (`collectives.gather_linear`) are opaque here, so their named results are saved.
     if primitive.name == "name":
         return params["name"] in (SAVED, ROUTING)
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
@@ -39,23 +39,23 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Returns `function`, keeping for backward only what the policy names.
+    """Returns `function`, changed to save for backward only what the policy names.
 
-    - `nothing`: the input alone; the forward pass is run again. Least memory. As under every policy, choices of experts
-      are kept (`ops.save_routing`).
-    - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
-      place ahead of norms and attention (`ops.save_for_backward`); norms, activations and the tp axis' gathers of
-      activations are run again. The default.
-    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.save_activation`), which
-      are then not made again, for one number a hidden feature and row.
-    - `everything`: all that backward needs; nothing is run again but the tp axis' gathers of activations.
+    - `nothing`: saves only the input; the forward pass is run again. Uses the least memory. As with every policy, the
+      choices of experts are saved (`ops.save_routing`).
+    - `matmuls`: saves the outputs of matmuls, summed over tp where they are partial, and of fused attention, or the
+      values that replace them before norms and attention (`ops.save_for_backward`). Norms, activation functions and the
+      tp axis's gathers of activations are run again. The default.
+    - `activations`: also saves those inputs of matmuls that an activation function computed (`ops.save_activation`), so
+      that they are not recomputed. This costs one number per hidden feature and row.
+    - `everything`: saves all that backward needs; only the tp axis's gathers of activations are run again.
 
     Raises:
-        ValueError: on another name.
+        ValueError: if there is no such policy.
     """
     if remat not in _POLICIES:
         raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(_POLICIES)}.")
     if remat == "everything":
         return function
-    # The chain keeps forward and backward apart itself ([Note: ties]); a second barrier would only hinder fusion.
+    # The chain itself separates forward from backward ([Note: ties]); a second barrier would only prevent fusion.
     return jax.checkpoint(function, policy=_POLICIES[remat], prevent_cse=False)

@@ -1,23 +1,26 @@
-"""The chain: layers run one after the other, each with its weights gathered just in time.
+"""The chain: runs layers one after another, gathering the weights of each layer just in time.
 
-Forward gathers the weights of layer k + 1 while layer k computes. Backward walks the layers in reverse, gathers again
-what was not kept, and reduce-scatters the gradient of layer k + 1 while layer k computes. Between the two passes a
-weight exists only as a shard. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
-(TransformerEngine #3005), stated as one `custom_vjp` around two passes that walk a list of events.
+Forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers in reverse, gathers
+again what was not kept, and reduce-scatters the gradient of layer k + 1 while layer k computes. Between the two passes,
+a weight exists only as a shard. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
+(TransformerEngine #3005), expressed as one `custom_vjp` around two passes that interpret a list of events.
 
 [Note: ties]
-XLA is free to run a gather as early as its operands exist. Left alone it merges the backward gathers with the forward
-ones, which keeps every gathered weight alive, and starts others so early that nothing hides them. So each gather is
-tied, through an optimization barrier, to the activation that enters the layer ahead of it, and to the one that leaves
-it: it starts no sooner than that layer does, and ends with it. The scatters are tied likewise. As nothing of one layer
-can then be joined with another's, XLA may be told to join all it can: then a layer is one gather and one scatter.
-What a layer left for its backward pass is tied to the gradient that arrives there, or XLA would find what is to be
-computed again already computed in forward, and keep it. Shared inputs and constants, which are supplied to backward
-anew, are tied there for the same reason.
+XLA is free to run a gather as soon as its operands exist. Left alone, it merges the backward gathers with the forward
+gathers, which keeps every gathered weight alive, and starts others so early that nothing hides them. So optimization
+barriers tie each gather to the input and the output of the layer that runs before it: the gather starts no sooner than
+that layer does, and ends with it. The scatters are tied in the same way. Since this prevents XLA from combining
+collectives of different layers, it may be told to combine all it can, which leaves one gather and one scatter per
+layer.
 
-A layer may exchange tokens with other ranks, on the stream of the gathers. Forward hands it a turn that follows the
-gather of the next layer's weights, for which its exchange waits; the turn's gradient follows the layer's last exchange
-in backward, for which gather and scatter wait (`gtp_jax.collectives.use_turn`). Of other layers it is a zero.
+The residuals of a layer are tied to the gradient that arrives at its backward pass. Otherwise XLA would notice that
+what is to be recomputed has already been computed in forward, and keep it. Shared inputs and constants, which are
+supplied to backward again, are tied there for the same reason.
+
+A layer may exchange tokens with other ranks, on the same stream as the gathers. Forward passes it a turn that follows
+the gather of the next layer's weights, and the layer's exchange waits for this turn. In backward, the turn's gradient
+follows the layer's last exchange, and the gather and the scatter wait for it (`gtp_jax.collectives.use_turn`). For
+layers without an exchange, the turn's gradient is a zero.
 """
 
 from __future__ import annotations
@@ -46,22 +49,22 @@ def run(
     """Runs `x` through the stages in order.
 
     Args:
-        stages: what to run; `y` of one is `x` of the next.
-        x: pytree of arrays.
-        schedule: when things happen. The result does not depend on it.
-        shared: pytree of arrays that every layer of the stages with `takes_shared` is given: positions, masks, an
-            encoder's output. They are supplied again in backward, and never saved with a layer; but what a layer
-            computes from them is saved as its remat policy says.
+        stages: the stages to run; the output `y` of one is the input `x` of the next.
+        x: the input, a pytree of arrays.
+        schedule: the schedule to follow. The result does not depend on it.
+        shared: a pytree of arrays that is passed to every layer of the stages with `takes_shared`, such as positions,
+            masks or an encoder's output. They are supplied again in backward and never saved with a layer. What a layer
+            computes from them is saved according to its remat policy.
 
     Returns:
-        The last stage's output, and each stage's outputs. Differentiable in every stage's `shards` and `params`, in
-        `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least. Both passes are
-        differentiable in the same arrays, so that gradients can be differentiated again; `shards` are residuals for
-        that alone.
+        The last stage's output, and the further outputs of each stage. Differentiable with respect to every stage's
+        `shards` and `params`, `x`, and the floats of `shared`, whose gradients are summed over layers in float32 or
+        wider. Both passes are differentiable with respect to the same arrays, so gradients can be differentiated again;
+        `shards` are residuals only for that purpose.
     """
     travels = any(stage.travels for stage in stages)
     events = plan([stage.length for stage in stages], schedule, travels=travels)
-    # JAX keeps the rules below with what it has traced: they are given all arrays, and hold none
+    # JAX caches the rules below with the traces, so they receive all arrays as arguments and hold none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 
     def with_arrays(shards: Tree, params: Tree, given: Tree) -> list[Stage]:
@@ -83,9 +86,9 @@ def run(
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
         computed = backward(with_arrays(shards, params, given), residuals, gradient, events, shared, scalars)
-        # layers are joined in the dtype of their sums, and only then cast
+        # layers are joined in the dtype in which they were summed, and cast only after that
         of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
-        return of_shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
+        return of_shards, None, computed.params, computed.x, computed.shared  # straight-through for gather_inputs
 
     chain.defvjp(fwd, bwd)
     looped = {event.stage for event in events.forward if isinstance(event, Loop)}
@@ -97,6 +100,6 @@ def run(
 
 
 def _joined(inputs: Tree) -> Tree:
-    """Returns the same with stacks that lie apart joined, once for all iterations of a loop."""
+    """Returns the inputs with `Apart` stacks joined, once for all iterations of a loop."""
     is_apart = lambda leaf: isinstance(leaf, Apart)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.joined() if is_apart(leaf) else leaf, inputs, is_leaf=is_apart)

@@ -1,4 +1,4 @@
-"""In which order a chain's layers run, and which of them share one loop body."""
+"""Defines in which order a chain's layers run, and which of them share a loop body."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ KeepGathered = int | Literal["all", "auto"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a chain is run. None of it changes a number, only when things happen and what is kept.
+    """How a chain is run. It affects only when things happen and what is kept, but no results.
 
     Attributes:
-        prefetch: gather the next layer's weights under this layer's compute, forward and backward, and
-            reduce-scatter the last gradient under this layer's backward. Off: each is waited for.
-        unroll: layers of a stack in one loop body; `"full"` writes every layer out, which is fastest to run.
-        keep_gathered: the number of layers, counted from the chain's end, that keep their gathered weights for
-            backward, or `"all"`; the other layers gather again. Where layers are written out, these keep what they
-            sent, two bytes in bfloat16 for each parameter that a rank holds, instead of casting and joining shards
-            again; with `0` they keep nothing. `"auto"`, the default, keeps the last layer's gathered weights, because
-            its backward follows its forward at once; and all layers' where no weight of the chain travels and layers
-            are written out, because gathering again would only cast and join the same shards again.
+        prefetch: whether to overlap communication with compute: gather the next layer's weights while a layer computes,
+            in forward and backward, and reduce-scatter the previous gradient while a layer's backward computes.
+            Otherwise, layers wait for each collective.
+        unroll: the number of a stack's layers in one loop body; `"full"` unrolls all layers, which runs fastest.
+        keep_gathered: the number of layers, counted from the end of the chain, that keep their gathered weights for
+            backward, or `"all"`; the other layers gather again. If layers are unrolled, the other layers keep what they
+            sent, which takes two bytes in bfloat16 for each parameter that a rank holds, instead of casting and joining
+            shards again; with `0`, they keep nothing. `"auto"`, the default, keeps the last layer's gathered weights,
+            because its backward directly follows its forward. If no weight of the chain is communicated or decoded and
+            layers are unrolled, it keeps those of all layers, because gathering again would only cast and join the same
+            shards again.
     """
 
     prefetch: bool = True
@@ -40,11 +42,11 @@ class Schedule:
             )
 
     def layers_kept(self, total: int, *, travels: bool = True) -> int:
-        """Returns how many layers, counted from the chain's end, keep their gathered weights for backward.
+        """Returns how many layers, counted from the end of the chain, keep their gathered weights for backward.
 
         Args:
             total: the number of layers in the chain.
-            travels: whether gathering any of their weights communicates or decodes anything.
+            travels: whether gathering any of their weights involves communication or decoding.
         """
         if self.keep_gathered == "auto":
             return 1 if travels or self.unroll != "full" else total
@@ -59,7 +61,7 @@ def _is_count(value: Any, least: int) -> bool:
 class Segment:
     """Layers `start` to `stop` (exclusive) of one stage.
 
-    `loop` is 0 where they are written out, else the number of layers in the body of the loop that runs them.
+    `loop` is 0 if the layers are unrolled, otherwise the number of layers in the body of the loop that runs them.
     """
 
     stage: int
@@ -69,16 +71,16 @@ class Segment:
 
 
 def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]:
-    """Cuts a chain into stretches that are written out or looped over.
+    """Divides a chain into segments whose layers are either unrolled or run in a loop.
 
-    A loop's first and last layers are written out: the last so that the next stage's gather runs under it, the first
-    so that backward has nothing left to fetch when it reaches it. Layers that keep their weights stand apart from
-    those that do not, for a loop's body treats all its layers alike.
+    The first and the last layers of a looped stage are unrolled: the last ones so that they hide the next stage's
+    gather, and the first so that backward has nothing left to gather when it reaches it. Layers that keep their weights
+    are separated from those that do not, because a loop's body treats all its layers in the same way.
 
     Args:
-        lengths: number of layers of each stage; 1 for a single module.
-        schedule: says how many layers share a loop body.
-        kept: the number of layers, counted from the chain's end, that keep their weights.
+        lengths: the number of layers of each stage; 1 for a single module.
+        schedule: the schedule, which determines how many layers share a loop body.
+        kept: the number of layers, counted from the end of the chain, that keep their weights.
     """
     total = sum(lengths)
     stretches: list[Segment] = []

@@ -1,4 +1,4 @@
-"""One stretch of a chain, and what the interpreter of both passes does with its arrays."""
+"""The stages of a chain, and the operations on their arrays that both passes use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Tree = Any
 
 
 class Outputs(NamedTuple):
-    """What a layer, or all layers of a stage, return beside the activation.
+    """The outputs of a layer, or of all layers of a stage, in addition to the activation.
 
-    Of a stacked stage each array has a leading dimension of the stage's length.
+    In a stacked stage, each array has a leading dimension of the stage's length.
 
     Attributes:
-        state: updated state, such as batch statistics. It has no gradient, and is made in forward alone.
-        scalars: floats that are differentiated, such as auxiliary losses: one a layer, not summed, so that the caller
-            may weigh them.
-        metrics: what is reported. It has no gradient.
+        state: the updated state, such as batch statistics. It has no gradient, and is computed only in forward.
+        scalars: floats that are differentiated, such as auxiliary losses. There is one per layer, not a sum, so that
+            the caller may weight them.
+        metrics: values to report, which have no gradient.
     """
 
     state: Tree = ()
@@ -34,35 +34,37 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A module, or `length` layers alike.
+    """A module, or `length` layers of the same structure.
 
     Attributes:
-        shards: pytree of the weights' shards. If `stacked`, each leaf has a leading dimension of `length`.
-        gather_inputs: what is gathered: the shards themselves or their quantized form, stacked likewise; perhaps of
-            more layers than these, see `first`.
-        params: pytree of floats that are differentiated and used as they are: parameters that are not sharded, and
-            slots into which backward puts values by way of their gradients. Stacked likewise.
-        prepare: makes of one layer's `gather_inputs`, without communication, what is sent in the place of some of
-            them. Layers that are written out keep it for backward.
-        gather: maps one layer's shards, `gather_inputs` and what `prepare` returned to its gathered weights, of which
-            integers have no gradient. It is differentiated, in the shards alone, only where a gradient is
-            differentiated again.
-        reduce: sums the gradients of one layer's gathered weights and of its slots over the ranks.
-        finish: makes the gradient of the layer's shards of what `reduce` returned, without communication. It runs once
-            the layer's barrier is behind, so that XLA can write shards where all layers are collected. Gradients may
-            be in a narrower dtype than the shards', in which they were summed.
-        apply: `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)` of one layer; of `turn`, see
-            `gtp_jax.collectives.use_turn`.
-        length: number of layers.
-        stacked: whether leaves carry the leading dimension.
-        constants: pytree of arrays without a gradient: keys, integers. Stacked likewise.
-        first: index in `gather_inputs` of the first layer: stages that are parts of one stack share them, uncopied.
-        slots: makes, of one layer's gathered weights, arrays that stand for some of them where gradients are taken;
-            their values are never read. If it makes any, it and `gather` return dicts, and a weight whose key has a
-            slot has no gradient of its own.
-        takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
+        shards: a pytree of the weights' shards. If `stacked`, each leaf has a leading dimension of `length`.
+        gather_inputs: what is gathered: the shards themselves or their quantized form, with the same leading dimension.
+            May contain more layers than this stage has; see `first`.
+        params: a pytree of floats that are differentiated and used without gathering: parameters that are not sharded,
+            and slots whose gradients return values from backward. They have the same leading dimension.
+        prepare: a function that computes from one layer's `gather_inputs`, without communication, what is sent instead
+            of some of them. Unrolled layers keep its result for backward.
+        gather: a function from one layer's shards, `gather_inputs` and result of `prepare` to its gathered weights;
+            integers among these have no gradient. It is differentiated only if a gradient is differentiated again, and
+            only with respect to the shards.
+        reduce: a function that sums the gradients of one layer's gathered weights and slots over the ranks.
+        finish: a function that computes the gradient of the layer's shards from the result of `reduce`, without
+            communication. It runs after the layer's barrier, so that XLA can write the result directly to where the
+            gradients of all layers are collected. Gradients may have a narrower dtype than the shards: the dtype in
+            which they were summed.
+        apply: the layer's function, `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)`; for `turn`,
+            see `gtp_jax.collectives.use_turn`.
+        length: the number of layers.
+        stacked: whether leaves have the leading dimension.
+        constants: a pytree of arrays without gradients, such as keys and integers, with the same leading dimension.
+        first: the index of the first layer in `gather_inputs`. Stages that are parts of one stack share
+            `gather_inputs` without copying them.
+        slots: a function that returns, for one layer's gathered weights, arrays that represent some of them when
+            gradients are taken; their values are never read. If it returns any, both it and `gather` return dicts, and
+            a weight whose key has a slot has no gradient of its own.
+        takes_shared: whether `apply` receives the chain's shared inputs; otherwise it receives `()`.
         travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
-        frozen: keys of gathered weights of which no gradient is wanted, which `reduce` is not given.
+        frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients.
     """
 
     shards: Tree
@@ -83,7 +85,7 @@ class Stage:
     frozen: frozenset[Any] = frozenset()
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
-        """Returns one layer's part of a pytree; in a stacked one, layer 0 has the index `first`."""
+        """Returns one layer's part of a pytree. In a stacked pytree, layer 0 has the index `first`."""
         if not self.stacked:
             return tree
         index = place(layer, first)
@@ -94,13 +96,13 @@ class Stage:
         return jax.tree.map(part, tree, is_leaf=_is_apart)
 
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
-        """Prepares what a layer sends, no sooner than the values `after` have arrived."""
-        # tied before it is cut out of a stack, so that forward's piece is not kept for backward
+        """Prepares what a layer sends, but not before the values `after` are available."""
+        # tied before slicing the stack, so that forward's slice is not kept for backward
         inputs, _ = lax.optimization_barrier((self._read(layer), after))
         return self.prepare(self.of_layer(inputs, layer, self.first))
 
     def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
-        """Gathers the weights of a layer, no sooner than the values `after` have arrived, and than a turn."""
+        """Gathers the weights of a layer, but not before the values `after` and the turn are available."""
         inputs, prepared, _ = lax.optimization_barrier((self._read(layer), prepared, after))
         if turn is not None:
             inputs, prepared = tied((inputs, prepared), turn)
@@ -108,23 +110,24 @@ class Stage:
         return self.gather(self.of_layer(self.shards, layer), own, prepared)
 
     def _read(self, layer: Any) -> Tree:
-        """Returns `gather_inputs`, in which stacks that lie apart hold this layer alone."""
+        """Returns `gather_inputs`, with `Apart` stacks reduced to this layer."""
         index = place(layer, self.first)
         return jax.tree.map(lambda a: a.only(index) if _is_apart(a) else a, self.gather_inputs, is_leaf=_is_apart)
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:
-    """Returns the same values, none of which is available before all are."""
+    """Returns the same values through an optimization barrier: none of them is available before all are."""
     return _with_arrays(lax.optimization_barrier, trees)
 
 
 def tied_trees(tree: Tree, turn: Turn) -> Tree:
-    """Returns the same values, no sooner than a turn."""
+    """Returns the same values, but not before the turn is available."""
     return _with_arrays(lambda arrays: tied(arrays, turn), tree)
 
 
 def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
-    """Returns the tree with what `change` makes of its arrays. Gradients of integers (`float0`) are none, and stay."""
+    """Replaces the arrays of a tree by what `change` returns for them. Gradients of integers (`float0`) are not JAX
+    arrays and stay as they are."""
     leaves, structure = jax.tree.flatten(tree)
     real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     for i, leaf in zip(real, change([leaves[i] for i in real]), strict=True):
@@ -133,7 +136,7 @@ def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
 
 
 def place(origin: Any, layer: int) -> Any:
-    """Returns the layer's number; in a loop `layer` is counted from the iteration's layer, `origin`."""
+    """Returns the number of a layer. In a loop, `layer` is relative to the iteration's layer, `origin`."""
     return origin + layer if layer else origin
 
 
@@ -141,10 +144,10 @@ def _is_apart(leaf: Any) -> bool:
     return isinstance(leaf, Apart)
 
 
-# A value for each layer that is in flight or done, by stage and layer.
+# A value for each layer that is in flight or finished, by stage and layer.
 ByLayer = dict[tuple[int, int], Tree]
 
 
 def renumbered(by_layer: ByLayer, shift: int) -> ByLayer:
-    """Returns the same with layers counted from another origin."""
+    """Returns the same values with all layer numbers shifted by `shift`."""
     return {(stage, layer + shift): tree for (stage, layer), tree in by_layer.items()}
