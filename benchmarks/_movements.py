@@ -129,7 +129,7 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
-    """Yields the reductions of a block's gradient: one bfloat16 reduce-scatter and one exchange per `GRAD_WIRES`."""
+    """Yields reductions of a block's gradient: a bfloat16 reduce-scatter, then an exchange for each of `GRAD_WIRES`."""
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # every rank has a different gradient

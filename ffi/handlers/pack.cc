@@ -249,7 +249,7 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
         return invalid(name + " has shape " + to_string(dims) + ", which does not fit piece " + std::to_string(i));
       }
       if (!by_shard && piece.total_rows > shards * piece.rows) {
-        return invalid("the shards together have fewer rows than total_rows of piece " + std::to_string(i));
+        return invalid("the shards have fewer rows in all than total_rows of piece " + std::to_string(i));
       }
       job.codes = bytes + piece.codes_start;
       job.scales = bytes + piece.scales_start;

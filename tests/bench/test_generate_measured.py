@@ -71,7 +71,10 @@ def test_rates_are_those_of_the_chip_that_a_device_names():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--tokens", "16"], "`tokens` is 16; the prompt's program makes the first, and 16 more are the least"),
+        (
+            ["--tokens", "16"],
+            "`tokens` is 16, but the prompt's program makes the first token, and at least 16 more are",
+        ),
         (["--prompt", "0"], "must be a whole number of at least 1"),
     ],
 )

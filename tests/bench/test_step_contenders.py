@@ -276,7 +276,7 @@ def test_a_saved_run_shows_what_has_become_slower():
 
 def test_bad_arguments_are_refused_with_the_remedy(capsys):
     for flags, message in (
-        (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Make it a multiple of 64"),
+        (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Use a multiple of 64"),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
         (["--compare", "no.json"], "`--compare` is no.json, which is no file. Give one that `gtp-jax bench"),
         (["--tp", "0"], "`tp` is 0; it must be a whole number of at least 1"),

@@ -114,7 +114,9 @@ def test_the_commands_refuse_experts_that_are_not_there(capsys):
 
 def test_a_benchmark_of_dense_models_refuses_experts_and_one_of_steps_takes_them():
     step = benchmarks.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
-    with pytest.raises(ValueError, match="whose layers have experts; this command measures dense models. Take another"):
+    with pytest.raises(
+        ValueError, match="whose layers have experts; this command measures only dense models. Use another"
+    ):
         step.workload("cpu", 4, steps=1)
     work = step.workload("cpu", 4, steps=1, experts=ExpertOptions())
     assert (work.ep, work.devices, work.sequences) == (2, 2, 2)

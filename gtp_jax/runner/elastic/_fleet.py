@@ -141,7 +141,7 @@ class Fleet:
         ready = self._selector.select(timeout_s)
         now = self._now()
         late = now - self._polled - timeout_s
-        if late > 1.0:  # this process was suspended or busy, so their silence is its own fault
+        if late > 1.0:  # this process was suspended or busy and could not have heard them
             for member in self.members:
                 member.heard = min(now, member.heard + late)
         self._polled = now

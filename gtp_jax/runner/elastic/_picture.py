@@ -36,7 +36,7 @@ class Span:
     Attributes:
         device: the device number.
         what: the activity, a key of the legend.
-        begin: the begin of the interval, in seconds since the run began.
+        begin: the start of the interval, in seconds since the run began.
         end: the end of the interval, in seconds since the run began.
     """
 

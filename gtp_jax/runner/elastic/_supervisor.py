@@ -110,7 +110,7 @@ class Supervisor:
         degrees: the degrees of the mesh of all devices, by axis.
         options: the options of the supervisor.
         memory: the in-memory directory for the snapshots.
-        ownership: the proof that this process holds the directory's lock.
+        ownership: the supervisor's ownership of the directory, which its lock grants.
     """
 
     def __init__(

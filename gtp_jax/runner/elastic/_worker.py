@@ -44,7 +44,7 @@ _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a process of a fleet is to do. Sent to it as JSON.
+    """The supervisor's instructions for one process of a fleet, which receives them as JSON.
 
     Attributes:
         settings: the settings of the run, by name.
