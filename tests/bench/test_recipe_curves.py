@@ -70,7 +70,7 @@ def test_logs_of_different_settings_are_not_shown_together(tmp_path, capsys):
     write_log(tmp_path, "mxfp8", losses, 2.0, steps=300, data=("books",))
     assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert "mxfp8.jsonl is of steps 300 (200 in bf16.jsonl), data ('books',) (() in bf16.jsonl)" in message
+    assert "mxfp8.jsonl has steps 300 (200 in bf16.jsonl), data ('books',) (() in bf16.jsonl)" in message
     (tmp_path / "mxfp8.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
     assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
     assert "mxfp8.jsonl does not contain its settings. Remove it" in capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_nothing_is_trained_beside_logs_of_other_settings(tmp_path, capsys):
     write_log(tmp_path, "bf16", np.linspace(5, 2, 200), 2.0)
     before = (tmp_path / "bf16.jsonl").read_text()
     assert main(["bench", "recipes", "--recipes", "fp8", "--steps", "7", "--out", str(tmp_path)]) == 2
-    assert "this is steps 7 (200 in those)" in capsys.readouterr().err
+    assert "this run has steps 7 (200 in those)" in capsys.readouterr().err
     assert (tmp_path / "bf16.jsonl").read_text() == before and not (tmp_path / "fp8.jsonl").exists()
 
 
