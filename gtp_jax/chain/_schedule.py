@@ -10,7 +10,7 @@ KeepGathered = int | Literal["all", "auto"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a chain is run. It affects only when things happen and what is kept, but no results.
+    """How a chain is run. It only affects when things happen and what is kept, not the results.
 
     Attributes:
         prefetch: whether to overlap communication with compute: gather the next layer's weights while a layer computes,
