@@ -84,7 +84,7 @@ def test_a_prompt_that_does_not_begin_the_answer_is_refused_with_the_turn():
     one = ChatTemplate(
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ '[' if add_generation_prompt }}", None, "it"
     )
-    with pytest.raises(ValueError, match="it begins turn 2, an answer, otherwise than it prompts for one"):
+    with pytest.raises(ValueError, match="it begins turn 2, an answer, differently from the prompt for one"):
         one.conversation(MESSAGES)
 
 
@@ -103,7 +103,7 @@ def test_generation_blocks_say_what_answers_are_of_a_template_that_rewrites_too(
     [
         (
             "{% generation %}{% generation %}{{ messages[-1].content }}.{% endgeneration %}{% endgeneration %}",
-            "in another",
+            "nests {% generation %} blocks",
         ),
         (
             "{% set x %}{% generation %}{{ messages[-1].content }}.{% endgeneration %}{% endset %}"
@@ -112,7 +112,7 @@ def test_generation_blocks_say_what_answers_are_of_a_template_that_rewrites_too(
         ),
         (
             "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages[-1].content }}.",
-            "write nothing of it",
+            "write no part of it",
         ),
     ],
 )
@@ -126,14 +126,14 @@ def test_generation_blocks_that_do_not_tell_the_answers_are_refused(source, mess
     ("source", "message"),
     [
         ("{% for %}", "it is not a chat template (Expected an expression"),
-        ("{{ messages[0].content }}", "it does not write what an answer says"),
+        ("{{ messages[0].content }}", "it does not write the content of an answer"),
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-            "nothing but white space behind an answer",
+            "only white space after an answer",
         ),
         (
             "{{ bos_token }}{{ messages[-1].content }}{{ eos_token }}",
-            "it writes bos_token and eos_token, and nothing says",
+            "it writes bos_token and eos_token, but nothing defines",
         ),
         (
             "{{ messages.__class__.mro() }}",
@@ -190,7 +190,7 @@ def test_the_template_of_a_model_is_in_its_own_file_or_in_one_of_two_others(tmp_
     several = {"chat_template": [{"name": "default", "template": "{{ messages[-1].content }}:"}, {"name": "tool_use"}]}
     assert stored_template({"tokenizer_config.json": json.dumps(several).encode()}, "it").ending == ":"
     several["chat_template"] = several["chat_template"][1:]
-    with pytest.raises(ValueError, match="it has the templates 'tool_use', and none named 'default'"):
+    with pytest.raises(ValueError, match="it has the templates 'tool_use', but none named 'default'"):
         stored_template({"tokenizer_config.json": json.dumps(several).encode()}, "it")
     # a file that is named, with the special tokens beside it
     (tmp_path / "tokenizer_config.json").write_bytes(content)
@@ -202,7 +202,7 @@ def test_the_template_of_a_model_is_in_its_own_file_or_in_one_of_two_others(tmp_
     assert ChatTemplate(named.whole, None, "it").text(MESSAGES) == named.text(MESSAGES)
     (tmp_path / "tokenizer_config.json").unlink()
     assert named_template(tmp_path / "mine.jinja", {"tokenizer_config.json": content}).ending == "<end><end>"
-    with pytest.raises(ValueError, match="mine.jinja writes eos_token, and nothing says what that is"):
+    with pytest.raises(ValueError, match="mine.jinja writes eos_token, but nothing defines it"):
         named_template(tmp_path / "mine.jinja", {})
 
 

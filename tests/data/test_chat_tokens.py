@@ -114,7 +114,7 @@ def test_a_token_across_the_beginning_of_an_answer_belongs_to_it(tmp_path):
 
 
 REFUSED = {
-    "no messages": ({"text": "x"}, "it has no `messages`, but 'text'. Give every line `messages`"),
+    "no messages": ({"text": "x"}, "it has 'text', but no `messages`. Give every line `messages`"),
     "empty": ({"messages": []}, "`messages` is []; it must be a list of at least one message"),
     "text": ({"messages": "x"}, "`messages` is 'x'; it must be a list"),
     "no role": ({"messages": [{"content": "x"}]}, "turn 1 is {'content': 'x'}; it must be an object with a `role`"),
@@ -133,7 +133,7 @@ REFUSED = {
         "turn 2 has '<|im_end|>' in its",
     ),
     "zero byte": ({"messages": [{"role": "user", "content": "a\0"}]}, r"turn 1 has '\x00' in its text"),
-    "half a character": ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, "it has half a char"),
+    "lone surrogate": ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, "it has a lone surr"),
     "no answer": ({"messages": [QUESTION]}, "it has no answer, a message whose `role` is 'assistant'"),
 }
 
@@ -152,7 +152,7 @@ def test_conversations_without_a_template_are_no_text(tmp_path):
     text = read_text([tmp_path / "chat.jsonl"])
     assert text.chat_files == (tmp_path / "chat.jsonl",) and not text.documents
     for load in (load_source, load_evaluated):
-        with pytest.raises(ValueError, match="chat.jsonl holds conversations, for which there is no chat template"):
+        with pytest.raises(ValueError, match="chat.jsonl holds conversations, but there is no chat template"):
             load(text, BYTES)
     # a text beside the messages is what is read, unless these are asked for
     (tmp_path / "both.jsonl").write_text('{"messages": [], "text": "words"}\n')

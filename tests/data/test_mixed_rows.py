@@ -71,8 +71,11 @@ def test_a_weight_is_what_follows_the_last_colon_unless_the_whole_is_a_file(tmp_
     [
         (["a:0"], r"`data` a:0 has the weight 0; it must be a number above 0"),
         (["a:1", "b:nan"], r"`data` b:nan has the weight nan"),
-        (["a:1", "b"], r"`data` gives weights to some, and none to b\. Give all one, as b:0\.5, or none"),
-        (["a:1", "b:1", "a:2"], r"`data` a is there twice, with weights\. Add them up"),
+        (
+            ["a:1", "b"],
+            r"`data` gives weights to some paths, but none to b\. Give all a weight, such as b:0\.5, or none",
+        ),
+        (["a:1", "b:1", "a:2"], r"`data` a is given twice, with weights\. Give it once"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(paths, message):

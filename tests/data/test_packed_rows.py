@@ -97,11 +97,11 @@ def test_rows_past_an_epoch_weigh_nothing_without_repeat():
 
 
 def test_bad_documents_are_named():
-    with pytest.raises(ValueError, match=r"too few tokens: none of 3 documents has two"):
+    with pytest.raises(ValueError, match=r"too few tokens: none of the 3 documents has two"):
         Packed(documents([1, 0, 1]), 8)
     with pytest.raises(ValueError, match=r"`seq` is 0"):
         Packed(documents([4]), 0)
-    with pytest.raises(ValueError, match=r"`offsets` \[0 3\] do not cover 4 tokens; they must ascend from 0"):
+    with pytest.raises(ValueError, match=r"`offsets` \[0 3\] do not cover 4 tokens; they must increase from 0"):
         Documents(np.zeros(4, np.uint8), np.asarray([0, 3]))
     with pytest.raises(ValueError, match=r"`answers` are float64 of shape \(4,\); they must be uint8, one for"):
         Documents(np.zeros(4, np.uint8), np.asarray([0, 4]), np.ones(4))

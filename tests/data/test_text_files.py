@@ -60,7 +60,7 @@ def test_files_that_are_left_out_because_they_are_not_utf_8_are_named_with_the_r
     assert str(warning.message) == (
         f"4 files in `data` are not UTF-8 text and are left out: {tmp_path}/a.txt (byte 0xe9 at 3 is not UTF-8), "
         f"{tmp_path}/b.txt (byte 0xff at 0 is not UTF-8), {tmp_path}/c.txt (a zero byte at 2) and 1 more. To read "
-        "them, convert those that are text to UTF-8."
+        "those that are text, convert them to UTF-8."
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -92,7 +92,7 @@ def test_empty_file_and_empty_directory_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"`data` .*empty\.txt: the file is empty"):
         read_text([tmp_path / "empty.txt"])
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"`data` .*none: the directory holds no UTF-8 text \(0 files looked at"):
+    with pytest.raises(ValueError, match=r"`data` .*none: the directory holds no UTF-8 text \(0 files read"):
         read_text([tmp_path / "none"])
 
 
@@ -143,7 +143,7 @@ def test_links_out_of_a_directory_are_followed_only_if_asked(tmp_path):
 def test_json_that_is_not_by_lines_does_not_pass_for_text(tmp_path):
     (tmp_path / "x.json").write_text('[{"text": "a document"}]')
     for path in (tmp_path, tmp_path / "x.json"):
-        with pytest.raises(ValueError, match=r"`data` .*x\.json is JSON, and of that only lines are read.*\.jsonl"):
+        with pytest.raises(ValueError, match=r"`data` .*x\.json is JSON, which is read only as JSON Lines.*\.jsonl"):
             read_text([path])
 
 
@@ -173,7 +173,7 @@ def test_text_among_records_is_left_out_with_a_warning(tmp_path):
 def test_json_that_is_most_of_a_directory_is_named_in_a_warning_and_a_little_is_not(tmp_path):
     (tmp_path / "README.md").write_text("read me")
     (tmp_path / "train.json").write_text('["a long record"]')
-    with pytest.warns(UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.json, and most"):
+    with pytest.warns(UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.json, and have most"):
         read_text([tmp_path])
     (tmp_path / "book.txt").write_text("a text that is longer than the record" * 3)
     with warnings.catch_warnings():

@@ -36,7 +36,7 @@ def test_a_text_to_stop_at_ends_it_and_is_left_out(size):
 
 
 def test_a_text_to_stop_at_is_not_empty():
-    with pytest.raises(ValueError, match=r"`stop` is \['a', ''\]; it must be texts of at least one character"):
+    with pytest.raises(ValueError, match=r"`stop` is \['a', ''\]; its texts must have at least one character"):
         TextStream(BYTES, [], ["a", ""])
 
 

@@ -88,13 +88,13 @@ def save(path, array):
 @pytest.mark.parametrize(
     ("name", "content", "dtype", "message"),
     [
-        ("a.bin", b"\1\0" * 50, None, r"nothing says of which dtype\. Give --token-dtype, one of uint8, uint16, "),
-        ("a.bin", b"\1\0" * 50 + b"\1", "uint16", r"its 101 bytes are no multiple of the 2 of uint16"),
+        ("a.bin", b"\1\0" * 50, None, r"its dtype is unknown\. Give --token-dtype, one of uint8, uint16, "),
+        ("a.bin", b"\1\0" * 50 + b"\1", "uint16", r"its 101 bytes are not a multiple of the 2 of uint16"),
         (
             "a.bin",
             b"\1\1" * 50,
             "uint16",
-            r"has the id 257 at 0, and the tokenizer bytes knows 0 to 255\.",
+            r"has the id 257 at 0, but the tokenizer bytes knows 0 to 255\.",
         ),
         (
             "a.bin",
@@ -102,16 +102,16 @@ def save(path, array):
             None,
             r"its header says 4000 tokens of uint16, but it",
         ),
-        ("a.bin", llm_c(TOKENS, 20240520, 1, "<u2"), "int32", r"its header says uint16, and --token-dtype int32"),
+        ("a.bin", llm_c(TOKENS, 20240520, 1, "<u2"), "int32", r"its header says uint16, but --token-dtype says int32"),
         ("a.npy", b"no array", None, r"holds no token ids: it cannot be read \(.*\)\. Write it with numpy\.save"),
         (
             "a.npy",
             np.zeros((3, 4), np.uint8),
             None,
-            r"it has uint8 of shape \(3, 4\)\. Save one array",
+            r"it has uint8 of shape \(3, 4\)\. Save one one-dim",
         ),
         ("a.npy", np.zeros(4), None, r"it has float64 of shape \(4,\)"),
-        ("a.npy", np.asarray([3, -1, -2]), None, r"has the id -1 at 1, and the tokenizer bytes knows 0 to 255"),
+        ("a.npy", np.asarray([3, -1, -2]), None, r"has the id -1 at 1, but the tokenizer bytes knows 0 to 255"),
         ("a.npy", np.asarray([1, object()]), None, r"it cannot be read \(.*\)\. Write it with numpy\.save"),
     ],
 )

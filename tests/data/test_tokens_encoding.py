@@ -99,7 +99,9 @@ def test_a_separator_is_never_a_word(tmp_path):
     special = words_with_an_end(tmp_path / "special.json", special=True)
     assert special.separator == 1
     assert special.documents([b"a b</s>"]).tokens.tolist() == [0, 2, 1]  # split as other text is
-    with pytest.raises(ValueError, match=r"`tokenizer` special.json makes the token 1, which separates .*b'a </s> a'"):
+    with pytest.raises(
+        ValueError, match=r"`tokenizer` special.json encodes a word as the token 1, which separates .*b'a </s> a'"
+    ):
         special.documents([b"a </s> a"])
     plain = words_with_an_end(tmp_path / "plain.json", special=False)
     assert plain.separator == 3 and plain.documents([b"a </s>"]).tokens.tolist() == [0, 1, 3]
@@ -108,7 +110,9 @@ def test_a_separator_is_never_a_word(tmp_path):
 def test_ids_without_end_are_refused(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 2**24}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"has the id 16777216; ids up to 16777215 can be\. Give the tokenizer.json"):
+    with pytest.raises(
+        ValueError, match=r"has the id 16777216; ids must be at most 16777215\. Give the tokenizer.json"
+    ):
         load_tokenizer(tmp_path / "tokenizer.json")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"none.json has no token"):
@@ -120,7 +124,7 @@ def test_a_large_document_is_encoded_in_parts_that_end_with_a_line():
     parts = _parts(document, "name")
     assert b"".join(parts) == document and len(parts) == 2 and parts[0].endswith(b"\n")
     assert max(map(len, parts)) <= 1 << 24
-    with pytest.raises(ValueError, match=r"a line of more than 16777216 bytes, which `tokenizer` name cannot take"):
+    with pytest.raises(ValueError, match=r"a line of more than 16777216 bytes, too long for `tokenizer` name"):
         _parts(b"a\n" + b"x" * (1 + (1 << 24)), "name")
 
 

@@ -37,7 +37,7 @@ def test_what_has_no_text_is_named(table, tmp_path):
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(ValueError, match=r"a\.parquet: there is no column 'content'; it has id, text\. .*--text-field"):
         read_text([tmp_path / "a.parquet"], text_field="content")
-    with pytest.raises(ValueError, match=r"a\.parquet, row 0: the field 'id' is 0, and must be text"):
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0: the field 'id' is 0; it must be text"):
         load_corpus(read_text([tmp_path / "a.parquet"], text_field="id"))
     with pytest.raises(ValueError, match=r"splits has the splits test, train\. Give one of them, .*splits/test"):
         read_text([tmp_path / "splits"])

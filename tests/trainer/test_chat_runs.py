@@ -183,7 +183,7 @@ REFUSED = {
         dict(data=[conversation("a", "<think>b</think>c", "d", "e")], chat_template=TEMPLATES / "qwen3.jinja"),
         "line 1: `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 or one before it when turn 3 follows",
     ),
-    "token of nobody": (dict(chat_template="MINE"), "alone.jinja writes eos_token, and nothing says what that is"),
+    "token of nobody": (dict(chat_template="MINE"), "alone.jinja writes eos_token, but nothing defines it"),
     "no conversations": (dict(data="TEXT"), "`chat_template` is given, and no `data` holds conversations"),
     "one": (dict(data=[conversation("a", "b")]), "too few tokens"),
     "experts": (dict(num_experts=4, preset="tiny-moe"), "--aux-loss-coeff"),

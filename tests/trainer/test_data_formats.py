@@ -87,9 +87,9 @@ def test_held_out_loss_is_of_all_texts_and_of_eval_data_in_any_format(folder):
     [
         (
             ["a.jsonl"],
-            "a.jsonl, line 1: there is no field 'text'; it has content. Give that of the text as --te",
+            "a.jsonl, line 1: there is no field 'text'; it has content. Name the field of the text with --te",
         ),
-        (["b.txt:1", "c.npy"], "`data` gives weights to some, and none to "),
+        (["b.txt:1", "c.npy"], "`data` gives weights to some paths, but none to "),
         (["c.npy:-1"], "c.npy:-1 has the weight -1; it must be a number above 0"),
         (["nowhere.jsonl:1"], "nowhere.jsonl does not exist"),
     ],

@@ -102,7 +102,7 @@ def test_mistake_is_named(changes, message, text, tmp_path, capsys):
 def test_empty_text_is_named(text, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     message = refused(capsys, *small(tmp_path / "empty", tmp_path / "run"))
-    assert "empty: the directory holds no UTF-8 text (0 files looked at" in message
+    assert "empty: the directory holds no UTF-8 text (0 files read" in message
 
 
 def test_another_run_is_not_overwritten_unless_told(run_of_three_steps, text, capsys):

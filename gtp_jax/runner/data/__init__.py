@@ -1,4 +1,4 @@
-"""Text in, batches of tokens out. A batch depends only on the text, the seed and the step."""
+"""Turns text into batches of tokens. A batch depends only on the text, the seed and the step."""
 
 from ._chat import Chat as Chat
 from ._chat_template import named_template as named_template

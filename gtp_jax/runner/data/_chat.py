@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of these are answers."""
+"""Turns conversations into tokens, and marks which of these are answers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ._tokens import Tokenizer
 MESSAGES = "messages"
 _TOOLS = "tools"
 
-# Conversations handed to the tokenizer's threads at a time.
+# The number of conversations handed to the tokenizer's threads at a time.
 _CHUNK = 256
-# Characters of one at most: the tokenizer needs 100 times their memory.
+# The maximum number of characters per conversation: the tokenizer needs 100 times their memory.
 _MAX_CHARACTERS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """How conversations become tokens.
+    """Turns conversations into tokens.
 
     Attributes:
-        template: writes them as text.
-        tokenizer: of the text.
-        answers_only: whether the loss counts the answers alone, and not all of the text.
+        template: the chat template that writes a conversation as text.
+        tokenizer: the tokenizer of that text.
+        answers_only: whether the loss counts only the answers, instead of the whole text.
     """
 
     template: ChatTemplate
@@ -41,57 +41,57 @@ class Chat:
     answers_only: bool
 
     def document(self, record: Mapping[str, Any]) -> bytes:
-        """Returns a conversation as text with the places of its answers: a document for `documents`.
+        """Returns a conversation as text, with the positions of its answers: a document for `documents`.
 
         Args:
-            record: an object with `messages`, and perhaps `tools`.
+            record: an object with `messages` and optionally `tools`.
 
         Raises:
-            ValueError: if it is no conversation, has no answer, has the text of a special token in a message, or if the
-                template refuses it.
+            ValueError: if the record is not a conversation, has no answer, has the text of a special token in a
+                message, or is refused by the template.
         """
         messages, tools = conversation_of(record)
         self._check_reserved(messages)
         found = (self.template.conversation if self.answers_only else self.template.text)(messages, tools)
         if len(found.text) > _MAX_CHARACTERS:
-            raise ValueError(f"it has more than {_MAX_CHARACTERS} characters, which is the most. Leave it out.")
+            raise ValueError(f"it has more than {_MAX_CHARACTERS} characters, the maximum. Leave it out.")
         try:
             found.text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"it has half a character, U+{ord(found.text[error.start]):04X}. Correct it.") from error
+            raise ValueError(f"it has a lone surrogate, U+{ord(found.text[error.start]):04X}. Correct it.") from error
         return json.dumps(found).encode()
 
     def read(self, files: Iterable[Path]) -> list[bytes]:
-        """Returns the conversations of JSON lines, documents for `documents`.
+        """Returns the conversations in JSON Lines files, as documents for `documents`.
 
         Raises:
-            ValueError: naming a file and its line, as `document`.
+            ValueError: for the same reasons as `document`; the message names the file and the line.
         """
         return [one for file in files for one in JsonLines(file, self.document)]
 
     def documents(self, conversations: Iterable[bytes]) -> Documents:
-        """Returns the tokens of conversations, the separator as the last of each, and which of them are answers."""
+        """Returns the tokens of conversations, each with the separator as its last token, and which are answers."""
         tokens, masks = [], []
         for batch in itertools.batched(conversations, _CHUNK):
             rendered = [Rendered(*json.loads(one)) for one in batch]
             for one, (ids, places) in zip(rendered, self.tokenizer.marked([r.text for r in rendered]), strict=True):
-                ended = len(ids) > 0 and ids[-1] == self.tokenizer.separator  # by the template
+                ended = len(ids) > 0 and ids[-1] == self.tokenizer.separator  # the template wrote it
                 tokens.append(ids if ended else np.append(ids, self.tokenizer.separator))
                 mask = _within(places, one.answers).astype(np.uint8)
                 masks.append(mask if ended else np.append(mask, np.uint8(0)))
         return Documents.of(tokens, self.tokenizer.dtype, masks if self.answers_only else None)
 
     def bytes_of(self, conversations: Iterable[bytes]) -> int:
-        """Returns the size of the text that the loss counts."""
+        """Returns the size in bytes of the text that the loss counts."""
         found = (Rendered(*json.loads(one)) for one in conversations)
         parts = ([r.text[begin:end] for begin, end in r.answers] if self.answers_only else [r.text] for r in found)
         return sum(len(text.encode()) for texts in parts for text in texts)
 
     def prompt(self, question: str) -> list[int]:
-        """Returns the tokens that an answer to a question continues.
+        """Returns the tokens of a prompt, which the answer to the question continues.
 
         Raises:
-            ValueError: if it has the text of a special token, or the template refuses it.
+            ValueError: if the question has the text of a special token, or the template refuses it.
         """
         messages = [{"role": "user", "content": question}]
         self._check_reserved(messages)
@@ -100,15 +100,15 @@ class Chat:
 
     @property
     def ends(self) -> list[int]:
-        """The special token that ends an answer, if it is one."""
+        """The special token that ends an answer; empty if answers end with other text."""
         ending = self.template.ending.lstrip()
         return [token for text, token in self.tokenizer.special.items() if ending.startswith(text)]
 
     def _check_reserved(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses messages that would end a turn, or begin another one, in their midst.
+        """Refuses messages whose text would end a turn or begin another one.
 
         Raises:
-            ValueError: naming the first.
+            ValueError: for the first such message, which it names.
         """
         reserved = (*self.tokenizer.special, self.template.ending, "\0")
         for number, message in enumerate(messages, 1):
@@ -116,17 +116,18 @@ class Chat:
                 if found := next((token for token in reserved if token in text), None):
                     raise ValueError(
                         f"turn {number} has {brief(found)} in its text, which separates turns or documents. Write it "
-                        "otherwise, or leave it out."
+                        "differently, or leave it out."
                     )
 
 
 def holds_conversations(path: Path, text_field: str) -> bool:
-    """Returns whether a file of JSON lines is one for `Chat`: its first record has `messages`, and no text or they are
-    what is asked for.
+    """Returns whether a JSON Lines file holds conversations for `Chat`.
+
+    It does if its first record has `messages`, and either has no `text_field` or `text_field` is `messages`.
 
     Args:
-        path: of the file.
-        text_field: of records that hold a text.
+        path: the path of the file.
+        text_field: the name of the field that holds the text of a record.
 
     Raises:
         ValueError: if the file cannot be read.
@@ -143,10 +144,10 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, An
     """Returns the messages of a record, and the tools that it offers.
 
     Raises:
-        ValueError: saying what is missing or has another form.
+        ValueError: if something is missing or has the wrong form; the message names it.
     """
     if MESSAGES not in record:
-        raise ValueError(f"it has no `{MESSAGES}`, but {', '.join(map(brief, record))}. Give every line `{MESSAGES}`.")
+        raise ValueError(f"it has {', '.join(map(brief, record))}, but no `{MESSAGES}`. Give every line `{MESSAGES}`.")
     messages, tools = record[MESSAGES], record.get(_TOOLS)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`{MESSAGES}` is {brief(messages)}; it must be a list of at least one message.")
@@ -165,14 +166,14 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, An
 
 
 def _within(places: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns which tokens have a character of a span, `(tokens,)` bool.
+    """Returns which tokens overlap a span, `(tokens,)` bool.
 
     Args:
-        places: `(tokens, 2)`, the first character of each and the one behind its last.
-        spans: likewise, ascending.
+        places: `(tokens, 2)`, the first character of each token and the one after its last.
+        spans: the first character of each span and the one after its last, ascending.
     """
     begins, ends = np.asarray(spans, np.int64).reshape(-1, 2).T
-    # of the spans that begin before a token's end, the last one
+    # the last of the spans that begin before a token's end
     last = np.searchsorted(begins, places[:, 1], side="left") - 1
     return (last >= 0) & (places[:, 0] < np.append(ends, 0)[last])
 

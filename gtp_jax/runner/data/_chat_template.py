@@ -1,4 +1,4 @@
-"""Chat templates: what a model's publisher writes around the messages of a conversation."""
+"""Chat templates: the text that a model's publisher puts around the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENS_FILE = "tokenizer_config.json"
 _OLD_FILE = "chat_template.json"
 _FIELD = "chat_template"
-# A file may hold several templates, by name.
+# The name of the template to use if a file holds several.
 _DEFAULT = "default"
 
-# The largest published tokenizer_config.json have some 1.2 MB.
+# The largest published tokenizer_config.json files have about 1.2 MB.
 _MAX_BYTES = 1 << 24
 
-# Stand around what `{% generation %}` blocks write while they are looked for. Neither is a character (Unicode, 23.7).
+# Mark the begin and end of what `{% generation %}` blocks write, to find it. Neither is a character (Unicode, 23.7).
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
-# The day of `strftime_now` in text to train on, the same on any day that a run goes on: that of Llama's templates.
+# The date of `strftime_now` in training text. It is fixed, so that a run sees the same text on every day, and is the
+# date in Llama's templates.
 _DAY = datetime.datetime(2024, 7, 26)
 
 
@@ -35,8 +36,8 @@ class Rendered(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: with the texts of special tokens.
-        answers: `(begin, end)` of each answer in it, in characters, with what ends the answer; ascending.
+        text: the conversation, with special tokens written out.
+        answers: `(begin, end)` of each answer in `text`, in characters, including what ends the answer; ascending.
     """
 
     text: str
@@ -44,21 +45,21 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A template in Jinja, run in its sandbox, with what `transformers` offers to templates.
+    """A Jinja template, run in Jinja's sandbox, with the functions that `transformers` offers to templates.
 
     Args:
         source: the template.
-        tokens: texts of special tokens by name, such as `eos_token`; `None` if nothing says what they are.
-        where: the template is, for messages.
+        tokens: the texts of special tokens by name, such as `eos_token`; `None` if they are unknown.
+        where: the place of the template, for messages.
 
     Attributes:
-        whole: the template, which says itself what its special tokens are.
+        whole: the template, preceded by definitions of the special tokens that it uses.
         ending: the text that ends an answer.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
-        ValueError: if it is no template, uses special tokens that nothing names, cannot write an answer or has nothing
-            to end one.
+        ValueError: if `source` is not a template, uses special tokens that are unknown, does not write the content of
+            an answer, or writes nothing to end one.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None, where: str) -> None:
@@ -82,8 +83,8 @@ class ChatTemplate:
         used = sorted(name for name in names if name.endswith("_token"))
         if used and tokens is None:
             raise ValueError(
-                f"{where} writes {' and '.join(used)}, and nothing says what that is. Put the tokenizer_config.json "
-                "that belongs to it beside it, or write the text of the token in the template."
+                f"{where} writes {' and '.join(used)}, but nothing defines it. Put the model's tokenizer_config.json "
+                "next to the template, or write the text of the token in the template."
             )
         known = {name: self._tokens[name] for name in used if name in self._tokens}
         self.whole = (
@@ -94,15 +95,15 @@ class ChatTemplate:
         self.ending, self._tail = self._found_ending()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text that an answer to messages continues, dated today.
+        """Returns the prompt that an answer to the messages continues, dated today.
 
         Raises:
-            ValueError: if the template refuses them.
+            ValueError: if the template refuses the messages.
         """
         return self._render(messages, None, prompt=True, now=datetime.datetime.now())
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Rendered:
-        """Returns a conversation as text, without its answers' places.
+        """Returns a conversation as text, without the positions of its answers.
 
         Raises:
             ValueError: if the template refuses it.
@@ -110,14 +111,15 @@ class ChatTemplate:
         return Rendered(self._render(messages, tools), ())
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Rendered:
-        """Returns a conversation as text, with the places of its answers.
+        """Returns a conversation as text, with the positions of its answers.
 
-        Those are what `{% generation %}` blocks write, if the template has any. Otherwise an answer stands between the
-        texts of the turns before it and of those with it, each of which begins the next one.
+        If the template has `{% generation %}` blocks, the answers are what these write. Otherwise the template is run
+        on the turns before each answer, with a prompt for it, and on the turns up to and including it; the answer is
+        the difference. Each of these texts must begin with the one before it.
 
         Raises:
-            ValueError: if it has no answer, if the template refuses it, or if a longer conversation changes what it
-                writes of earlier turns.
+            ValueError: if the conversation has no answer, if the template refuses it, or if the template changes the
+                text of earlier turns when the conversation grows.
         """
         turns = [k for k, message in enumerate(messages) if message.get("role") == ANSWERING]
         if not turns:
@@ -125,7 +127,7 @@ class ChatTemplate:
         if self._blocks:
             return self._of_blocks(messages, tools)
         texts: list[str] = []
-        ends: list[tuple[int, bool]] = []  # of each text: how many turns it has, and whether it prompts for an answer
+        ends: list[tuple[int, bool]] = []  # per text: its number of turns, and whether it prompts for an answer
         for k in turns:
             texts += [self._render(messages[:k], tools, prompt=True), self._render(messages[: k + 1], tools)]
             ends += [(k, True), (k + 1, False)]
@@ -140,15 +142,15 @@ class ChatTemplate:
         return Rendered(texts[-1], tuple(answers))
 
     def _rewritten(self, turn: int, prompts: bool) -> str:
-        """Says what of the first `turn` turns has another text in a longer conversation."""
+        """Returns a message that says how the text of the first `turn` turns changes in a longer conversation."""
         what = (
-            f"begins turn {turn + 1}, an answer, otherwise than it prompts for one"
+            f"begins turn {turn + 1}, an answer, differently from the prompt for one"
             if prompts
             else f"rewrites turn {turn} or one before it when turn {turn + 1} follows"
         )
         return (
-            f"{self._where} {what}, so that its answers are not found. Take a template that keeps the text of earlier "
-            "turns, or has {% generation %} blocks; or train on all of the text with --loss-on all."
+            f"{self._where} {what}, so its answers cannot be found. Use a template that keeps the text of earlier "
+            "turns, or has {% generation %} blocks; or train on the whole text with --loss-on all."
         )
 
     def _of_blocks(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Rendered:
@@ -158,7 +160,7 @@ class ChatTemplate:
             if part not in (_BEGIN, _END):
                 text += part
             elif (part == _BEGIN) != (begin < 0):
-                raise ValueError(f"{self._where} has a {{% generation %}} block in another. Take the inner one out.")
+                raise ValueError(f"{self._where} nests {{% generation %}} blocks. Remove the inner one.")
             else:
                 answers += [(begin, len(text))] if part == _END and len(text) > begin else []
                 begin = len(text) if part == _BEGIN else -1
@@ -167,20 +169,20 @@ class ChatTemplate:
                 f"{self._where} changes what its {{% generation %}} blocks write. Put them where their text is final."
             )
         if not answers:
-            raise ValueError(f"the {{% generation %}} blocks of {self._where} write nothing of it. Leave it out.")
+            raise ValueError(f"the {{% generation %}} blocks of {self._where} write no part of it. Leave it out.")
         return Rendered(text, tuple(answers))
 
     def _found_ending(self) -> tuple[str, str]:
-        """Returns what ends an answer, and the white space behind it, which does not belong to it."""
+        """Returns the text that ends an answer, and the white space after it, which is not part of the ending."""
         question, answer = {"role": "user", "content": "question"}, {"role": ANSWERING, "content": "ANSWER"}
         _, found, behind = self._render([question, answer], None).rpartition(answer["content"])
         if not found:
-            raise ValueError(f"{self._where} does not write what an answer says. Give another chat template.")
+            raise ValueError(f"{self._where} does not write the content of an answer. Give another chat template.")
         ending = behind.rstrip()
         if not ending:
             raise ValueError(
-                f"{self._where} writes nothing but white space behind an answer, so that a model never learns to end "
-                "one. Write a token there, such as {{ eos_token }}."
+                f"{self._where} writes only white space after an answer, so a model would never learn to end one. "
+                "Write a token there, such as {{ eos_token }}."
             )
         return ending, behind[len(ending) :]
 
@@ -203,15 +205,16 @@ class ChatTemplate:
 
 
 def named_template(path: Path, files: Mapping[str, bytes]) -> ChatTemplate:
-    """Reads a template, or a tokenizer_config.json that has one.
+    """Reads a chat template, or a tokenizer_config.json that contains one.
 
     Args:
-        path: of the file. A tokenizer_config.json beside it names special tokens.
-        files: of the model, by name: its tokenizer_config.json names special tokens where none is beside the file.
+        path: the path of the file. A tokenizer_config.json next to it names the special tokens.
+        files: the contents of the model's files by name. The model's tokenizer_config.json names the special tokens if
+            there is none next to `path`.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
-        ValueError: if it cannot be read, or is none.
+        ValueError: if the file cannot be read, or has no chat template.
     """
     beside, content = path.with_name(TOKENS_FILE), _read(path)
     if path.suffix == ".json":
@@ -221,16 +224,16 @@ def named_template(path: Path, files: Mapping[str, bytes]) -> ChatTemplate:
         files = {TEMPLATE_FILE: content, **({} if tokens is None else {TOKENS_FILE: tokens})}
     template = stored_template(files, f"`chat_template` {path}")
     if template is None:
-        raise ValueError(f"`chat_template` {path} has no `chat_template`. Give the chat_template.jinja beside it.")
+        raise ValueError(f"`chat_template` {path} has no `chat_template`. Give the chat_template.jinja next to it.")
     return template
 
 
 def stored_template(files: Mapping[str, bytes], where: str) -> ChatTemplate | None:
-    """Returns the template among the files of a Hugging Face model; `None` if there is none.
+    """Returns the chat template among the files of a Hugging Face model; `None` if there is none.
 
     Args:
-        files: contents by name.
-        where: they are, for messages.
+        files: the contents of the files by name.
+        where: the place of the files, for messages.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
@@ -243,12 +246,12 @@ def stored_template(files: Mapping[str, bytes], where: str) -> ChatTemplate | No
         source = (config or {}).get(_FIELD)
         if source is None and _OLD_FILE in files:
             source = _object(files[_OLD_FILE], where).get(_FIELD)
-    if isinstance(source, list):  # of templates by name
+    if isinstance(source, list):  # several templates, each with a name
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get(_DEFAULT)
         if source is None:
             raise ValueError(
-                f"{where} has the templates {', '.join(map(brief, named)) or 'none'}, and none named {_DEFAULT!r}. "
+                f"{where} has the templates {', '.join(map(brief, named)) or 'none'}, but none named {_DEFAULT!r}. "
                 "Write the one to use to a file, and give it as --chat-template."
             )
     if source is None:
@@ -259,7 +262,7 @@ def stored_template(files: Mapping[str, bytes], where: str) -> ChatTemplate | No
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the texts of special tokens that a tokenizer_config.json names."""
+    """Returns the texts of the special tokens that a tokenizer_config.json names."""
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -297,12 +300,12 @@ def _read(path: Path) -> bytes:
 
 @functools.cache
 def _environment() -> Any:
-    """Returns the sandbox, with what `transformers` offers to templates."""
+    """Returns the sandbox, with the functions that `transformers` offers to templates."""
     import jinja2
     from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """`{% generation %}` blocks, which write what the model is to say."""
+        """`{% generation %}` blocks, which contain the text that the model should generate."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""A corpus: documents to train on and documents held out, as tokens, and the rows that are cut from them."""
+"""A corpus: training documents and held-out documents as tokens, and the rows that are cut from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ._token_files import bytes_of, read_tokens, split_tokens
 from ._tokens import BYTES, Tokenizer
 from ._windows import Windows
 
-# How rows are cut: from the stream of all documents, without gaps, or of whole documents that do not see each other.
+# How rows are made: cut without gaps from the stream of all documents, or packed with whole documents that do not
+# attend to each other.
 STREAM, DOCUMENTS = "stream", "documents"
 PACKINGS = (STREAM, DOCUMENTS)
 
@@ -29,11 +30,11 @@ class Source:
     """A text of a corpus, in host memory or mapped from files.
 
     Attributes:
-        name: of the text.
-        train: documents to train on.
+        name: the name of the text.
+        train: the documents to train on.
         held_out: documents that are not in `train`.
-        held_out_bytes: size of the text of `held_out` that the loss counts.
-        weight: its part in the rows of the run, relative to the other sources'.
+        held_out_bytes: the size in bytes of the text of `held_out` that the loss counts.
+        weight: its share of the rows of the run, relative to the weights of the other sources.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A text to evaluate on beside what is held out.
+    """A text to evaluate on in addition to the held-out documents.
 
     Attributes:
-        name: of the text.
-        documents: its tokens.
-        bytes_per_token: of the text that the loss counts.
+        name: the name of the text.
+        documents: the tokens of the text.
+        bytes_per_token: the number of bytes per token of the text that the loss counts.
     """
 
     name: str
@@ -59,22 +60,22 @@ class Evaluated:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the tokens; equal where they are equal."""
+        """A digest of the tokens: equal tokens have equal digests."""
         return fingerprint(*self.documents)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out.
+    """Training tokens and held-out tokens.
 
     Attributes:
-        name: of the text.
-        tokenizer: that its tokens are of.
-        sources: what it consists of; of several, rows are mixed by weight.
-        packing: how rows are cut, one of `PACKINGS`.
-        unread: what was left out of the text, which older versions of gtp_jax read.
+        name: the name of the text.
+        tokenizer: the tokenizer that its tokens belong to.
+        sources: the texts that it consists of; the rows of several are mixed by weight.
+        packing: how rows are made, one of `PACKINGS`.
+        unread: descriptions of what was left out of the text but was read by older versions of gtp_jax.
         evaluated: further texts to evaluate on.
-        chat: how its conversations became tokens, if it has any.
+        chat: how its conversations were turned into tokens, if it has any.
     """
 
     name: str
@@ -87,12 +88,12 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens."""
+        """The number of token ids of the tokenizer."""
         return self.tokenizer.vocab_size
 
     @property
     def train(self) -> tuple[Documents, ...]:
-        """Documents to train on."""
+        """The documents to train on."""
         return tuple(one for source in self.sources for one in source.train)
 
     @property
@@ -102,26 +103,26 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the held-out text that the loss counts."""
+        """The number of bytes per token of the held-out text that the loss counts."""
         return sum(source.held_out_bytes for source in self.sources) / max(1, _counted(self.held_out))
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of all tokens, of what the loss counts and of how sources are mixed; equal where they are equal."""
+        """A digest of all tokens, of which ones the loss counts and of the sources' weights: equal if all are equal."""
         weights = [source.weight for source in self.sources] if len(self.sources) > 1 else ""
         return fingerprint(*self.train, *self.held_out, more=str(weights))
 
     def rows(self, seq: int, seed: int) -> Rows:
-        """Returns the rows to train on, of `seq` tokens.
+        """Returns the rows to train on, of `seq` tokens each.
 
         Raises:
-            ValueError: if there is not one of each source.
+            ValueError: if a source has no row.
         """
         parts = [_rows(source.train, self.packing, source.name, seq, seed) for source in self.sources]
         return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in self.sources], seq)
 
     def held_out_rows(self, seq: int, seed: int) -> Rows:
-        """Returns the rows of all that is held out, once.
+        """Returns the rows of all held-out documents, for one epoch.
 
         Raises:
             ValueError: if there is none.
@@ -129,21 +130,25 @@ class Corpus:
         return _rows(self.held_out, self.packing, self.name, seq, seed, repeat=False)
 
     def rows_of(self, text: Evaluated, seq: int, seed: int) -> Rows:
-        """Returns the rows of a text to evaluate on, once."""
+        """Returns the rows of a text to evaluate on, for one epoch."""
         return _rows(text.documents, self.packing, text.name, seq, seed, repeat=False)
 
     def packing_digest(self, seq: int) -> str | None:
-        """Returns a digest of which pieces of documents make a row; `None` of a stream, where `seq` alone decides."""
+        """Returns a digest of which pieces of documents make each row.
+
+        Returns `None` if rows are cut from a stream, because `seq` alone then determines them.
+        """
         if self.packing == STREAM:
             return None
         digests = [Packed(one, seq).digest for one in self.train if _has_row(one, self.packing, seq)]
         return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
     def check(self, *, batch: int, seq: int) -> None:
-        """Checks that there is text for a batch.
+        """Checks that there is enough text for a batch.
 
         Raises:
-            ValueError: if there are fewer rows to train on than one batch has, or no row of another text.
+            ValueError: if there are fewer training rows than one batch has, or if the held-out documents or a text of
+                `evaluated` have no row.
         """
         rows = len(self.rows(seq, 0)) if any(_has_row(one, self.packing, seq) for one in self.train) else 0
         if rows < batch:
@@ -186,21 +191,21 @@ def load_source(
     weight: float = 1.0,
     chat: Chat | None = None,
 ) -> Source:
-    """Splits a text into documents to train on and documents held out, and turns them into tokens.
+    """Splits a text into training documents and held-out documents, and turns them into tokens.
 
-    Of a file of token ids the last documents are held out.
+    Of each file of token ids, the last documents are held out.
 
     Args:
-        text: documents, and files of token ids and of conversations.
-        tokenizer: how they become tokens.
-        held_out: share of the text's bytes, and of each file's tokens, to hold out, at most.
-        token_dtype: of `.bin` files that do not say it.
-        weight: of the source.
-        chat: how conversations become tokens, if the text has any. They are not cut: the smallest is held out where
-            none is within the share.
+        text: documents, files of token ids and files of conversations.
+        tokenizer: the tokenizer that turns documents into tokens.
+        held_out: the maximum share of the text's bytes, and of each file's tokens, to hold out.
+        token_dtype: the dtype of `.bin` files that do not state their own.
+        weight: the weight of the source.
+        chat: turns conversations into tokens, if the text has any. Conversations are not cut: if none fits in the
+            share, the smallest is held out.
 
     Raises:
-        ValueError: if `held_out` is not between 0 and 1, something cannot be read, or there are conversations and no
+        ValueError: if `held_out` is not between 0 and 1, something cannot be read, or there are conversations but no
             `chat`.
     """
     if not 0 < held_out < 1:
@@ -223,7 +228,7 @@ def load_source(
 def load_evaluated(
     text: Text, tokenizer: Tokenizer, *, token_dtype: str | None = None, chat: Chat | None = None
 ) -> Evaluated:
-    """Turns a text that is evaluated as a whole into tokens: see `load_source`."""
+    """Turns a text into tokens to evaluate on as a whole: see `load_source`."""
     parts = [tokenizer.documents(text.documents)] if len(text.documents) else []
     files = [read_tokens(file, tokenizer, token_dtype) for file in text.token_files]
     size = _bytes(text.documents) + sum(bytes_of(one.tokens, tokenizer) for one in files)
@@ -236,16 +241,14 @@ def load_evaluated(
 
 
 def tokens_of(documents: Sequence[Documents]) -> int:
-    """Returns the number of tokens of documents."""
+    """Returns the total number of tokens in documents."""
     return sum(len(one.tokens) for one in documents)
 
 
 def _checked(chat: Chat | None, text: Text) -> Chat:
-    """Returns how conversations become tokens; a ValueError if nothing says it."""
+    """Returns `chat`, which turns conversations into tokens; raises a ValueError if it is `None`."""
     if chat is None:
-        raise ValueError(
-            f"`data` {text.chat_files[0]} holds conversations, for which there is no chat template. Give texts."
-        )
+        raise ValueError(f"`data` {text.chat_files[0]} holds conversations, but there is no chat template. Give texts.")
     return chat
 
 
@@ -261,10 +264,10 @@ def _has_row(documents: Documents, packing: str, seq: int) -> bool:
 
 
 def _rows(documents: Sequence[Documents], packing: str, name: str, seq: int, seed: int, *, repeat: bool = True) -> Rows:
-    """Returns the rows of documents; what is too short for one has none.
+    """Returns the rows of documents, without those that are too short for a row.
 
     Raises:
-        ValueError: naming the text, if all of it is.
+        ValueError: if all are too short; the message names the text.
     """
     parts: list[Rows] = [
         Windows(one.tokens, seq, seed, repeat, one.answers) if packing == STREAM else Packed(one, seq, seed, repeat)
@@ -273,27 +276,28 @@ def _rows(documents: Sequence[Documents], packing: str, name: str, seq: int, see
     ]
     if not parts:
         raise ValueError(
-            f"too few tokens: {name} has {tokens_of(documents)}, which make no row of {seq}. Give more text, or a "
+            f"too few tokens: {name} has {tokens_of(documents)}, too few for one row of {seq}. Give more text, or a "
             "smaller `seq`."
         )
     return parts[0] if len(parts) == 1 else Joined(parts, seq, seed, repeat)
 
 
 def _bytes(documents: Iterable[bytes]) -> float:
-    """Returns the size of documents with their separators."""
+    """Returns the size of documents in bytes, one separator each included."""
     return sum(len(document) + 1 for document in documents)
 
 
 def split(documents: Sequence[bytes], held_out: float, *, cut: bool = True) -> tuple[Iterable[bytes], Iterable[bytes]]:
-    """Documents to train on, in their order, and documents held out, in the order of the hash of their content.
+    """Returns the documents to train on, in their order, and the held-out documents, in the order of their hashes.
 
-    By content, so that a document's name and place do not matter and copies of it stay on one side. In the order of
-    the hash documents are held out as long as the share is not exceeded. If it is too small for any document, the
-    tail of each is held out instead, cut between two characters; without `cut`, the smallest document. Empty documents
-    are left out. Documents of either side are read whenever it is iterated over.
+    A document's hash depends only on its content, so that its name and place do not matter and all copies of it are on
+    the same side. Documents are visited in the order of their hashes, and each that fits in the rest of the share
+    `held_out` is held out. If none fits, the tail of every document is held out instead, cut between two
+    characters; without `cut`, the smallest document is. Empty documents are left out. The documents of either side are
+    read anew whenever that side is iterated over.
     """
     hashes: list[bytes] = []
-    copies: dict[bytes, list[int]] = {}  # by hash, their places
+    copies: dict[bytes, list[int]] = {}  # the places of all copies, by hash
     sizes: list[int] = []
     for place, document in enumerate(documents):
         hashes.append(_hash(document))
@@ -333,7 +337,7 @@ def _hash(document: bytes) -> bytes:
 
 
 def _character(document: bytes, position: int) -> int:
-    """Returns the last position, not beyond `position`, at which a character of UTF-8 text begins."""
+    """Returns the last position, at most `position`, at which a character of UTF-8 text begins."""
     while position > 0 and document[position] & 0xC0 == 0x80:
         position -= 1
     return position

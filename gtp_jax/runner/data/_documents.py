@@ -11,16 +11,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents, one behind the other, in host memory or mapped from a file.
+    """Concatenated documents, in host memory or mapped from a file.
 
     Attributes:
-        tokens: `(tokens,)` integers, those of all documents.
+        tokens: `(tokens,)` integers, the tokens of all documents.
         offsets: `(documents + 1,)` int64: document `d` has the tokens `offsets[d]` to `offsets[d + 1]`, exclusive.
-        answers: `(tokens,)` uint8: 1 for a token that the loss counts where it is predicted, 0 for one that it leaves
-            out. All count by default.
+        answers: `(tokens,)` uint8: 1 for a token that the loss counts as a target, 0 for one that it leaves out. By
+            default, all count.
 
     Raises:
-        ValueError: if offsets do not cover the tokens in order, or `answers` are not one a token.
+        ValueError: if `offsets` do not cover the tokens in order, or `answers` do not have one uint8 per token.
     """
 
     tokens: np.ndarray
@@ -32,24 +32,24 @@ class Documents:
         if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(self.tokens) or (np.diff(offsets) < 0).any():
             raise ValueError(
                 f"`offsets` {np.array2string(offsets, threshold=6)} do not cover {len(self.tokens)} tokens; they must "
-                "ascend from 0 to the number of tokens."
+                "increase from 0 to the number of tokens."
             )
         if self.answers is not None and (self.answers.shape, self.answers.dtype) != (self.tokens.shape, np.uint8):
             raise ValueError(
                 f"`answers` are {self.answers.dtype} of shape {self.answers.shape}; they must be uint8, one for each "
-                f"of {len(self.tokens)} tokens."
+                f"of the {len(self.tokens)} tokens."
             )
 
     @classmethod
     def of(
         cls, documents: Iterable[np.ndarray], dtype: np.dtype, answers: Iterable[np.ndarray] | None = None
     ) -> Documents:
-        """Joins documents.
+        """Concatenates documents.
 
         Args:
-            documents: tokens of each.
-            dtype: of the joined tokens, which must hold every id.
-            answers: of each document, if the loss leaves some of their tokens out.
+            documents: the tokens of each document.
+            dtype: the dtype of the concatenated tokens, which must hold every id.
+            answers: the `answers` of each document, if the loss leaves some tokens out.
         """
         parts = [np.asarray(document).astype(dtype) for document in documents]
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
@@ -66,9 +66,9 @@ class Documents:
 
 
 def fingerprint(*documents: Documents, more: str = "") -> str:
-    """Returns a digest of tokens, of which ones the loss counts, and of `more`; equal where all of it is equal.
+    """Returns a digest of the tokens, of which ones the loss counts, and of `more`: equal if all of these are equal.
 
-    Where documents end has no part in it: see `Packed.digest`.
+    The digest does not depend on where documents end: see `Packed.digest`.
     """
     digest = hashlib.blake2b(more.encode(), digest_size=16)
     for one in documents:

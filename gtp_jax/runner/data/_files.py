@@ -1,4 +1,4 @@
-"""Files that `data` names: which ones, in which order, and what they hold by their suffix."""
+"""Finds and reads the files that `data` names: which ones, in which order, and what they hold by their suffix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..._foreign import open_regular
 _SKIPPED = ("site-packages", "dist-packages", "__pycache__")
 
 
-# Files of records, and of token ids, by suffix. Read as plain text, they would train a model on their encoding.
+# The suffixes of files of records and of token ids. Read as plain text, they would train a model on their encoding.
 LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet",)
 TOKENS = (".npy", ".bin")
@@ -22,16 +22,19 @@ SUFFIXES = (*LINES, *TABLES, *TOKENS, ".json")
 
 
 def suffix_of(file: Path) -> str:
-    """Returns the suffix of a file; of a link, that of the file that it leads to if it is one of `SUFFIXES`."""
+    """Returns the suffix of a file, in lower case.
+
+    If the file is a link, returns whichever of the suffixes of the link and of its target is one of `SUFFIXES`.
+    """
     suffixes = [path.suffix.lower() for path in (file, file.resolve())]
     return next((suffix for suffix in suffixes if suffix in SUFFIXES), suffixes[0])
 
 
 def is_directory(path: Path) -> bool:
-    """Says whether a path is a directory, and not a file.
+    """Returns whether a path is a directory, and not a file.
 
     Raises:
-        ValueError: if there is nothing, or what cannot be looked at.
+        ValueError: if the path does not exist or cannot be read.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)
@@ -50,14 +53,14 @@ def files_in(
     directories: bool = True,
     is_run: Callable[[Path], bool] = lambda _: False,
 ) -> Iterator[Path]:
-    """Yields the files below a directory, ordered by their path within it, part by part.
+    """Yields the files below a directory, ordered by their path within it, component by component.
 
     Args:
         root: the directory.
-        suffix: of the files' names.
-        outside: takes links that lead out of the directory, which are then not followed; with `None` they are.
-        directories: follow links to directories too.
-        is_run: whether a directory is that of a run, whose files are left out.
+        suffix: the suffix that the files' names must have.
+        outside: receives the links that lead out of the directory, which are not followed. If `None`, they are.
+        directories: whether to follow links to directories; they are followed only if `outside` is `None`.
+        is_run: returns whether a directory belongs to a run; its files are left out.
     """
     home, seen = root.resolve(), set[tuple[int, int]]()
 
@@ -67,7 +70,7 @@ def files_in(
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError as error:
             raise ValueError(f"`data` {directory} cannot be read: {error.strerror}. Check its permissions.") from error
-        if (status.st_dev, status.st_ino) in seen:  # by another link
+        if (status.st_dev, status.st_ino) in seen:  # already visited through another link
             return
         seen.add((status.st_dev, status.st_ino))
         for entry in entries:
@@ -86,7 +89,7 @@ def files_in(
 
 
 def _is_broken(entry: os.DirEntry[str]) -> bool:
-    """Says whether an entry is a link to nothing, or in a loop of links."""
+    """Returns whether an entry is a link to nothing, or in a loop of links."""
     return entry.is_symlink() and not os.path.exists(entry.path)
 
 
@@ -94,7 +97,7 @@ def read_file(path: Path) -> bytes:
     """Returns the content of a file.
 
     Raises:
-        ValueError: naming it, if it cannot be read.
+        ValueError: if the file cannot be read; the message names it.
     """
     try:
         with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""JSON lines: a record a line, of which one field is a text."""
+"""Reads JSON Lines files: one record per line, with a text in one of its fields."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import numpy as np
 
 from ..._foreign import brief, open_regular, printable
 
-# Bytes searched for line ends at a time.
+# The number of bytes that are searched for line ends at a time.
 _PIECE = 1 << 24
 _SHOWN_FIELDS = 12
 
 
 class JsonLines(Sequence[bytes]):
-    """Documents of a file, read one at a time: memory holds the offsets of lines alone.
+    """The documents of a file, read one at a time: memory holds only the offsets of the lines.
 
     Args:
-        path: of the file.
-        text_of: a document in UTF-8 from the record of its line; a ValueError says what is wrong with it.
+        path: the path of the file.
+        text_of: returns the document of a line's record, in UTF-8; raises a ValueError that says what is wrong with
+            the record.
 
     Raises:
-        ValueError: if the file cannot be read; where a document is read, naming its line, if that is no JSON object in
-            UTF-8, or has no document.
+        ValueError: if the file cannot be read. Reading a document raises one, which names the line, if the line is not
+            a JSON object in UTF-8 or has no document.
     """
 
     def __init__(self, path: Path, text_of: Callable[[dict[str, Any]], bytes]) -> None:
@@ -42,9 +43,9 @@ class JsonLines(Sequence[bytes]):
             raise ValueError(f"`data` {error}") from error
         starts = _line_starts(self._content)
         lengths = np.diff(starts)
-        # of the short ones, those without anything in them are left out
+        # lines of at most two bytes are left out if they are blank
         short = [line for line in np.flatnonzero(lengths <= 2).tolist() if not self._line(starts, line).strip()]
-        self._lines = np.delete(np.arange(len(lengths)), short)  # from 0
+        self._lines = np.delete(np.arange(len(lengths)), short)  # numbered from 0
         self._starts = starts
 
     def __len__(self) -> int:
@@ -64,10 +65,10 @@ class JsonLines(Sequence[bytes]):
 
 
 def text_in(field: str) -> Callable[[dict[str, Any]], bytes]:
-    """Returns a function from a record to the text in a field of it, in UTF-8.
+    """Returns a function that returns the text in a field of a record, in UTF-8.
 
     Raises:
-        ValueError: from that function, if there is no such field, or it is no text.
+        ValueError: raised by that function if the record does not have the field, or the field is not text.
     """
 
     def text_of(record: dict[str, Any]) -> bytes:
@@ -75,7 +76,7 @@ def text_in(field: str) -> Callable[[dict[str, Any]], bytes]:
             names = [printable(str(name)) for name in list(record)[:_SHOWN_FIELDS]]
             more = f" and {len(record) - _SHOWN_FIELDS} more" if len(record) > _SHOWN_FIELDS else ""
             has = f"it has {', '.join(names)}{more}" if names else "it has none"
-            raise ValueError(f"there is no field {field!r}; {has}. Give that of the text as --text-field.")
+            raise ValueError(f"there is no field {field!r}; {has}. Name the field of the text with --text-field.")
         return as_document(record[field], field)
 
     return text_of
@@ -85,14 +86,14 @@ def as_document(text: Any, field: str) -> bytes:
     """Returns a record's text in UTF-8.
 
     Raises:
-        ValueError: if it is no text, or has a character that no document may have.
+        ValueError: if it is not text, or has a character that a document must not have.
     """
     if not isinstance(text, str):
-        raise ValueError(f"the field {field!r} is {brief(text)}, and must be text. Give another as --text-field.")
+        raise ValueError(f"the field {field!r} is {brief(text)}; it must be text. Name another with --text-field.")
     try:
         document = text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a character, U+{ord(text[error.start]):04X}. Correct it.") from error
+        raise ValueError(f"the text has a lone surrogate, U+{ord(text[error.start]):04X}. Correct it.") from error
     if (zero := document.find(b"\0")) >= 0:
         raise ValueError(f"the text has a zero byte at {zero}, which separates documents. Remove it.")
     return document
@@ -106,16 +107,19 @@ def _record(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it has too many levels of lists and objects. Leave it out.") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON ({error.msg} at column {error.colno}). Write an object a line.") from error
-    except ValueError as error:  # a number of too many digits
-        raise ValueError(f"it is no JSON ({error}). Write an object a line.") from error
+        raise ValueError(f"it is not JSON ({error.msg} at column {error.colno}). Write one object per line.") from error
+    except ValueError as error:  # a number with too many digits
+        raise ValueError(f"it is not JSON ({error}). Write one object per line.") from error
     if not isinstance(record, dict):
-        raise ValueError(f"it holds {brief(record)}, and must be an object. Write an object a line.")
+        raise ValueError(f"it holds {brief(record)}; it must be an object. Write one object per line.")
     return record
 
 
 def _line_starts(content: Any) -> np.ndarray:
-    """Returns where lines begin, `(lines + 1,)` int64, the last one the end of the content; after a byte order mark."""
+    """Returns the offset of each line, `(lines + 1,)` int64, and of the end of the content.
+
+    The first line begins after the byte order mark, if there is one.
+    """
     size = len(content)
     begin = 3 if content[:3] == b"\xef\xbb\xbf" else 0
     found = [np.asarray([begin], np.int64)]

@@ -1,4 +1,4 @@
-"""Batches as global arrays: each process builds only the rows that its devices need."""
+"""Builds batches as global arrays: each process builds only the rows that its devices need."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Loader:
     """The batches of a run, by step.
 
     Attributes:
-        windows: where rows come from.
-        batch: sequences of a batch, over all devices.
-        mesh: with the axes that shard the batch.
-        roles: which axes these are.
-        fill: rows of weight 0 behind those of the batch, so that the devices divide the rows. The loss does not see
-            them.
-        rows: the first row of each step's batch that is loaded, and the rows of the whole of it, of which others load
-            the rest; by default all are loaded.
+        windows: the rows that batches are made of.
+        batch: the number of sequences that this loader loads per step, over all devices of `mesh`.
+        mesh: the mesh, with the axes that shard the batch.
+        roles: which axes of the mesh these are.
+        fill: the number of rows of weight 0 that are appended to the batch, so that the number of rows is a multiple
+            of the number of ranks. The loss does not count them.
+        rows: `(first, whole)`: this loader loads the rows from `first` of each step's batch, which has `whole` rows;
+            other loaders load the rest. By default, this loader loads all of them.
 
     Raises:
-        ValueError: if the devices that shard the batch do not divide it.
+        ValueError: if `batch + fill` is not a multiple of the number of ranks that shard the batch.
     """
 
     windows: Rows
@@ -51,7 +51,7 @@ class Loader:
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """Returns the batch of a step, arrays of shape `(batch + fill, seq)`, rows sharded over the batch's axes."""
+        """Returns the batch of a step: arrays of shape `(batch + fill, seq)`, with rows sharded over `roles.batch`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
         first, whole = (0, self.batch) if self.rows is None else self.rows
 
@@ -71,19 +71,19 @@ class Loader:
 
         shape = (self.batch + self.fill, self.windows.seq)
         kinds = {**self.windows.kinds, **({"weights": np.float32} if self.fill else {})}
-        # a process that has none of the mesh's devices makes no row that would tell the dtype
+        # the dtype is given because a process with none of the mesh's devices makes no row to infer it from
         return {
             name: jax.make_array_from_callback(shape, sharding, functools.partial(part, name), dtype=kind)
             for name, kind in kinds.items()
         }
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
-        """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        """Yields the batches of steps `start` to `stop` (exclusive), each built while the previous one is in use."""
         return ahead(self.at, start, stop)
 
 
 def ahead[T](at: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
-    """Yields `at(step)` of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+    """Yields `at(step)` for steps `start` to `stop` (exclusive), each built while the previous one is in use."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
     try:
         pending = thread.submit(at, start) if start < stop else None
@@ -92,5 +92,5 @@ def ahead[T](at: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
             batch = pending.result()
             pending = thread.submit(at, step + 1) if step + 1 < stop else None
             yield batch
-    finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
+    finally:  # without waiting, because a loop left early may end when the interpreter does and can join no thread
         thread.shutdown(wait=False)

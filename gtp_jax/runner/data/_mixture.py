@@ -1,4 +1,4 @@
-"""Rows of several texts: one behind the other, or mixed by weight."""
+"""Rows of several texts: concatenated, or mixed by weight."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 
 from ._rows import Rows
 
-# Weights are whole numbers of this many parts; a row's number times one fits 64 bits up to row 2**39.
+# Weights are rounded to multiples of one over this. A row's number times such a multiple fits 64 bits up to row 2**39.
 _PARTS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joined(Rows):
-    """The rows of texts, each once an epoch, in one order.
+    """The rows of several texts, each once per epoch, in one shuffled order.
 
     Attributes:
-        parts: rows of each text, of one kind and length.
-        seq: tokens of a row.
-        seed: of the order.
-        repeat: whether epochs follow each other.
+        parts: the rows of each text, all with the same arrays and length.
+        seq: the number of tokens per row.
+        seed: the seed of the order.
+        repeat: whether the rows continue after the first epoch.
     """
 
     parts: Sequence[Rows]
@@ -46,14 +46,15 @@ class Joined(Rows):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture(Rows):
-    """Rows of several texts by weight: of any first `R` rows, each text has its share to within one row for each text.
+    """Rows of several texts, mixed by weight.
 
-    Each text has epochs of its own, so that a small one is repeated while a large one is read once.
+    Among the first `R` rows, for any `R`, each text has its share to within as many rows as there are texts. Each text
+    has its own epochs, so a small text is repeated while a large one is read once.
 
     Attributes:
-        parts: rows of each text, of one kind and length, each with its own order.
-        weights: of each, positive; their sum is any.
-        seq: tokens of a row.
+        parts: the rows of each text, all with the same arrays and length, each with its own order.
+        weights: the weight of each text, positive; they may have any sum.
+        seq: the number of tokens per row.
     """
 
     parts: Sequence[Rows]
@@ -75,10 +76,10 @@ class Mixture(Rows):
         return _scattered(which, [(part.rows, inner) for part in self.parts])
 
     def sources(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the text of each row of the run, and the row's number among those of its text, `(R,)` int64 both.
+        """Returns the text of each row of the run, and the row's number among the rows of its text, both `(R,)` int64.
 
-        The first text takes row `r` where `floor(r * share)` grows behind it; the rows that it leaves are numbered
-        again and divided among the others in the same way.
+        The first text takes row `r` if `floor((r + 1) * share) > floor(r * share)`. The other rows are renumbered and
+        divided among the other texts in the same way.
         """
         left = np.asarray(rows, np.int64)
         which, inner = np.full(left.shape, -1), np.zeros(left.shape, np.int64)
@@ -93,11 +94,12 @@ class Mixture(Rows):
 
 
 def _scattered(which: np.ndarray, sources: Sequence[tuple[Any, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns rows of several sources in their places.
+    """Assembles rows that come from several sources.
 
     Args:
-        which: `(R,)` source of each row.
-        sources: function from numbers to rows, and the number of each row in it, where it is the row's source.
+        which: `(R,)`, the source of each row.
+        sources: for each source, a function from numbers to rows, and `(R,)` numbers, which are used for the rows of
+            that source.
     """
     found: dict[str, np.ndarray] = {}
     for number, (rows_of, numbers) in enumerate(sources):

@@ -1,4 +1,4 @@
-"""Documents packed into rows, none of which attends to another: an index that their lengths alone decide."""
+"""Packs documents into rows, in which no document attends to another. The index depends only on their lengths."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ._rows import Rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed(Rows):
-    """Rows of `seq` tokens that hold whole documents, or pieces of one that is longer, each with a segment id.
+    """Rows of `seq` tokens that hold whole documents, or pieces of longer ones, each with a segment id.
 
-    A document of `n` tokens takes `n - 1` places: the last token is a target only, and the first none, so that every
-    other token is predicted exactly once an epoch. What is left of a row is padding, with an id of its own and without
-    targets. Documents are put, the longest first, where they leave the least room.
+    A document of `n` tokens takes `n - 1` places, because its last token is only a target. Its first token is never a
+    target; every other token is predicted exactly once per epoch. The rest of a row is padding, which has a segment id
+    of its own and no targets. Documents are placed by best fit, the longest first (see `best_fit`).
 
     Attributes:
-        documents: that are packed.
-        seq: places of a row.
-        seed: of the order.
-        repeat: whether epochs follow each other.
+        documents: the documents to pack.
+        seq: the number of places per row.
+        seed: the seed of the order.
+        repeat: whether the rows continue after the first epoch.
 
     Raises:
         ValueError: if `seq` is less than 1, or no document has two tokens.
@@ -41,7 +41,7 @@ class Packed(Rows):
         if self.seq < 1:
             raise ValueError(f"`seq` is {self.seq}; it must be a whole number of at least 1.")
         if not len(_index_of(self.documents, self.seq).starts):
-            raise ValueError(f"too few tokens: none of {len(self.documents)} documents has two.")
+            raise ValueError(f"too few tokens: none of the {len(self.documents)} documents has two.")
 
     def __len__(self) -> int:
         return len(_index_of(self.documents, self.seq).begins) - 1
@@ -52,7 +52,7 @@ class Packed(Rows):
 
     @property
     def digest(self) -> str:
-        """Of the index; equal where rows hold the same pieces in the same places."""
+        """A digest of the index: equal if rows hold the same pieces in the same places."""
         digest = hashlib.blake2b(f"{self.seq}".encode(), digest_size=16)
         for array in _index_of(self.documents, self.seq):
             digest.update(array.astype("<i8"))
@@ -79,12 +79,12 @@ class Packed(Rows):
 
 
 class _Index(NamedTuple):
-    """Which pieces of documents make a row.
+    """The pieces of documents that make each row.
 
     Attributes:
         starts: `(P,)` int64, the first token of each piece, in the order of rows.
-        sizes: `(P,)` int64, places of each piece.
-        begins: `(R + 1,)` int64, the first piece of each row, and the number of all pieces.
+        sizes: `(P,)` int64, the number of places of each piece.
+        begins: `(R + 1,)` int64, the first piece of each row, and finally the number of all pieces.
     """
 
     starts: np.ndarray
@@ -92,7 +92,7 @@ class _Index(NamedTuple):
     begins: np.ndarray
 
 
-# Of documents as long as they live, by `seq`: made once for all rows of them.
+# The index of each `Documents` that is alive, by `seq`. It is made once and serves all `Packed` of those documents.
 _INDICES: weakref.WeakKeyDictionary[Documents, dict[int, _Index]] = weakref.WeakKeyDictionary()
 
 
@@ -107,8 +107,10 @@ def _index_of(documents: Documents, seq: int) -> _Index:
 
 
 def _pieces(offsets: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns first tokens and places, int64, of the pieces of documents, in their order: as long as a row, and the
-    rest."""
+    """Splits documents into pieces as long as a row, and what remains of each.
+
+    Returns the first token and the number of places of each piece, int64, in the order of the documents.
+    """
     places = np.maximum(np.diff(offsets) - 1, 0)
     counts = -(-places // seq)
     document = np.repeat(np.arange(len(counts)), counts)
@@ -117,14 +119,14 @@ def _pieces(offsets: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Puts pieces into rows: the longest first, each into the row in which it leaves the least room.
+    """Puts pieces into rows by best fit: the longest first, each into the row in which it leaves the least room.
 
-    All pieces of a size go together, into the rows that have the same room: some three array operations for each size
-    and room, however many pieces there are.
+    All pieces of one size are placed together, into the rows that have the same room left. This takes about three array
+    operations per size and room, for any number of pieces.
 
     Args:
-        sizes: `(P,)`, from 1 to `room`.
-        room: of a row.
+        sizes: `(P,)`, the size of each piece, from 1 to `room`.
+        room: the size of a row.
 
     Returns:
         `(P,)` int64, the row of each piece; rows are numbered from 0 without gaps.
@@ -132,7 +134,7 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
     found = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
     distinct, begins = np.unique(-sizes[order], return_index=True)
-    rooms: list[int] = []  # that are left somewhere, ascending
+    rooms: list[int] = []  # the distinct amounts of room left in rows, ascending
     rows_with: dict[int, list[np.ndarray]] = {}
     count = 0
 

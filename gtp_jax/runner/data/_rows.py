@@ -1,8 +1,8 @@
 """Rows of tokens in a shuffled order that needs no state.
 
 The order of an epoch is a permutation computed place by place: a balanced Feistel network over the next power of four,
-walked until it lands within range (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). A
-row's number is known from its place alone, in constant memory, and does not depend on a library's generator.
+applied until the result is within range (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). A
+row's number is computed from its place alone, in constant memory, and does not depend on a library's generator.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ _ROUNDS = 6
 
 
 class Rows(abc.ABC):
-    """Rows of a run by number. Row `r` is at place `r % len(self)` of epoch `r // len(self)`. Each epoch has its own
-    order, so that a row depends on the text, the seed and its number alone.
+    """The rows of a run, by number.
+
+    Row `r` is at place `r % len(self)` of epoch `r // len(self)`. Each epoch has its own order. A row depends only on
+    the text, the seed and its number.
 
     Attributes:
-        seq: tokens of a row.
-        seed: of the order.
-        repeat: whether epochs follow each other. If not, rows past the first epoch are empty: their weights are 0.
+        seq: the number of tokens per row.
+        seed: the seed of the order.
+        repeat: whether the rows continue after the first epoch. If not, the rows past it have weights of 0.
     """
 
     seq: int
@@ -30,23 +32,24 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Returns the number of rows of an epoch."""
+        """Returns the number of rows per epoch."""
 
     @abc.abstractmethod
     def cut(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns rows as they come in the text.
+        """Returns rows by their number in the text.
 
         Args:
             numbers: `(R,)` int64, each below `len(self)`.
 
         Returns:
-            `tokens` and `targets`, `(R, seq)` int32, the targets one token later; -1 is a target that the loss leaves
-            out. Of packed documents also `segment_ids`, `(R, seq)` int32, which tell those of a row apart.
+            `tokens` and `targets`, `(R, seq)` int32. Targets are one token later than tokens; the loss leaves out
+            targets of -1. Packed documents also have `segment_ids`, `(R, seq)` int32, one id for each document of a
+            row.
         """
 
     @property
     def kinds(self) -> dict[str, type]:
-        """The arrays of `rows` and their dtypes."""
+        """The names of the arrays that `rows` returns, and their dtypes."""
         return {"tokens": np.int32, "targets": np.int32, **({} if self.repeat else {"weights": np.float32})}
 
     def order(self, rows: np.ndarray) -> np.ndarray:
@@ -61,8 +64,8 @@ class Rows(abc.ABC):
             rows: `(R,)` numbers.
 
         Returns:
-            What `cut` returns. Without `repeat` also `weights`, `(R, seq)` float32: 1, or 0 in rows past the first
-            epoch.
+            What `cut` returns. Without `repeat`, also `weights`, `(R, seq)` float32: 0 in rows past the first epoch,
+            1 in the others.
         """
         batch = self.cut(self.order(rows).astype(np.int64))
         if not self.repeat:
@@ -72,8 +75,8 @@ class Rows(abc.ABC):
 
 
 def _permuted(places: np.ndarray, epochs: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Images of `places` (all below `size`) under the permutation of their epoch."""
-    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))  # bits of either half
+    """Returns the images of `places` (all below `size`) under the permutation of their epoch."""
+    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))  # the number of bits of each half
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = _mixed(_mixed(np.uint64(seed % 2**64)) + epochs)
 

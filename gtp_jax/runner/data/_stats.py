@@ -1,4 +1,4 @@
-"""Computes the loss that a model must beat: the entropy of single tokens."""
+"""Computes the baseline loss that a model must beat: the unigram entropy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _PIECE = 1 << 20
 
 
 def unigram_entropy(train: Sequence[np.ndarray], held_out: Sequence[np.ndarray], vocab_size: int) -> float:
-    """Returns the mean loss, in nats a token, on the streams `held_out` of a model that knows how often each token
-    occurs in those of `train`.
+    """Returns the mean loss on `held_out`, in nats per token, of a model that predicts token frequencies of `train`.
 
-    It is the loss of the best guess that ignores context. Every token is counted once more than it occurs, so that one
-    that is new in `held_out` costs a finite amount.
+    This is the loss of the best prediction that ignores context. Each count is increased by one, so that a token that
+    occurs only in `held_out` has a finite loss.
     """
     counts = _counts(train, vocab_size) + 1
     costs = math.log(counts.sum()) - np.log(counts)
@@ -30,5 +29,5 @@ def _counts(streams: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float = 1.0) -> float:
-    """Returns a loss in nats a token, in bits a byte of text: comparable between tokenizers."""
+    """Converts a loss from nats per token to bits per byte of text, which is comparable between tokenizers."""
     return loss / math.log(2) / bytes_per_token

@@ -1,4 +1,4 @@
-"""The text of tokens that come a few at a time."""
+"""Decodes tokens that arrive a few at a time."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text that tokens add to a prompt, as far as it is certain.
+    """The text that tokens add to a prompt, returned as soon as later tokens cannot change it.
 
     Args:
-        tokenizer: of the tokens.
-        prompt: its tokens.
-        stop: texts at which it ends, which are left out.
+        tokenizer: the tokenizer of the tokens.
+        prompt: the tokens of the prompt.
+        stop: texts that end the generated text; they are left out of it.
 
     Attributes:
-        ended: whether one of them has come.
+        ended: whether a text of `stop` has occurred.
 
     Raises:
-        ValueError: if a text to stop at is empty.
+        ValueError: if a text of `stop` is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._tokens, self._stop = tokenizer, [int(token) for token in prompt], tuple(stop)
         if "" in self._stop:
             raise ValueError(
-                f"`stop` is {list(stop)}; it must be texts of at least one character. Leave out the empty."
+                f"`stop` is {list(stop)}; its texts must have at least one character. Leave out the empty ones."
             )
         self._begin = len(tokenizer.decode(self._tokens))
         self._given = 0
         self.ended = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Returns the text that these tokens make certain: without a character of which bytes may be missing, and
-        without what may become a text to stop at."""
+        """Returns the new text that is final once these tokens are added.
+
+        Holds back characters whose bytes may be incomplete, and text that may be the beginning of a text of `stop`.
+        """
         self._tokens += [int(token) for token in tokens]
         text = self._text()
         certain = len(text.rstrip(_HALF)) if not self.ended else len(text)
@@ -60,5 +62,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns how many characters at the end of a text are the beginning of another."""
+    """Returns the number of characters at the end of `text` that are the beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

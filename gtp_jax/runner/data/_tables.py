@@ -1,4 +1,4 @@
-"""Tables of records: parquet files, and data sets that the `datasets` package has saved."""
+"""Reads tables of records: Parquet files, and data sets that the `datasets` package has saved."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from ..._foreign import printable
 from ._lines import as_document
 
-# Rows that are read at a time, in order.
+# The number of rows that are read at a time when iterating.
 _ROWS = 1024
 
-# Files that `save_to_disk` writes into a folder, of one data set and of several splits.
+# The files that `save_to_disk` writes into a folder for one data set, and for several splits.
 _ONE, _SPLITS = ("dataset_info.json", "state.json"), "dataset_dict.json"
 
 
@@ -20,12 +20,12 @@ class Table(Sequence[bytes]):
     """The documents in a column of a table.
 
     Args:
-        path: where it is, for messages.
+        path: the path of the table, for messages.
         rows: a table of the `datasets` package.
-        field: of the text.
+        field: the name of the column that holds the text.
 
     Raises:
-        ValueError: if there is no such column; where a document is read, naming its row, if it is no text.
+        ValueError: if there is no such column. Reading a document raises one, which names its row, if it is not text.
     """
 
     def __init__(self, path: Path, rows: Any, field: str) -> None:
@@ -55,16 +55,16 @@ class Table(Sequence[bytes]):
 
 
 def is_saved(directory: Path) -> bool:
-    """Returns whether a directory is one that `save_to_disk` of the `datasets` package has written."""
+    """Returns whether a directory was written by `save_to_disk` of the `datasets` package."""
     return (directory / _SPLITS).is_file() or all((directory / name).is_file() for name in _ONE)
 
 
 def read_saved(directory: Path, field: str) -> Table:
-    """Returns the documents of a data set that has been saved.
+    """Returns the documents of a saved data set.
 
     Raises:
         ModuleNotFoundError: if the `datasets` package is not installed.
-        ValueError: if it has several splits, or cannot be read.
+        ValueError: if the data set has several splits, or cannot be read.
     """
     datasets = _package(directory)
     if (directory / _SPLITS).is_file():
@@ -78,14 +78,14 @@ def read_saved(directory: Path, field: str) -> Table:
 
 
 def read_parquet(path: Path, field: str) -> Table:
-    """Returns the documents of a parquet file, whose text stays in memory.
+    """Returns the documents of a Parquet file, whose text stays in memory.
 
     Raises:
         ModuleNotFoundError: if the `datasets` package is not installed.
-        ValueError: if it cannot be read.
+        ValueError: if the file cannot be read.
     """
     datasets = _package(path)
-    from pyarrow import parquet  # pyright: ignore[reportMissingImports]  # which datasets needs
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]  # datasets depends on it
 
     _check_column(path, _read(path, lambda: parquet.ParquetFile(path).schema_arrow.names), field)
     table = _read(path, lambda: parquet.read_table(path, columns=[field]))
@@ -95,8 +95,8 @@ def read_parquet(path: Path, field: str) -> Table:
 def _check_column(path: Path, columns: Sequence[str], field: str) -> None:
     if field not in columns:
         raise ValueError(
-            f"`data` {path}: there is no column {field!r}; it has {', '.join(map(printable, columns))}. Give that of "
-            "the text as --text-field."
+            f"`data` {path}: there is no column {field!r}; it has {', '.join(map(printable, columns))}. Name the "
+            "column of the text with --text-field."
         )
 
 
@@ -105,17 +105,17 @@ def _package(path: Path) -> Any:
         import datasets  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'`data` {path} needs the `datasets` package: `pip install "gtp_jax[data]"`. Without it, JSON lines and '
-            "plain text are read."
+            f'`data` {path} needs the `datasets` package: `pip install "gtp_jax[data]"`. JSON Lines and plain text '
+            "can be read without it."
         ) from error
     return datasets
 
 
 def _read[T](path: Path, read: Callable[[], T]) -> T:
-    """Returns what a package reads.
+    """Returns the result of `read`, which calls another package.
 
     Raises:
-        ValueError: for whatever it raises.
+        ValueError: for any exception that `read` raises.
     """
     try:
         return read()

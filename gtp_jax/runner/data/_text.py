@@ -1,4 +1,4 @@
-"""Texts: what files and directories hold, and what is wrong with them."""
+"""Reads texts from files and directories, and reports what is wrong with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._tables import is_saved, read_parquet, read_saved
 
 _SHOWN = 3
 
-# Left out of a directory of text; .bin and .json files have many uses.
+# Files with these suffixes are left out of a directory of text. .bin and .json files are not, as they have many uses.
 _RECORDS = (*LINES, *TABLES, ".npy")
 
 
@@ -30,13 +30,14 @@ class Text:
     """Documents, in a fixed order.
 
     Attributes:
-        name: what it is, for people.
-        documents: UTF-8, without zero bytes; those of records are read one at a time, and may be empty.
-        skipped: files of a directory that were left out because they are not UTF-8 text.
-        unread: what else was left out, which older versions of gtp_jax read as text: for people.
-        token_files: files of token ids, beside the documents.
-        chat_files: files of conversations, likewise.
-        records: whether documents are of records, each a text of its own, and not of files alone.
+        name: a name of the text for messages.
+        documents: the documents, in UTF-8 without zero bytes. Documents of records are read one at a time and may be
+            empty.
+        skipped: the number of files in directories that were left out because they are not UTF-8 text.
+        unread: descriptions of what else was left out but was read as text by older versions of gtp_jax.
+        token_files: files of token ids, in addition to the documents.
+        chat_files: files of conversations, in addition to the documents.
+        records: whether some documents are the texts of records; otherwise each is a file.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Text:
 
     @property
     def bytes(self) -> int:
-        """Size of all documents."""
+        """The total size of all documents, in bytes."""
         return sum(map(len, self.documents))
 
 
@@ -62,27 +63,30 @@ def read_text(
 ) -> Text:
     """Reads files and, recursively, directories; the source of the Python standard library if none are given.
 
-    A plain text is a document. A file of records (JSON lines, Parquet) holds many, each in a field of a record; so does
-    a directory that the `datasets` package has saved. Files of token ids, and of JSON lines whose first has `messages`
-    and no text, are named, not read. A directory whose files
-    of records and ids have most of its bytes is one of them, and its other files are left out with a warning; a
-    directory of text is read without its files of records, with a warning too.
+    A plain text file is one document. A file of records (JSON Lines, Parquet) holds many documents, each in a field of
+    a record; so does a directory that the `datasets` package has saved. Files of token ids, and JSON Lines files whose
+    first record has `messages` and no text, are listed in the result but not read here.
 
-    Documents come in the order of `paths`, those of a directory sorted by their path within it, so that the order is
-    the same on every machine. Hidden files, installed packages and, within a directory of text, files that are not
-    UTF-8 text are left out, these with a warning; of a file that begins with a byte order mark, the mark.
+    If files of records and token ids have most of the bytes of a directory, only these are read; its other files are
+    left out, with a warning. Otherwise it is a directory of text, and its files of records are left out, with a
+    warning.
+
+    Documents are in the order of `paths`, and within a directory in the order of their paths, so that the order is the
+    same on every machine. Hidden files and installed packages are left out. Files that are not UTF-8 text are left out
+    of a directory of text, with a warning. A byte order mark at the beginning of a file is removed.
 
     Args:
-        paths: of files and directories.
-        text_field: of a record, that holds its text.
-        follow_links: follow links in a directory to files and directories outside of it; otherwise such links are left
-            out, with a warning. A path that is a link itself is always followed.
-        is_run: whether a directory is one that a run writes to; those within a directory are left out, with a warning.
+        paths: the paths of files and directories.
+        text_field: the name of the field that holds the text of a record.
+        follow_links: whether to follow links in a directory to files and directories outside of it; otherwise such
+            links are left out, with a warning. A path that is itself a link is always followed.
+        is_run: returns whether a directory is one that a run writes to; those within a directory are left out, with a
+            warning.
 
     Raises:
-        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, if it is JSON that is
-            not by lines or the directory of a run, or if there is no text at all; later, from documents of records, if
-            a record has no text.
+        ValueError: if a path is missing, is not a file or directory, cannot be read, is not text, is JSON other than
+            JSON Lines, or is the directory of a run, or if there is no text at all. Reading the documents of records
+            raises one if a record has no text.
         ModuleNotFoundError: if a package that reads a file is not installed.
     """
     if not paths:
@@ -99,11 +103,11 @@ def read_text(
 
 
 class _Reader:
-    """Documents that come file by file, and what is left out on the way."""
+    """Collects documents file by file, and records what is left out."""
 
     def __init__(self, text_field: str, follow_links: bool, is_run: Callable[[Path], bool]) -> None:
         self._field, self._follow_links, self._is_run = text_field, follow_links, is_run
-        self._plain: list[bytes] = []  # since the last records
+        self._plain: list[bytes] = []  # plain text files since the last file of records
         self._parts: list[Sequence[bytes]] = [self._plain]
         self._token_files: list[Path] = []
         self._chat_files: list[Path] = []
@@ -129,8 +133,8 @@ class _Reader:
             return
         if kind == ".json":
             raise ValueError(
-                f"`data` {path} is JSON, and of that only lines are read, an object each. Write a record a line to a "
-                ".jsonl file, or the text that it contains to a .txt file."
+                f"`data` {path} is JSON, which is read only as JSON Lines. Write one record per line to a .jsonl file, "
+                "or the text that it contains to a .txt file."
             )
         if fault := self._add_text(path):
             raise ValueError(f"`data` {path} is not UTF-8 text ({fault}). Convert it, or leave it out.")
@@ -138,8 +142,8 @@ class _Reader:
     def add_directory(self, path: Path) -> None:
         if self._is_run(path):
             raise ValueError(
-                f"`data` {path} is the directory of a run, and what a run writes is no text to train on. Give a "
-                "directory of text alone; one that has directories of runs in it is allowed."
+                f"`data` {path} is the directory of a run, and what a run writes is not text to train on. Give a "
+                "directory of text; it may contain directories of runs."
             )
         if is_saved(path):
             self._add_part(path, read_saved(path, self._field))
@@ -159,8 +163,8 @@ class _Reader:
         if _are_most(json, files):
             warnings.warn(
                 f"{len(json)} of the {len(files)} files in `data` directory {path} are JSON, such as {json[0].name}, "
-                "and most of its bytes. They are read as text, and the model learns their encoding. Write the text "
-                "that they contain to .txt files, or a record a line to a .jsonl file.",
+                "and have most of its bytes. They are read as text, so the model learns their encoding. Write the text "
+                "that they contain to .txt files, or one record per line to a .jsonl file.",
                 stacklevel=4,
             )
         self._records += [str(file) for file in files if suffix_of(file) in _RECORDS]
@@ -169,14 +173,14 @@ class _Reader:
             if suffix_of(file) not in _RECORDS and (fault := self._add_text(file, required=False)):
                 self._skipped.append(f"{file} ({fault})")
         if sum(map(len, self._parts)) == before:
-            left_out = f"; {self._links} links lead out of it, and are followed if you ask for it" if outside else ""
+            left_out = f"; {self._links} links lead out of it: follow them with --follow-links" if outside else ""
             raise ValueError(
-                f"`data` {path}: the directory holds no UTF-8 text ({len(files)} files looked at, "
+                f"`data` {path}: the directory holds no UTF-8 text ({len(files)} files read, "
                 f"{len(self._skipped) - skipped} of them not text){left_out}. Give files with text in them."
             )
 
     def _add_text(self, path: Path, *, required: bool = True) -> str:
-        """Adds a document, and returns why the file is none."""
+        """Adds a file as a document. If it is not text, returns why instead."""
         text = read_file(path)
         if fault := _fault(text):
             return fault
@@ -209,21 +213,21 @@ class _Reader:
         return found
 
     def warn(self) -> None:
-        """Says what is left out."""
+        """Warns about everything that was left out."""
         if self._runs:
             _warn(
                 f"{len(self._runs)} directories of runs in `data` are left out, such as {printable(self._runs[0])}: "
-                "what a run writes is no text to train on."
+                "what a run writes is not text to train on."
             )
         if self._links:
             _warn(
                 f"{self._links} links in `data` lead out of their directory and are left out. Follow them with "
-                "`follow_links` (`--follow-links`), or give what they lead to as `data`."
+                "`follow_links` (`--follow-links`), or give their targets as `data`."
             )
         if self._skipped:
             _warn(
                 f"{len(self._skipped)} files in `data` are not UTF-8 text and are left out: {_some(self._skipped)}. To "
-                "read them, convert those that are text to UTF-8."
+                "read those that are text, convert them to UTF-8."
             )
         if self._records:
             _warn(
@@ -238,7 +242,7 @@ class _Reader:
 
 
 class _Chained(Sequence[bytes]):
-    """Documents of several sequences, one behind the other."""
+    """Several sequences of documents, chained."""
 
     def __init__(self, parts: Sequence[Sequence[bytes]]) -> None:
         self._parts = parts
@@ -259,8 +263,7 @@ class _Chained(Sequence[bytes]):
 
 
 def standard_library() -> Text:
-    """Returns the source of the Python standard library on this machine: real text of some tens of MB, without a
-    download.
+    """Returns the source of the Python standard library: some tens of MB of real text, without a download.
 
     Raises:
         ValueError: if this Python has been installed without its source.
@@ -275,7 +278,7 @@ def standard_library() -> Text:
 
 
 def _are_most(some: Sequence[Path], files: Sequence[Path]) -> bool:
-    """Returns whether files have more than half of the bytes of all files, or are all of them."""
+    """Returns whether `some` have more than half of the bytes of `files`, or are all of them."""
     sizes = [sum(file.stat().st_size for file in of) for of in (some, files)]
     return bool(some) and (len(some) == len(files) or 2 * sizes[0] > sizes[1])
 
@@ -290,7 +293,7 @@ def _warn(text: str) -> None:
 
 
 def _fault(content: bytes) -> str:
-    """Says why this is not UTF-8 text, if it is not. A zero byte, which separates documents, is no text."""
+    """Returns why this is not UTF-8 text; empty if it is. Text has no zero bytes, because they separate documents."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Files of token ids, mapped into memory."""
+"""Maps files of token ids into memory."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from ._documents import Documents
 from ._files import suffix_of
 from ._tokens import Tokenizer
 
-# Dtypes of ids that a file may have, and `--token-dtype` may state.
+# The dtypes of ids that `--token-dtype` accepts.
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
-# The header of llm.c's files: 256 numbers of 32 bits, of which the first two tell the dtype, and the third the tokens.
+# The header of llm.c's files has 256 32-bit integers. The first two (magic number and version) determine the dtype; the
+# third is the number of tokens.
 _HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _HEADER_NUMBERS = 256
 
-# Ids looked at, at a time.
+# The number of ids that are checked at a time.
 _PIECE = 1 << 22
-# Ids that are decoded to learn how many bytes one has.
+# The number of ids that are decoded to estimate the number of bytes per token.
 _SAMPLE = 1 << 16
 
 
 def read_tokens(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> Documents:
-    """Returns the tokens of a `.npy` or `.bin` file, mapped; the separator of the tokenizer ends documents.
+    """Returns the memory-mapped tokens of a `.npy` or `.bin` file; documents end with the tokenizer's separator.
 
     Args:
-        path: of the file.
-        tokenizer: that its ids are of.
-        dtype: of a `.bin` file's ids, little endian; by default its header says it.
+        path: the path of the file.
+        tokenizer: the tokenizer that the ids belong to.
+        dtype: the dtype of a `.bin` file's ids, which are little endian; by default, the header determines it.
 
     Raises:
-        ValueError: if it cannot be read, is not such a file, or has an id that the tokenizer does not know.
+        ValueError: if the file cannot be read, is not such a file, or has an id that the tokenizer does not know.
     """
     try:
         with open_regular(path):
@@ -48,9 +49,9 @@ def read_tokens(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> D
         piece = tokens[start : start + _PIECE]
         if len(outside := np.flatnonzero((piece < 0) | (piece >= tokenizer.vocab_size))):
             raise ValueError(
-                f"`data` {path} has the id {piece[outside[0]]} at {start + outside[0]}, and the tokenizer "
+                f"`data` {path} has the id {piece[outside[0]]} at {start + outside[0]}, but the tokenizer "
                 f"{tokenizer.name} knows 0 to {tokenizer.vocab_size - 1}. Give --tokenizer the tokenizer.json that "
-                "made the file; of a .bin file, check --token-dtype."
+                "made the file; for a .bin file, check --token-dtype."
             )
         ends.append(np.flatnonzero(piece == tokenizer.separator) + start + 1)
     found = np.concatenate([[0], *ends]).astype(np.int64)
@@ -58,9 +59,9 @@ def read_tokens(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> D
 
 
 def split_tokens(documents: Documents, held_out: float) -> tuple[Documents, Documents]:
-    """Returns the documents of a file but the last, and the last, which have the share `held_out` of tokens at most.
+    """Splits off the last documents of a file, which have at most the share `held_out` of its tokens.
 
-    If the last document is longer, its end is held out.
+    If the last document alone is longer, its end is split off.
     """
     size, offsets = len(documents.tokens), documents.offsets
     cut = wanted = size - int(size * held_out)
@@ -74,7 +75,7 @@ def split_tokens(documents: Documents, held_out: float) -> tuple[Documents, Docu
 
 
 def bytes_of(tokens: np.ndarray, tokenizer: Tokenizer) -> float:
-    """Returns the size of the text of tokens, by that of the first ones."""
+    """Returns the size in bytes of the text of tokens, estimated from the first ones."""
     first = tokens[:_SAMPLE].tolist()
     return len(tokens) * len(tokenizer.decode(first).encode()) / max(1, len(first))
 
@@ -84,11 +85,11 @@ def _array(path: Path) -> np.ndarray:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # a forged header raises whatever Python does with it
+    except Exception as error:  # a forged header may raise anything
         raise ValueError(f"it cannot be read ({error}). Write it with numpy.save.") from error
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "several arrays"
-        raise ValueError(f"it has {what}. Save one array of one dimension, of integers.")
+        raise ValueError(f"it has {what}. Save one one-dimensional array of integers.")
     return array
 
 
@@ -102,11 +103,11 @@ def _binary(path: Path, dtype: str | None) -> np.ndarray:
                 f"its header says {count} tokens of {np.dtype(kind)}, but it has {size} bytes. Download it again."
             )
         if dtype is not None and np.dtype(dtype) != np.dtype(kind):
-            raise ValueError(f"its header says {np.dtype(kind)}, and --token-dtype {dtype}. Leave the flag out.")
+            raise ValueError(f"its header says {np.dtype(kind)}, but --token-dtype says {dtype}. Leave the flag out.")
         return np.memmap(path, kind, "r", begin, (count,)) if count else np.zeros(0, kind)
     if dtype is None:
-        raise ValueError(f"nothing says of which dtype. Give --token-dtype, one of {', '.join(TOKEN_DTYPES)}.")
+        raise ValueError(f"its dtype is unknown. Give --token-dtype, one of {', '.join(TOKEN_DTYPES)}.")
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
-        raise ValueError(f"its {size} bytes are no multiple of the {kind.itemsize} of {dtype}. Check --token-dtype.")
+        raise ValueError(f"its {size} bytes are not a multiple of the {kind.itemsize} of {dtype}. Check --token-dtype.")
     return np.memmap(path, kind, "r") if size else np.zeros(0, kind)

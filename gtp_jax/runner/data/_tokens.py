@@ -1,4 +1,4 @@
-"""Turns text into token numbers: bytes, or by a Hugging Face tokenizer file."""
+"""Turns text into token ids: bytes, or the ids of a Hugging Face tokenizer file."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from ._documents import Documents
 # Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 
-# Documents handed to the tokenizer's threads at a time.
+# The number of documents handed to the tokenizer's threads at a time.
 _CHUNK = 256
-# Bytes of them; a longer document is encoded in parts.
+# The number of bytes handed to them at a time; a longer document is encoded in parts.
 _PART_BYTES = 1 << 24
 
 _MAX_FILE_BYTES = 1 << 28
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# A model has a row for every id.
+# Ids are limited because a model has a row for every id.
 _MAX_IDS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A way to turn documents into tokens.
+    """Turns documents into tokens.
 
     Attributes:
-        name: for people.
-        vocab_size: number of tokens, the separator included.
-        separator: the token that stands after each document.
-        encode: `documents -> tokens of each document`, without separators.
-        decode: tokens to text; bytes that are no character, and tokens that there are not, become U+FFFD.
-        published: a prompt to its tokens as the tokenizer was published: with the special tokens that begin a text,
-            and those that are written out in it.
-        marked: texts to the tokens of each and their `(begin, end)` in characters, `(tokens, 2)`; special tokens that
-            are written out in a text are tokens, and no others are added.
-        special: ids of special tokens by their texts.
+        name: a name for messages.
+        vocab_size: the number of tokens, including the separator.
+        separator: the token that follows each document.
+        encode: returns the tokens of each document, without separators.
+        decode: returns the text of tokens; bytes that are not a character, and unknown tokens, become U+FFFD.
+        published: returns the tokens of a prompt as the published tokenizer would: it adds the special tokens that
+            begin a text, and recognizes those that are written out in it.
+        marked: returns, for each text, its tokens and their `(begin, end)` in characters, `(tokens, 2)`. Special tokens
+            that are written out in a text are recognized; no others are added.
+        special: the ids of special tokens by their texts.
     """
 
     name: str
@@ -59,8 +59,10 @@ class Tokenizer:
     special: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a text that is continued: as in the middle of a document that a run was trained on. Of
-        no text the separator, behind which a document begins."""
+        """Returns the tokens of a prompt, encoded like text in the middle of a training document.
+
+        Returns the separator for an empty text, because a document begins after it.
+        """
         (tokens,) = self.encode([text.encode()])
         return [int(token) for token in tokens] or [self.separator]
 
@@ -70,7 +72,7 @@ class Tokenizer:
         return np.min_scalar_type(self.vocab_size - 1)
 
     def documents(self, texts: Iterable[bytes]) -> Documents:
-        """Returns the tokens of documents, the separator as the last of each.
+        """Returns the tokens of documents, each with the separator as its last token.
 
         Raises:
             ValueError: if a token is outside the vocabulary.
@@ -87,7 +89,7 @@ class Tokenizer:
 
 
 def _bytes_marked(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of a text, and the character that each is of."""
+    """Returns the bytes of a text, and the `(begin, end)` of the character that each belongs to."""
     content = np.frombuffer(text.encode(), np.uint8)
     character = np.cumsum(content & 0xC0 != 0x80) - 1
     return content, np.stack([character, character + 1], axis=1)
@@ -110,14 +112,14 @@ BYTES = Tokenizer(
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`.
 
-    Its own end-of-text token separates documents, if it is a special token, which no text contains; otherwise one more
-    token is added behind its vocabulary, whose size is the largest id and one. Text that reads like a special token is
-    split as any other. A large document is encoded in parts that end with a line.
+    If the tokenizer has an end-of-text token that is special, this token separates documents; otherwise a separator is
+    added after the vocabulary, at the largest id plus one. Text that reads like a special token is split like any other
+    text. A large document is encoded in parts that end at the end of a line.
 
     Raises:
         ModuleNotFoundError: if the `tokenizers` package is not installed.
-        ValueError: if the file is missing or is no tokenizer, or if an id is beyond 16,777,215; while encoding, if a
-            line is too long to be encoded, a word is the separator, or the tokenizer fails.
+        ValueError: if the file is missing or is not a tokenizer, or if an id is above 16,777,215. Encoding raises one
+            if a line is too long to be encoded, a word is encoded as the separator, or the tokenizer fails.
     """
     with _of_package():
         import tokenizers
@@ -130,9 +132,9 @@ def read_tokenizer(content: bytes, where: str, end: int | None = None) -> Tokeni
     """Returns the tokenizer of a tokenizer.json that has been read: see `load_tokenizer`.
 
     Args:
-        content: of the file.
-        where: it was, for messages.
-        end: the special token that separates documents if none has the name of an end-of-text token.
+        content: the content of the file.
+        where: the place of the file, for messages.
+        end: the id of the special token that separates documents if none has the name of an end-of-text token.
     """
     with _of_package():
         import tokenizers
@@ -160,7 +162,7 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
     ids = loaded.get_vocab(with_added_tokens=True).values()
     size = 1 + max(ids, default=-1)  # ids may have gaps
     if not 0 < size <= _MAX_IDS:
-        what = f"has the id {size - 1}; ids up to {_MAX_IDS - 1} can be" if size else "has no token"
+        what = f"has the id {size - 1}; ids must be at most {_MAX_IDS - 1}" if size else "has no token"
         raise ValueError(f"`tokenizer` {path} {what}. Give the tokenizer.json of a Hugging Face model.")
     special = {token.content: id for id, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = [special[token] for token in _END if token in special] or [one for one in special.values() if one == end]
@@ -170,13 +172,13 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
         for batch in _batches(documents, name):
             parts = [part for document in batch for part in document]
             texts = [part.decode() for part in parts]
-            with _refused(f"`tokenizer` {name} cannot encode `data`", "Give a tokenizer that knows every text."):
+            with _refused(f"`tokenizer` {name} cannot encode `data`", "Give a tokenizer that can encode any text."):
                 encodings = iter(loaded.encode_batch_fast(texts, add_special_tokens=False))
             for document in batch:
                 ids = np.concatenate([np.asarray(next(encodings).ids, np.int64) for _ in document])
                 if (ids == separator).any():
                     raise ValueError(
-                        f"`tokenizer` {name} makes the token {separator}, which separates documents, of a word in a "
+                        f"`tokenizer` {name} encodes a word as the token {separator}, which separates documents, in a "
                         f"document that begins with {document[0][:40]!r}. Leave the document out, or give a tokenizer "
                         "whose end-of-text token is special."
                     )
@@ -191,7 +193,7 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
 
     @contextlib.contextmanager
     def as_tokens() -> Iterator[None]:
-        """Has special tokens that are written out in a text encoded as such."""
+        """Makes the tokenizer recognize special tokens that are written out in a text."""
         loaded.encode_special_tokens = False
         try:
             yield
@@ -203,7 +205,7 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
             return loaded.encode(text, add_special_tokens=True).ids
 
     def marked(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with as_tokens(), _refused(f"`tokenizer` {name} cannot encode a text", "Give one that knows every text."):
+        with as_tokens(), _refused(f"`tokenizer` {name} cannot encode a text", "Give one that can encode any text."):
             encodings = loaded.encode_batch(texts, add_special_tokens=False)
         return [(np.asarray(e.ids, np.int64), np.asarray(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
@@ -211,14 +213,14 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
 
 
 def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:
-    """Returns whether two tokenizer.json files define one tokenizer, so that every text has the same ids.
+    """Returns whether two tokenizer.json files define the same tokenizer, so that every text has the same ids.
 
-    What is compared is all that the `tokenizers` package reads of them, but for padding and truncation: vocabulary,
+    Compares everything that the `tokenizers` package reads from them except padding and truncation: vocabulary,
     merges, added tokens, normalizer, pre-tokenizer, post-processor, decoder and options of the model.
 
     Args:
-        path: one file, which `load_tokenizer` reads.
-        other: the content of the other; if it is no tokenizer, the answer is no.
+        path: the path of one file, which `load_tokenizer` can read.
+        other: the content of the other file. If it is not a tokenizer, returns False.
     """
     with _of_package():
         import tokenizers
@@ -232,7 +234,7 @@ def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:
 
 
 def _definition(tokenizer: Any) -> Any:
-    """Returns what a tokenizer does with a text, in the form in which the package writes it."""
+    """Returns everything that determines what a tokenizer does with a text, as the package writes it to JSON."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return json.loads(tokenizer.to_str())
@@ -250,7 +252,7 @@ def _loaded(from_buffer: Callable[[bytes], Any], path: str | os.PathLike[str]) -
 
 @contextlib.contextmanager
 def _refused(what: str, remedy: str) -> Iterator[None]:
-    """Raises a ValueError for whatever the `tokenizers` package raises: bare Exceptions, and panics of Rust."""
+    """Raises a ValueError for anything that the `tokenizers` package raises: bare Exceptions, and Rust panics."""
     try:
         yield
     except BaseException as error:
@@ -260,7 +262,7 @@ def _refused(what: str, remedy: str) -> Iterator[None]:
 
 
 def _batches(documents: Iterable[bytes], name: str) -> Iterator[list[list[bytes]]]:
-    """Yields documents, each in parts, as many at a time as the tokenizer's threads are given."""
+    """Yields batches of documents for the tokenizer's threads, each document as a list of its parts."""
     batch: list[list[bytes]] = []
     nbytes = 0
     for document in documents:
@@ -274,14 +276,14 @@ def _batches(documents: Iterable[bytes], name: str) -> Iterator[list[list[bytes]
 
 
 def _parts(document: bytes, name: str) -> list[bytes]:
-    """Splits a document behind lines into parts that a tokenizer can take: it needs 100 times their memory."""
+    """Splits a document at line ends into parts of a limited size: the tokenizer needs 100 times their memory."""
     parts, begin = [], 0
     while len(document) - begin > _PART_BYTES:
         end = document.rfind(b"\n", begin, begin + _PART_BYTES) + 1
         if not end:
             raise ValueError(
-                f"`data` has a line of more than {_PART_BYTES} bytes, which `tokenizer` {name} cannot take at once; it "
-                f"begins with {document[begin : begin + 40]!r}. Break it into lines, or leave out the tokenizer."
+                f"`data` has a line of more than {_PART_BYTES} bytes, too long for `tokenizer` {name}; it begins with "
+                f"{document[begin : begin + 40]!r}. Break it into lines, or leave out the tokenizer."
             )
         parts.append(document[begin:end])
         begin = end

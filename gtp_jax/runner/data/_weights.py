@@ -1,4 +1,4 @@
-"""Paths with the weights of a mixture: `PATH:WEIGHT`."""
+"""Parses paths with the weights of a mixture: `PATH:WEIGHT`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 
 def weighted(paths: Sequence[str]) -> list[tuple[str, float | None]]:
-    """Returns paths and their weights; `None` for all if none has one.
+    """Returns paths and their weights; all weights are `None` if no path has one.
 
-    What follows the last colon is a weight if it is a number, and nothing is there by the whole name.
+    What follows the last colon is a weight if it is a number and no file has the whole name.
 
     Raises:
-        ValueError: if a weight is not positive, if some paths have one and others none, or if a path with one is there
-            twice.
+        ValueError: if a weight is not positive, if only some paths have one, or if a path with a weight occurs twice.
     """
     found = [_weighted(path) for path in paths]
     without = [path for path, weight in found if weight is None]
     if without and len(without) < len(found):
         raise ValueError(
-            f"`data` gives weights to some, and none to {without[0]}. Give all one, as {without[0]}:0.5, or none."
+            f"`data` gives weights to some paths, but none to {without[0]}. Give all a weight, such as "
+            f"{without[0]}:0.5, or none."
         )
     names = [path for path, weight in found if weight is not None]
     if twice := [path for path in names if names.count(path) > 1]:
-        raise ValueError(f"`data` {twice[0]} is there twice, with weights. Add them up.")
+        raise ValueError(f"`data` {twice[0]} is given twice, with weights. Give it once, with their sum.")
     return found
 
 

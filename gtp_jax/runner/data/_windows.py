@@ -1,4 +1,4 @@
-"""Windows of a stream of tokens, cut without gaps."""
+"""Cuts a stream of tokens into windows without gaps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ._rows import Rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows(Rows):
-    """Sequences of `seq` tokens and the token after each, cut from a stream without gaps, across documents.
+    """Windows of `seq` tokens and their targets, cut from a stream without gaps, across documents.
 
-    Window `i` holds the tokens `i * seq` to `(i + 1) * seq`, the last one included and shared with window `i + 1`, so
-    that every token but the first is predicted exactly once an epoch.
+    Window `i` holds the tokens `i * seq` to `(i + 1) * seq`, inclusive. It shares the last one with window `i + 1`, so
+    that every token except the first is predicted exactly once per epoch.
 
     Attributes:
         tokens: the stream.
-        seq: tokens of a sequence.
-        seed: of the order.
-        repeat: whether epochs follow each other.
-        answers: `(tokens,)` uint8, 0 for tokens that the loss leaves out as targets; none by default.
+        seq: the number of tokens per sequence.
+        seed: the seed of the order.
+        repeat: whether the rows continue after the first epoch.
+        answers: `(tokens,)` uint8, 0 for tokens that the loss leaves out as targets. By default, all count.
 
     Raises:
-        ValueError: if `seq` is less than 1, or the stream too short for one window.
+        ValueError: if `seq` is less than 1, or the stream is too short for one window.
     """
 
     tokens: np.ndarray
