@@ -31,7 +31,7 @@ Caches = tuple[KeyValues, ...]
 
 
 def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
-    """Returns empty caches for sequences of up to `length` tokens; a window limits the slots to `window`."""
+    """Returns empty caches for sequences of up to `length` tokens; a window limits the number of slots to `window`."""
     found = []
     for layers, core in _cores(model):
         slots = length if core.window is None else min(length, core.window)
@@ -69,13 +69,13 @@ def taken_caches(model: nnx.Module) -> Caches:
     """Returns the caches of a model's attention modules, as its last call left them.
 
     Raises:
-        ValueError: if a module was called more than once in a forward pass, because it has the cache of one call.
+        ValueError: if a module was called more than once in a forward pass, because it has a cache for only one call.
     """
     for layers, core in _cores(model):
         if not layers and core.cached_keys.get_metadata()["calls"].count > 1:
             raise ValueError(
-                "a `gtp_jax.Attention` is called more than once in a forward pass, and `gtp_jax.generate` gives it the "
-                "cache of one call. Build a module for each call."
+                "a `gtp_jax.Attention` is called more than once in a forward pass, but `gtp_jax.generate` gives it a "
+                "cache for only one call. Build a module for each call."
             )
     pairs = [KeyValues(core.cached_keys.get_value(), core.cached_values.get_value()) for _, core in _cores(model)]
     return placed(model, tuple(pairs))

@@ -25,25 +25,25 @@ def check_model(model: nnx.Module) -> None:
     parameters = inspect.signature(type(model).__call__).parameters
     if "positions" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         raise ValueError(
-            f"{kind} does not take `positions`, which say where a token is when those before it are cached. Write "
-            "`def __call__(self, tokens, *, positions=None)`, and hand them to every `gtp_jax.Attention`, through a "
+            f"{kind} does not take `positions`, which give a token's position when earlier tokens are cached. Write "
+            "`def __call__(self, tokens, *, positions=None)`, and pass them to every `gtp_jax.Attention`, through a "
             "`Stack` as `shared={'positions': positions}`."
         )
     named = [(".".join(map(str, path)) or "the model", module) for path, module in nnx.iter_modules(model)]
     for where, module in named:
         if isinstance(module, _MIXERS):
             raise ValueError(
-                f"{where} is a {type(module).__name__}, which mixes the tokens of a row and has no cache. `generate` "
-                "continues models whose tokens meet in `gtp_jax.Attention` alone."
+                f"{where} is a {type(module).__name__}, which mixes the tokens of a row but has no cache. `generate` "
+                "requires that only `gtp_jax.Attention` mixes tokens."
             )
     for where, module in named:
         if isinstance(module, AttentionCore) and not module.causal:
             raise ValueError(
-                f"{where} attends to later tokens, so that every new one would change those before it. Build its "
-                "`gtp_jax.Attention` with `causal=True`."
+                f"{where} attends to later tokens, so every new token would change the results of earlier ones. Build "
+                "its `gtp_jax.Attention` with `causal=True`."
             )
     if not any(isinstance(module, Attention) for _, module in named):
         raise ValueError(
-            f"{kind} has no `gtp_jax.Attention`, whose keys and values `generate` keeps. Build it with one, or call "
+            f"{kind} has no `gtp_jax.Attention`, whose keys and values `generate` caches. Build it with one, or call "
             "the model on the whole sequence for every token."
         )

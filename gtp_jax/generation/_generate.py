@@ -36,7 +36,7 @@ class Generated(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The arguments of `generate` that say how prompts are continued."""
+    """The arguments of `generate` that determine how prompts are continued."""
 
     max_new_tokens: int
     temperature: float
@@ -85,36 +85,37 @@ def generate(
 ) -> Generated:
     """Continues prompts with new tokens, on the mesh in scope.
 
-    One forward pass computes the prompts and caches their keys and values; then each row is extended by one token at a
-    time. Greedy tokens are those of a full forward pass over all preceding tokens. Rows do not depend on each other:
-    the random numbers of a sampled token depend only on `seed`, the row's index and the token's position, on every
-    mesh.
+    One forward pass computes the prompts and caches their keys and values; then each row is extended one token at a
+    time. Greedy tokens are the same as those of a full forward pass over all preceding tokens. Rows do not depend on
+    each other. On every mesh, the random numbers of a sampled token depend only on `seed`, the row's index and the
+    token's position.
 
-    Weights are multiplied in the model's compute dtype, whatever recipe is in scope; frozen weights stay quantized in
+    Weights are multiplied in the model's compute dtype, whichever recipe is in scope; frozen weights stay quantized in
     memory. The lengths of the longest prompt and of the longest row are rounded up to powers of two, and two programs
     are compiled for each pair of rounded lengths.
 
     Args:
         model: the model. Its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits. Only
-            causal `gtp_jax.Attention` modules, which must be given these positions, may mix the tokens of a row. If
-            its call also takes `logits_at`, only the logits of each prompt's last token are computed; see
+            causal `gtp_jax.Attention` modules may mix the tokens of a row, and the model must pass `positions` to
+            them. If its call also takes `logits_at`, only the logits of each prompt's last token are computed; see
             `gtp_jax.models.Llama`.
         tokens: the prompts: integers `(batch, length)`, or a sequence of sequences, which may differ in length.
-        lengths: the number of tokens of each prompt, `(batch,)`, which are at the beginning of its row; by default the
-            whole row.
+        lengths: the number of tokens of each prompt, `(batch,)`; a prompt is at the beginning of its row. By default,
+            the whole row.
         max_new_tokens: the maximum number of new tokens per row.
         temperature: the divisor of the logits before sampling; 0 takes the most likely token.
         top_k: the number of most likely tokens to sample from; all by default.
         top_p: the minimum total probability of the most likely tokens to sample from (nucleus sampling); all tokens by
             default.
-        stop: the tokens and texts that end a row, one or several. A row ends with the token that completes a text,
-            which a part of the token's text may follow.
-        tokenizer: the tokens' own, needed if `stop` has a text. Its `decode` takes a list of tokens and returns text.
+        stop: the tokens and texts that end a row, one or several. A row ends with the token that completes a stop text;
+            the token's own text may continue past it.
+        tokenizer: the tokenizer of `tokens`, needed if `stop` has a text. Its `decode` takes a list of tokens and
+            returns text.
         seed: the seed of sampling.
         vocab_size: the number of tokens in the vocabulary, if the model pads it; padding is never chosen.
         gather: when sharded weights are gathered: `"once"` per call, which needs memory for a whole copy in addition to
-            the model, or layer by layer for `"each_token"`. By default once if the copy fits, otherwise for each token,
-            with a warning that reports the bytes.
+            the model, or layer by layer for `"each_token"`. By default, they are gathered once if the copy fits, and
+            otherwise for each token, with a warning that reports the bytes.
 
     Raises:
         ValueError: if an argument is out of range, if the model cannot be continued token by token, or if logits are
@@ -150,7 +151,8 @@ def generate_stream(
         The iterator ends when all rows have ended.
 
     Raises:
-        ValueError, TypeError: as `generate`; errors about arguments are raised by this call, before the first yield.
+        ValueError, TypeError: for the same reasons as `generate`. This call raises errors about arguments, before the
+            first yield.
     """
     options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
     return _stream(model, tokens, lengths, options)
@@ -205,7 +207,10 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
 
 
 def _cut(made: np.ndarray, rows: Rows, ends: Sequence[TextStop]) -> tuple[np.ndarray, Rows]:
-    """Leaves out new tokens that come after a text that ends their row; returns the rows with those that have ended."""
+    """Removes new tokens after a text that ends their row.
+
+    Returns the remaining new tokens, and the rows, in which those that a text has ended are marked as done.
+    """
     if not ends:
         return made, rows
     made = made.copy()
@@ -219,7 +224,7 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
     """Checks the prompts and pads them.
 
     Raises:
-        ValueError, TypeError: if prompts are invalid; the message names the argument and what is allowed.
+        ValueError, TypeError: if the prompts are invalid; the message names the argument and what is allowed.
     """
     ragged = isinstance(tokens, list | tuple) and all(hasattr(row, "__len__") for row in tokens)
     if ragged and lengths is None:
@@ -231,10 +236,10 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"`tokens` has the shape {array.shape}; it must be (batch, length), or a sequence of prompts. A prompt has "
-            "one token at least, such as one that begins a document."
+            "at least one token, such as one that begins a document."
         )
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"`tokens` are {array.dtype}; they must be integers, as a tokenizer returns them.")
+        raise TypeError(f"`tokens` are {array.dtype}; they must be integers, such as a tokenizer returns.")
     batch, length = array.shape[0], array.shape[-1]
     sizes = np.full(batch, length) if lengths is None else np.asarray(lengths)
     if sizes.shape != (batch,) or not np.issubdtype(sizes.dtype, np.integer) or sizes.min() < 1 or sizes.max() > length:
@@ -244,7 +249,7 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
         )
     array = np.where(np.arange(length) < sizes[:, None], array, 0)
     if array.min() < 0:
-        raise ValueError(f"`tokens` holds {array.min()}; tokens are numbers of a vocabulary, from 0 on.")
+        raise ValueError(f"`tokens` holds {array.min()}; tokens are indices of a vocabulary, at least 0.")
     ranks = 1 if jax.sharding.get_abstract_mesh().empty else degrees(_roles(model).batch)
     more = (-batch % ranks, _power_of_two(length) - length)
     return _Prompts(
@@ -261,23 +266,23 @@ def _roles(model: nnx.Module) -> Any:
 
 
 def _stops(stop: Any, tokenizer: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Returns the tokens that end a row, padded to a power of two, and the texts.
+    """Returns the tokens that end a row, padded to a power of two, and the texts that do.
 
     Raises:
-        ValueError, TypeError: if one is neither, or there is no tokenizer for texts.
+        ValueError, TypeError: if an entry is neither a token nor a text, or there is no tokenizer for texts.
     """
     given: list[Any] = list(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else [stop]
     texts = tuple(one for one in given if isinstance(one, str))
     try:
         tokens = [operator.index(token) for token in given if not isinstance(token, str)]
     except TypeError as error:
-        raise ValueError(f"`stop` is {stop!r}; it must be tokens, whole numbers, or texts.") from error
+        raise ValueError(f"`stop` is {stop!r}; it must be tokens (whole numbers) or texts.") from error
     if not all(0 <= token < 1 << 31 for token in tokens):
-        raise ValueError(f"`stop` is {brief(stop)}; tokens are numbers of a vocabulary, from 0 on and below 2**31.")
+        raise ValueError(f"`stop` is {brief(stop)}; tokens are indices of a vocabulary, at least 0 and below 2**31.")
     if "" in texts:
-        raise ValueError(f"`stop` is {stop!r}; every text would end at an empty one. Leave it out.")
+        raise ValueError(f"`stop` is {stop!r}; an empty text would end every row. Leave it out.")
     if texts and tokenizer is None:
-        raise ValueError(f"`stop` is {stop!r}, and only a tokenizer knows texts. Give `tokenizer`, or stop at tokens.")
+        raise ValueError(f"`stop` is {stop!r}; its texts need a tokenizer. Give `tokenizer`, or stop at tokens.")
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(
             f"`tokenizer` is a {type(tokenizer).__name__}; it must have `decode(tokens)`, which returns text."
@@ -290,8 +295,8 @@ def _check_logits(rows: Any, prompts: _Prompts) -> None:
     if broken.size:
         row = int(broken[0])
         raise ValueError(
-            f"the logits of row {row} are NaN. Its prompt has tokens up to {prompts.tokens[row].max()}, one of which "
-            "may be outside the vocabulary; or weights are not finite."
+            f"the logits of row {row} are NaN. Either a token of its prompt, the largest of which is "
+            f"{prompts.tokens[row].max()}, is outside the vocabulary, or weights are not finite."
         )
 
 

@@ -44,8 +44,9 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The static arguments for which a program is compiled. Hashed once: the hash of a graph takes milliseconds, and
-    every call of a program asks for it.
+    """The static arguments for which a program is compiled.
+
+    The hash is cached, because the hash of a graph takes milliseconds and every call of a program needs it.
 
     Attributes:
         graph: the model's graph definition.
@@ -83,7 +84,7 @@ def prefill(
     Args:
         request: the static arguments.
         state: the model's variables.
-        tokens: the prompts, `(batch, length)`; after the end of a prompt, any tokens.
+        tokens: the prompts, `(batch, length)`; the tokens after the end of a prompt are arbitrary.
         lengths: the number of tokens of each prompt, `(batch,)`; 0 for padding rows, which count as ended.
         last: the position of the last token that may be generated in each row, `(batch,)`.
         stop: the tokens that end a row.
@@ -136,18 +137,18 @@ def decode(
 
     made = jnp.full((len(rows.tokens), STEPS), NO_TOKEN, jnp.int32)
     _, rows, caches, made = lax.while_loop(more, one, (jnp.int32(0), rows, caches, made))
-    # outputs are sharded like the inputs, so that the next call needs no recompilation
+    # shards outputs like inputs, so that the next call needs no recompilation
     return _whole(rows), placed(_model(request, state), caches), _whole(made)
 
 
 @jax.jit
 def with_ended(rows: Rows, ended: jax.Array) -> Rows:
-    """Returns the rows, of which those marked have ended too, `(batch,)`."""
+    """Marks further rows as done: those for which `ended`, `(batch,)`, is true."""
     return _whole(rows._replace(done=rows.done | ended))
 
 
 def _model(request: Request, state: Any) -> Any:
-    """Returns the model with these values in new variables, so that a call may write them."""
+    """Returns the model with the values of `state` in new variables, so that a call may write them."""
     return nnx.merge(request.graph, jax.tree.map(lambda array: array, state))
 
 

@@ -11,28 +11,28 @@ import numpy as np
 
 from .._foreign import brief
 
-# How a token is chosen; programs are compiled for one of these. "greedy": the most likely token; "all": sampled from
-# all tokens; "likeliest": sampled from the most likely tokens (top-k, top-p).
+# How a token is chosen; a program is compiled for each. "greedy" takes the most likely token; "all" samples from all
+# tokens; "likeliest" samples from the most likely tokens (top-k, top-p).
 Choice = Literal["greedy", "all", "likeliest"]
 
 
 # A number that exceeds every vocabulary.
 _ALL = 2**31 - 1
 
-# Temperatures are clamped to [1 / _HOTTEST, _HOTTEST], where they and their inverses are normal numbers of float32. At
-# the lower end the likeliest token is taken; at the upper end all tokens are equally likely.
+# Temperatures are clamped to [1 / _HOTTEST, _HOTTEST], where they and their inverses are normal float32 numbers. At the
+# lower end, the most likely token is taken; at the upper end, all tokens are equally likely.
 _HOTTEST = 2.0**126
 
 
 class Sampling(NamedTuple):
-    """The parameters of sampling, as host arrays, so that other values need no recompilation.
+    """The parameters of sampling. They are arrays, so that other values need no recompilation.
 
     Attributes:
         temperature: the divisor of the logits.
         top_k: the number of most likely tokens that are kept.
         top_p: the minimum total probability of the tokens that are kept.
         key: the words of the random key: 0 and the seed.
-        vocab_size: the number of tokens that may be chosen: those with a smaller index.
+        vocab_size: the limit of the tokens that may be chosen, exclusive.
     """
 
     temperature: Any
@@ -45,15 +45,15 @@ class Sampling(NamedTuple):
 def sampling_of(
     *, temperature: float, top_k: int | None, top_p: float | None, seed: int, vocab_size: int | None = None
 ) -> tuple[Choice, Sampling]:
-    """Checks the options of sampling, and returns them as the programs take them.
+    """Checks the options of sampling, and returns them in the form that the programs take.
 
     Raises:
         ValueError: if an option is out of range; the message names the argument, its value and what is allowed.
     """
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"`temperature` is {brief(temperature)}; it must be a number of at least 0, and not infinite; 0 takes the "
-            "likeliest token."
+            f"`temperature` is {brief(temperature)}; it must be a finite number of at least 0; 0 takes the most likely "
+            "token."
         )
     if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
         raise ValueError(f"`top_k` is {top_k!r}; it must be a number of tokens, at least 1, or None for all.")
@@ -77,7 +77,7 @@ def sampling_of(
 def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the next token of each row, `(batch,)` int32.
 
-    Its random numbers depend only on the seed, the row's index and the new token's position.
+    The random numbers of a row depend only on the seed, the row's index and the new token's position.
 
     Args:
         logits: the logits, `(batch, vocab)`.
@@ -90,7 +90,7 @@ def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Arra
     if choice == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    # The likeliest tokens have the score 0, also where the quotients of the others are infinite.
+    # The most likely tokens get a score of exactly 0, even if the quotients of the others are infinite.
     best = jnp.max(logits, axis=-1, keepdims=True)
     scores = jnp.where(logits == best, 0, (logits - best) / sampling.temperature)
     scores = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, scores, -jnp.inf)
@@ -98,7 +98,7 @@ def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Arra
     keys = jax.vmap(lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows, places)
     if choice == "all":
         return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
-    order = jnp.argsort(-logits, axis=-1, stable=True)  # scores that differ may be rounded to one
+    order = jnp.argsort(-logits, axis=-1, stable=True)  # of logits, because different ones may have equal scores
     ordered = jnp.take_along_axis(scores, order, axis=-1)
     rank = jnp.arange(scores.shape[-1])
     kept = jnp.where(rank < sampling.top_k, ordered, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Texts that end a row."""
+"""Ends rows at texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """What turns tokens into text: a tokenizer of `tokenizers` or of `transformers`, for instance."""
+    """Turns tokens into text; for example, a tokenizer of `tokenizers` or `transformers`."""
 
     def decode(self, tokens: Sequence[int], /) -> str:
         """Returns the text of tokens."""
@@ -15,15 +15,15 @@ class Decoder(Protocol):
 
 
 class TextStop:
-    """The end of a row by a text that its new tokens spell.
+    """Ends a row when the text of its new tokens contains a stop text.
 
     Args:
-        tokenizer: of the tokens.
-        prompt: the row's, whose text does not count.
-        texts: of which one ends the row.
+        tokenizer: the tokenizer of the tokens.
+        prompt: the tokens of the row's prompt, in whose text stop texts do not count.
+        texts: the stop texts; any one of them ends the row.
 
     Attributes:
-        ended: whether one of them has come.
+        ended: whether a stop text has occurred.
     """
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], texts: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class TextStop:
         self.ended = False
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the next tokens the row has: all, or those up to the one that completes a text."""
+        """Returns how many of the next tokens belong to the row: up to the one that completes a stop text, or all."""
         if self.ended:
             return 0
         before = len(self._tokens)
@@ -43,6 +43,6 @@ class TextStop:
         return next(count for count in range(1, len(tokens) + 1) if self._ends(before + count))
 
     def _ends(self, count: int) -> bool:
-        """Says whether the first tokens spell one of the texts."""
+        """Returns whether the text of the first `count` tokens, without the prompt, contains a stop text."""
         text = self._tokenizer.decode(self._tokens[:count])[self._begin :]
         return any(stop in text for stop in self._texts)

@@ -32,7 +32,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def prepared(model: nnx.Module, gather: Gather | None) -> tuple[nnx.Module, bool]:
-    """Prepares a copy of a model for generation: without dropout or sequence parallelism, and with prepared weights.
+    """Prepares a copy of a model for generation: turns off dropout and sequence parallelism, and prepares the weights.
 
     Args:
         model: the model, which is not modified; the copy shares the arrays that it does not change.
@@ -84,7 +84,7 @@ def with_plain_shardings(state: Any) -> Any:
 
 
 def check_gather(gather: Any) -> None:
-    """Refuses unknown values of `gather`.
+    """Checks the value of `gather`.
 
     Raises:
         ValueError: if the value is unknown; the message names it and the allowed values.
@@ -92,7 +92,7 @@ def check_gather(gather: Any) -> None:
     if gather is not None and gather not in get_args(Gather):
         raise ValueError(
             f"`gather` is {gather!r}; it must be 'once' (weights are whole on every device during the call), "
-            "'each_token' (they are gathered layer by layer), or None for 'once' where memory allows it."
+            "'each_token' (they are gathered layer by layer), or None for 'once' if memory allows it."
         )
 
 
@@ -111,7 +111,7 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
     """Returns how the weights are prepared.
 
     - `fused`: gathered, cast, and fused in the form in which they are multiplied.
-    - `whole`: gathered and, unless quantized, cast, but not fused: because some are quantized, or because none needs a
+    - `whole`: gathered and, unless quantized, cast, but not fused, because some are quantized, or because none needs a
       gather and there is no memory for a copy.
     - `each_token`: left as they are, because a whole copy does not fit or the user asked for it.
     """
@@ -130,8 +130,8 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
     sent = sum(one for one, moves in zip(bytes_of, travels, strict=True) if moves)
     warnings.warn(
         f"every device gathers {quantity(sent, 'B')} of weights for every token, because a whole copy, "
-        f"{quantity(needed, 'B')}, does not fit into the {quantity(free, 'B')} that are free beside the model. Save a "
-        "checkpoint, and generate from it with `gtp-jax generate`, which restores the weights whole.",
+        f"{quantity(needed, 'B')}, does not fit into the {quantity(free, 'B')} of free memory. Save a checkpoint, and "
+        "generate from it with `gtp-jax generate`, which restores the weights whole.",
         stacklevel=5,
     )
     return "each_token"
@@ -190,7 +190,7 @@ def _whole_array(x: jax.Array, target: _Target) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty or target.before == target.after:
         return x
     bits = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    for spec in (target.before, target.after):  # cast before the gather: XLA moves no cast across a bitcast
+    for spec in (target.before, target.after):  # cast before the gather: XLA does not move a cast across a bitcast
         bits = lax.with_sharding_constraint(bits, spec)
     return lax.bitcast_convert_type(bits, x.dtype)
 
@@ -209,7 +209,7 @@ def _whole_bytes(variable: nnx.Variable, dtype: jax.typing.DTypeLike) -> int:
 
 
 def _free_bytes() -> int | None:
-    """Returns the free memory in bytes of the first device of the process that has the least.
+    """Returns the free memory in bytes of each process's first device, the minimum over processes.
 
     Returns `None` if devices do not report their memory.
     """

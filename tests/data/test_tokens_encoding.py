@@ -110,9 +110,7 @@ def test_a_separator_is_never_a_word(tmp_path):
 def test_ids_without_end_are_refused(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 2**24}, unk_token="a"))
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(
-        ValueError, match=r"has the id 16777216; ids must be at most 16777215\. Give the tokenizer.json"
-    ):
+    with pytest.raises(ValueError, match=r"has the id 16777216; ids must be at most 16777215\. Give the "):
         load_tokenizer(tmp_path / "tokenizer.json")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"none.json has no token"):
