@@ -107,7 +107,7 @@ def test_every_flag_of_train_is_a_key_or_of_one_start():
         ("unroll: some", "`unroll` is 'some'; it must be as --unroll has it."),
         ("failed_devices: [1, x]", "`failed_devices` is 'x'; it must be as --failed-devices has it."),
         ("batch:", "`batch` is None; give a value, or leave it out."),
-        ("steps: 2\nsteps: 3", "is not YAML: 'steps' is there twice (line 1)"),
+        ("steps: 2\nsteps: 3", "is not YAML: 'steps' is given twice (line 1)"),
         ("save_every: 2\nsave-every: 3", "has 'save-every' twice, in two spellings"),
         ("lr: [1\nsteps: 3", "is not YAML: expected ',' or ']', but got ':' (line 2)"),
         ("- 3", "holds [3]. Write a flag a line, `steps: 500`."),
@@ -148,7 +148,7 @@ def test_only_a_run_that_may_begin_saves_its_settings_and_no_other_file_is_repla
     written(tmp_path, "steps: 3  # mine\n")
     flags = [*small(text, tmp_path / "run", seq=10**6), f"--save-config={path}"]
     assert main(["train", *flags]) == 2
-    assert f"{path} is there, and gtp-jax has not written it" in capsys.readouterr().err
+    assert f"{path} exists and was not written by gtp-jax" in capsys.readouterr().err
     assert path.read_text() == "steps: 3  # mine\n"
     path.write_text(json.dumps({"gtp_jax": "0", "steps": 3}))
     assert main(["train", *flags]) == 2 and read_settings(path, EVERY)["seq"] == 10**6  # there is not so much text

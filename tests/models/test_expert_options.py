@@ -71,7 +71,7 @@ def test_a_benchmark_counts_active_parameters():
         (lambda: ExpertOptions(transport="fast"), "`transport` is 'fast'; it must be one of gather, padded, ragged"),
         (
             lambda: ExpertOptions(transport="ragged", top_k=2).of(PRESETS["tiny"], "tiny"),
-            "the preset 'tiny' has no experts. Leave --top-k, --transport out, or take a preset with experts",
+            "the preset 'tiny' has no experts. Leave --top-k, --transport out, or use a preset with experts",
         ),
         (lambda: ExpertOptions(top_k=9).of(PRESETS["tiny-moe"], "tiny-moe"), "`top_k` is 9 of 8 experts"),
         (

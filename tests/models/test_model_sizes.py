@@ -67,7 +67,7 @@ def test_biases_and_a_window_are_given_and_taken_away():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_heads": 3}, "Sizes that are not given are those of the preset 'tiny'."),
+        ({"num_heads": 3}, "Sizes that are not given come from the preset 'tiny'."),
         ({"hidden_size": 0}, "`hidden_size` is 0; it must be a whole number of at least 1"),
         ({"num_experts": 1}, "`top_k` is 2 of 1 experts"),
         ({"num_experts": -1}, "`num_experts` is -1; it must be a whole number of at least 0"),

@@ -1,4 +1,4 @@
-"""Settings as dataclasses whose fields are flags of commands and keys of a saved configuration."""
+"""Defines settings as dataclasses, whose fields are flags of commands and keys of a saved configuration."""
 
 from ._execution import Execution as Execution
 from ._expert_options import ExpertOptions as ExpertOptions

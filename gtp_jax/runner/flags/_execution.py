@@ -1,4 +1,4 @@
-"""How a step is executed: microbatches, the chain's schedule, what is kept for backward, how gradients are summed."""
+"""How a step is executed: microbatches, the chain's schedule, rematerialization, and how gradients are summed."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ._knobs import check_knobs, count_or, knob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a step is executed. None of this changes what it computes, but for how `grad_reduce` rounds gradients.
+    """How a step is executed. No field changes what it computes, except how `grad_reduce` rounds gradients.
 
     Raises:
         ValueError: if a value is out of range.
     """
 
-    microbatches: int = knob(1, "execution", "parts that a rank's sequences are divided into", metavar="N")
-    prefetch: bool = knob(True, "execution", "gather the next layer's weights under this layer's compute", kind=bool)
+    microbatches: int = knob(1, "execution", "number of parts to divide a rank's sequences into", metavar="N")
+    prefetch: bool = knob(True, "execution", "gather the next layer's weights during this layer's compute", kind=bool)
     unroll: int | Literal["full"] = knob(
-        "full", "execution", "layers in one loop body, or 'full'", kind=count_or("full"), metavar="N"
+        "full", "execution", "number of layers per loop body, or 'full'", kind=count_or("full"), metavar="N"
     )
     keep_gathered: KeepGathered = knob(
         "auto",
         "execution",
-        "layers, from the last, that keep gathered weights for backward, 'all', or 'auto': 1, and all where no weight "
-        "travels",
+        "number of last layers that keep gathered weights for backward, 'all', or 'auto': 1, or all if no weight is "
+        "communicated",
         kind=count_or("all", "auto"),
         metavar="N",
     )
     grad_reduce: GradReduce = knob(
         "float32",
         "execution",
-        "how weight gradients are summed over gtp: reduce-scatter in float32; in bf16 on the wire, each rank's rounded "
-        "once, summed in float32; or reduce-scatter in bf16, every partial sum rounded",
+        "how weight gradients are summed over gtp: reduce-scatter in float32; sent in bf16, so that each rank's is "
+        "rounded once, and summed in float32; or reduce-scatter in bf16, which rounds every partial sum",
         kind=str,
         choices=GRAD_REDUCE,
     )
     reduce_over_dp: ReduceOverDp = knob(
         "each",
         "execution",
-        "when gradients are summed over dp, if it divides the optimizer's state: with each microbatch, or once, behind "
-        "the last",
+        "when gradients are summed over dp, if dp shards the optimizer state: with each microbatch, or once, after the "
+        "last",
         kind=str,
         choices=REDUCE_OVER_DP,
     )
@@ -59,19 +59,19 @@ class Execution:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """The fields that a model's configuration has too."""
+        """The fields that a model's configuration also has."""
         names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat")
         return {name: getattr(self, name) for name in names}
 
     def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:
-        """Checks that every rank has as many sequences in each microbatch.
+        """Checks that every rank has the same number of sequences in each microbatch.
 
         Args:
-            batch: sequences of a step.
-            degrees: of the mesh's axes, by name; tp does not shard the batch.
+            batch: the number of sequences per step.
+            degrees: the degrees of the mesh axes, by name; tp does not shard the batch.
 
         Raises:
-            ValueError: if the ranks and microbatches do not divide the batch.
+            ValueError: if the batch is not divisible by the number of ranks times microbatches.
         """
         factors = {axis: size for axis, size in degrees.items() if axis != TP} | {"microbatches": self.microbatches}
         parts = math.prod(factors.values())

@@ -1,4 +1,4 @@
-"""Failed devices and what is made of them, as a user gives them."""
+"""Options for failed devices and how the remaining ones continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _number(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Which devices have failed, and how the others go on; see `plan_faults`.
+    """Which devices have failed, and how the others continue; see `plan_faults`.
 
     Raises:
         ValueError: if a value is out of range.
@@ -30,8 +30,8 @@ class Faults:
     failed_devices: tuple[int, ...] = knob(
         (),
         "failures",
-        "places of lost devices in the healthy grid dp x gtp x tp, row by row, from 0; their replicas go on at a lower "
-        "tp; without a number: none, of a resumed run",
+        "positions of lost devices in the healthy dp x gtp x tp grid, row by row, from 0; their replicas continue at a "
+        "lower tp; with no number: clears the failures of a resumed run",
         kind=_number,
         metavar="SLOT",
         nargs="*",
@@ -39,46 +39,46 @@ class Faults:
     replica_batches: tuple[int, ...] | None = knob(
         None,
         "failures",
-        "sequences of each replica that goes on (default: in proportion to its tp)",
+        "number of sequences for each remaining replica (default: in proportion to its tp)",
         kind=_number,
         metavar="N",
         nargs="+",
     )
     even: bool = knob(False, "failures", "give all replicas that lost a device the lowest degree among them", kind=bool)
-    min_tp: int = knob(1, "failures", "leave a replica out that cannot go on at this degree", metavar="N")
+    min_tp: int = knob(1, "failures", "drop a replica that cannot continue at this degree", metavar="N")
     core_tp: int | None = knob(
-        None, "failures", "degree at which master weights are stored (default: where least is moved)", metavar="N"
+        None, "failures", "degree at which master weights are stored (default: the one that moves least)", metavar="N"
     )
 
     def __post_init__(self) -> None:
         as_tuple(self, "failed_devices", "replica_batches")
         check_knobs(self)
-        for name in ("failed_devices", "replica_batches"):  # from a file they may be anything
+        for name in ("failed_devices", "replica_batches"):  # a settings file may hold anything
             value = getattr(self, name) or ()
             if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
                 raise ValueError(f"`{name}` is {brief(value)}; it must be a list of whole numbers of at least 0.")
 
     @property
     def any(self) -> bool:
-        """Whether replicas may be unequal."""
+        """Whether replicas may differ."""
         return bool(self.failed_devices or self.replica_batches)
 
     def check_healthy(self) -> None:
-        """Checks that nothing is asked for of a run with all its devices which only one without some of them has.
+        """Checks that a run without failed devices sets no options that only apply with failed devices.
 
         Raises:
-            ValueError: naming the flags.
+            ValueError: if it does; the message names the flags.
         """
         others = {"even": self.even, "min_tp": self.min_tp != 1, "core_tp": self.core_tp is not None}
         flags = ", ".join(f"--{name.replace('_', '-')}" for name, asked in others.items() if asked)
         if flags:
-            raise ValueError(f"{flags}: only a run whose devices have failed has that. Add --failed-devices.")
+            raise ValueError(f"{flags}: this applies only to a run with failed devices. Add --failed-devices.")
 
     def plan(self, *, dp: int, gtp: int, tp: int, batch: int, microbatches: int) -> FaultPlan:
-        """Returns the plan.
+        """Returns the plan for the remaining devices.
 
         Raises:
-            ValueError: as `plan_faults`.
+            ValueError: for the same reasons as `plan_faults`.
         """
         try:
             return plan_faults(

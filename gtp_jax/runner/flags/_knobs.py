@@ -1,7 +1,7 @@
-"""Fields of frozen dataclasses as flags of a command line: default, kind, range and help are said once, in the field.
+"""Turns fields of frozen dataclasses into flags of a command line. A field declares its default, kind, range and help.
 
-A configuration is composed of pieces, dataclasses of such fields that several commands share. Flags, and files of
-settings, name the fields of the pieces as if they were the configuration's own.
+A configuration is composed of pieces: dataclasses of such fields, which several commands share. Flags and settings
+files name the fields of the pieces as if they were the configuration's own.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def knob(
     """Declares a field that the command line offers as a flag.
 
     Args:
-        default: the field's.
-        group: of the help.
-        text: of the help.
-        kind: converts the flag's text; `bool` makes a pair, `--name` and `--no-name`.
-        least: smallest whole number allowed; 1 for an `int`.
-        most: largest whole number allowed.
-        above: what a number must exceed.
-        per_process: processes of one run may have different values, of a path for instance.
-        options: further ones of `argparse`; `choices` is checked by `check_knobs` too.
+        default: the default of the field.
+        group: the group of the flag in the help.
+        text: the help of the flag.
+        kind: converts the flag's text; `bool` makes a pair of flags, `--name` and `--no-name`.
+        least: the smallest whole number allowed; 1 by default for an `int`.
+        most: the largest whole number allowed.
+        above: the number that the value must exceed.
+        per_process: whether the processes of a run may have different values, for example of a path.
+        options: further options of `add_argument`; `check_knobs` also checks `choices`.
     """
     least = 1 if least is None and kind is int else least
     ranges = {"least": least, "most": most, "above": above}
@@ -49,15 +49,15 @@ def knob(
 
 
 def piece(kind: type) -> Any:
-    """Declares a field that holds a dataclass of knobs, with its defaults."""
+    """Declares a field that holds a dataclass of knobs, by default with its defaults."""
     return dataclasses.field(default_factory=kind, metadata={"piece": kind})
 
 
 def check_knobs(config: Any) -> None:
-    """Checks types, ranges and choices of a dataclass's own knobs; `None` stands for a default that is decided later.
+    """Checks the types, ranges and choices of a dataclass's own knobs; `None` means a default that is chosen later.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if a value is not allowed; the message names the field, its value and what is allowed.
     """
     for field in dataclasses.fields(config):
         if "piece" not in field.metadata:
@@ -65,10 +65,10 @@ def check_knobs(config: Any) -> None:
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    """Checks type, range and choices of a knob's value; `None` stands for a default that is decided later.
+    """Checks the type, range and choices of a knob's value; `None` means a default that is chosen later.
 
     Raises:
-        ValueError: naming the field, its value and what is allowed.
+        ValueError: if the value is not allowed; the message names the field, its value and what is allowed.
     """
     if value is None:
         if field.default is not None:
@@ -94,7 +94,7 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"`{name}` is {one!r}; it must be one of {', '.join(choices)}.{hint}")
 
 
-# Types by the `kind` of a knob; bool counts as a number nowhere. A kind that is a parser has checks of its own.
+# The type of a knob's value by its `kind`. A bool never counts as a number. A kind that is a parser checks its values.
 _TYPES: dict[Any, tuple[type, str]] = {
     bool: (bool, "true or false"),
     str: (str, "text"),
@@ -111,7 +111,7 @@ def _check_type(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
 
 
 def as_tuple(config: Any, *names: str) -> None:
-    """Makes tuples of a frozen dataclass's fields that are lists, as JSON and argparse give them; `None` stays.
+    """Converts fields of a frozen dataclass from lists, which JSON and argparse give, to tuples; keeps `None`.
 
     Raises:
         ValueError: if a value is neither a tuple nor a list.
@@ -124,7 +124,7 @@ def as_tuple(config: Any, *names: str) -> None:
 
 
 def count_or(*words: str) -> Callable[[str], int | str]:
-    """Returns a parser, for `kind=`, of a number of layers or of one of `words` instead."""
+    """Returns a parser for `kind=`, which accepts a number of layers or one of `words`."""
 
     def parse(text: str) -> int | str:
         if text in words:
@@ -140,7 +140,7 @@ def count_or(*words: str) -> Callable[[str], int | str]:
 
 
 def knobs(kind: Any) -> Iterator[dataclasses.Field[Any]]:
-    """Yields all knobs of a dataclass, those of its pieces in their place."""
+    """Yields all knobs of a dataclass, with the knobs of each piece at its place."""
     for field in dataclasses.fields(kind):
         if "piece" in field.metadata:
             yield from knobs(field.metadata["piece"])
@@ -149,14 +149,14 @@ def knobs(kind: Any) -> Iterator[dataclasses.Field[Any]]:
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """Returns a knob's flag: `--high-precision-last` of `high_precision_last`."""
+    """Returns a knob's flag, such as `--high-precision-last` for `high_precision_last`."""
     return f"--{field.name.rstrip('_').replace('_', '-')}"
 
 
 def add_flags(parser: Any, kind: Any, but: Collection[str] = ()) -> dict[str, Any]:
-    """Adds a flag for each knob of a dataclass, but for some, in groups, which are returned by name.
+    """Adds a flag for each knob of a dataclass except those in `but`, and returns the groups of flags by name.
 
-    A flag that is not given leaves nothing in the parsed arguments, so that `given` tells it from one that is.
+    A flag that is not given does not appear in the parsed arguments, so that `given` can distinguish it.
     """
     groups: dict[str, Any] = {}
     for field in knobs(kind):
@@ -175,10 +175,10 @@ def given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
 
 
 def from_settings[T](kind: type[T], settings: Mapping[str, Any]) -> T:
-    """Makes a configuration of its knobs' values by name, defaults for the others.
+    """Makes a configuration from the values of knobs by name; the other knobs have their defaults.
 
     Raises:
-        TypeError: if there is no such knob.
+        TypeError: if a name is not a knob.
     """
     rest, pieces = dict(settings), {}
     for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
@@ -204,5 +204,5 @@ def _add_flag(parser: Any, field: dataclasses.Field[Any]) -> None:
     if kind is bool:
         parser.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, help=text, **shared)
     else:
-        options = {"action": "extend", **options} if "nargs" in options else options  # given again, it adds
+        options = {"action": "extend", **options} if "nargs" in options else options  # a repeated flag adds values
         parser.add_argument(flag_of(field), type=kind, help=text + shown, **shared, **options)

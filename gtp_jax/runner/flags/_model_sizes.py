@@ -1,4 +1,4 @@
-"""Sizes of a model, as command lines and files of settings have them."""
+"""Sizes of a model, for command lines and settings files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _NO_SCALING = "none"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that differ from the preset's; `None` leaves one as it is there. Fields that begin with `rope_scaling_` are
-    those of `RopeScaling`, the others those of `LlamaConfig`.
+    """Sizes that differ from the preset's; `None` keeps the preset's.
+
+    Fields that begin with `rope_scaling_` are fields of `RopeScaling`; the others are fields of `LlamaConfig`.
 
     Raises:
         ValueError: if a value is out of range.
@@ -28,58 +29,60 @@ class ModelSizes:
     vocab_size: int | None = knob(
         None,
         _GROUP,
-        "tokens that the model knows (default: the preset's, or more if the text has more)",
+        "number of tokens in the vocabulary (default: the preset's, or more if the text has more)",
         metavar="N",
     )
     hidden_size: int | None = knob(None, _GROUP, "width of the residual stream", metavar="N")
     num_layers: int | None = knob(None, _GROUP, "blocks", metavar="N")
-    num_heads: int | None = knob(None, _GROUP, "query heads", metavar="N")
-    num_kv_heads: int | None = knob(None, _GROUP, "key-value heads", metavar="N")
+    num_heads: int | None = knob(None, _GROUP, "number of query heads", metavar="N")
+    num_kv_heads: int | None = knob(None, _GROUP, "number of key-value heads", metavar="N")
     head_dim: int | None = knob(None, _GROUP, "width of a head", metavar="N")
     intermediate_size: int | None = knob(None, _GROUP, "hidden width of the MLP, or of each expert", metavar="N")
-    num_experts: int | None = knob(None, _GROUP, "experts in place of each MLP; 0 for an MLP", least=0, metavar="N")
+    num_experts: int | None = knob(
+        None, _GROUP, "number of experts that replace each MLP; 0 for an MLP", least=0, metavar="N"
+    )
     qk_norm: bool | None = knob(
-        None, _GROUP, "normalise each head of queries and keys by RMSNorm, as Qwen3 does", kind=bool
+        None, _GROUP, "normalize each head of queries and keys with RMSNorm, like Qwen3", kind=bool
     )
-    qkv_bias: bool | None = knob(None, _GROUP, "add biases to queries, keys and values, as Qwen2 does", kind=bool)
+    qkv_bias: bool | None = knob(None, _GROUP, "add biases to queries, keys and values, like Qwen2", kind=bool)
     window: int | None = knob(
-        None, _GROUP, "tokens that a token attends to, itself included; 0 for all before it", least=0, metavar="N"
+        None, _GROUP, "number of tokens that a token attends to, including itself; 0 for all", least=0, metavar="N"
     )
-    tie_embeddings: bool | None = knob(None, _GROUP, "let the head use the embedding's table", kind=bool)
-    epsilon: float | None = knob(None, _GROUP, "what norms add to the mean square", kind=float, metavar="X")
+    tie_embeddings: bool | None = knob(None, _GROUP, "share the embedding's table with the head", kind=bool)
+    epsilon: float | None = knob(None, _GROUP, "epsilon that norms add to the mean square", kind=float, metavar="X")
     rope_theta: float | None = knob(None, _GROUP, "base of the rotary wavelengths", kind=float, above=0, metavar="BASE")
     rope_scaling_kind: Literal["none", "linear", "llama3", "yarn"] | None = knob(
         None,
         _GROUP,
-        "how rotary frequencies are scaled: by a linear factor, as in Llama 3.1, or by YaRN",
+        "how rotary frequencies are scaled: not at all, by a linear factor, as in Llama 3.1, or by YaRN",
         kind=str,
         choices=(_NO_SCALING, "linear", "llama3", "yarn"),
     )
     rope_scaling_factor: float | None = knob(
-        None, _GROUP, "how many times longer sequences may become", kind=float, above=0, metavar="X"
+        None, _GROUP, "factor by which sequences may become longer", kind=float, above=0, metavar="X"
     )
     rope_scaling_low_freq_factor: float | None = knob(
-        None, _GROUP, "of llama3: turns below which a frequency is divided", kind=float, above=0, metavar="X"
+        None, _GROUP, "llama3: number of turns below which a frequency is divided", kind=float, above=0, metavar="X"
     )
     rope_scaling_high_freq_factor: float | None = knob(
-        None, _GROUP, "of llama3: turns above which a frequency is kept", kind=float, above=0, metavar="X"
+        None, _GROUP, "llama3: number of turns above which a frequency is kept", kind=float, above=0, metavar="X"
     )
     rope_scaling_original_length: int | None = knob(
-        None, _GROUP, "of llama3 and yarn: positions that the model was trained on before", metavar="N"
+        None, _GROUP, "llama3 and yarn: number of positions that the model was first trained on", metavar="N"
     )
     rope_scaling_beta_fast: float | None = knob(
-        None, _GROUP, "of yarn: turns above which a frequency is kept", kind=float, above=0, metavar="X"
+        None, _GROUP, "yarn: number of turns above which a frequency is kept", kind=float, above=0, metavar="X"
     )
     rope_scaling_beta_slow: float | None = knob(
-        None, _GROUP, "of yarn: turns below which a frequency is divided", kind=float, above=0, metavar="X"
+        None, _GROUP, "yarn: number of turns below which a frequency is divided", kind=float, above=0, metavar="X"
     )
     rope_scaling_truncate: bool | None = knob(
-        None, _GROUP, "of yarn: interpolate between whole numbers of frequencies", kind=bool
+        None, _GROUP, "yarn: round the ends of the interpolated range to whole frequencies", kind=bool
     )
     rope_scaling_attention_factor: float | None = knob(
         None,
         _GROUP,
-        "of yarn: what queries and keys are multiplied by (default: from the factor)",
+        "yarn: the number by which queries and keys are multiplied (default: computed from the factor)",
         kind=float,
         above=0,
         metavar="X",
@@ -95,7 +98,7 @@ class ModelSizes:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags that say the same."""
+        """The flags that give these sizes."""
         fields = {field.name: flag_of(field) for field in dataclasses.fields(self)}
         return tuple(
             f"--{'' if value else 'no-'}{fields[name][2:]}" if isinstance(value, bool) else f"{fields[name]}={value}"
@@ -106,12 +109,12 @@ class ModelSizes:
         """Returns a configuration with these sizes and experts.
 
         Args:
-            config: what the sizes that are not given are taken from.
-            preset: its name, for messages; `None` if it is of no preset.
-            experts: how they differ from the configuration's.
+            config: the configuration that provides the sizes that are not given.
+            preset: the name of the preset of `config`, for messages; `None` if there is none.
+            experts: the options of experts that differ from those of `config`.
 
         Raises:
-            ValueError: if the sizes do not fit one another, or there are no experts that options are given for.
+            ValueError: if the sizes do not fit together, or options of experts are given for a model without experts.
         """
         given = self.given
         try:
@@ -125,14 +128,14 @@ class ModelSizes:
         except ValueError as error:
             if not self.given or preset is None:
                 raise
-            raise ValueError(f"{error} Sizes that are not given are those of the preset {preset!r}.") from error
+            raise ValueError(f"{error} Sizes that are not given come from the preset {preset!r}.") from error
 
 
 def _scaling(before: RopeScaling | None, given: Mapping[str, Any]) -> RopeScaling | None:
-    """Returns a scaling in which given fields are replaced.
+    """Returns a scaling with the given fields replaced.
 
     Raises:
-        ValueError: if fields are given of a scaling that there is not.
+        ValueError: if fields are given although frequencies are not scaled, or a new kind has no factor.
     """
     fields = {name.removeprefix(_SCALING): value for name, value in given.items()}
     kind = fields.pop("kind", None if before is None else before.kind)
@@ -152,9 +155,9 @@ def _scaling(before: RopeScaling | None, given: Mapping[str, Any]) -> RopeScalin
 
 
 def sizes_of(config: ModelConfig) -> dict[str, Any]:
-    """Returns the sizes and the experts of a model as the fields of `ModelSizes` and `ExpertOptions` that say the same.
+    """Returns a model's sizes and experts, as fields of `ModelSizes` and `ExpertOptions`.
 
-    What is not in a model's architecture, because it says how the model is trained, is left out.
+    Leaves out what is not part of the architecture because it only determines how the model is trained.
     """
     assert isinstance(config, LlamaConfig)
     fields = config.architecture()
@@ -167,5 +170,5 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
         found["shared_hidden"] = config.shared_hidden
         found |= {f"{ROUTER}{name}": getattr(config.routing, name) for name in OF_ROUTING}
         if config.routing.bias_rate is not None:
-            found[f"{ROUTER}bias_rate"] = 0.0  # that there is a bias; its rate is one of training
+            found[f"{ROUTER}bias_rate"] = 0.0  # means that there is a bias; its rate only matters in training
     return found

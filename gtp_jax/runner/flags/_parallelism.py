@@ -1,4 +1,4 @@
-"""Degrees of the mesh axes and what they do, as a user gives them."""
+"""Options for the degrees of the mesh axes and what the axes shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ._knobs import check_knobs, knob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Degrees of the mesh axes; gtp takes what the others leave over if it is `None`, and tp is 1.
+    """The degrees of the mesh axes. By default, `gtp` takes all devices that the other axes leave, and `tp` is 1.
 
     Raises:
         ValueError: if a degree is not a whole number of at least 1.
     """
 
-    dp: int = knob(1, "mesh", "groups of ranks that gather weights among themselves", metavar="N")
-    gtp: int | None = knob(None, "mesh", "shards of a weight (default: what the others leave over)", metavar="N")
-    ep: int = knob(1, "mesh", "ranks that divide the experts of each layer and exchange tokens", metavar="N")
+    dp: int = knob(1, "mesh", "number of replicas; each gathers weights within itself", metavar="N")
+    gtp: int | None = knob(None, "mesh", "number of shards per weight (default: all remaining devices)", metavar="N")
+    ep: int = knob(1, "mesh", "number of ranks that divide the experts of each layer and exchange tokens", metavar="N")
     tp: int | None = knob(
         None,
         "mesh",
@@ -29,7 +29,7 @@ class Parallelism:
     )
 
     shard_optimizer: bool = knob(
-        True, "mesh", "divide master weights and optimizer state over dp too (ZeRO)", kind=bool
+        True, "mesh", "also shard master weights and optimizer state over dp (ZeRO)", kind=bool
     )
 
     def __post_init__(self) -> None:
@@ -42,10 +42,13 @@ class Parallelism:
         return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
-        """Returns the degrees on this many devices, of which some may be left over."""
+        """Returns the degrees for this number of devices, some of which may be unused."""
         ep = {} if self.ep == 1 else {EP: self.ep}
         return fill_degrees({"dp": self.dp, "gtp": self.gtp, **ep, "tp": self.tp or 1}, devices)
 
     def virtual_devices(self, usual: int) -> int:
-        """Returns how many virtual devices the degrees need: `usual`, or the next number that fits, if gtp is open."""
+        """Returns the number of virtual devices that the degrees need.
+
+        If gtp is not given, this is `usual` or the next number that fits.
+        """
         return math.prod(self.degrees(usual).values())

@@ -1,4 +1,4 @@
-"""A recipe in words, as command lines and files of settings have it."""
+"""Options that name a recipe, for command lines and settings files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._knobs import as_tuple, check_knobs, count_or, flag_of, knob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What of a model is quantized, in words; the fields that are a `Recipe`'s have its names.
+    """Which parts of a model are quantized, and how; fields of `Recipe` have the same names here.
 
     Raises:
         ValueError: if a name is unknown or a value out of range.
@@ -20,20 +20,20 @@ class Quantization:
     recipe: str = knob(
         "bf16",
         "recipe",
-        "what is quantized: weights on the wire, or the matmuls' operands too",
+        "what is quantized: weights on the wire, or also the operands of matmuls",
         kind=str,
         choices=tuple(RECIPES),
     )
     high_precision_first: int = knob(
-        0, "recipe", "number of layers at the start that stay in high precision", least=0, metavar="N"
+        0, "recipe", "number of first layers that stay in high precision", least=0, metavar="N"
     )
     high_precision_last: int = knob(
-        0, "recipe", "number of layers at the end that stay in high precision", least=0, metavar="N"
+        0, "recipe", "number of last layers that stay in high precision", least=0, metavar="N"
     )
     override: tuple[str, ...] = knob(
         (),
         "recipe",
-        "other recipes for modules whose path matches, such as mlp.down=mxfp8-matmuls; the first match counts",
+        "other recipes for modules with a matching path, such as mlp.down=mxfp8-matmuls; the first match applies",
         kind=str,
         metavar="PATTERN=RECIPE",
         nargs="+",
@@ -41,14 +41,15 @@ class Quantization:
     grad_wire: str | None = knob(
         None,
         "recipe",
-        "exchange weight gradients in this format and sum them in float32 (default: as --grad-reduce says)",
+        "exchange weight gradients in this format and sum them in float32 (default: determined by --grad-reduce)",
         kind=str,
         choices=tuple(GRAD_WIRES),
     )
     pregathered_layers: int | Literal["all"] = knob(
         0,
         "recipe",
-        "layers, from the first with codes, whose codes are gathered once a step for all microbatches, or 'all'",
+        "number of layers, from the first quantized one, whose codes are gathered once per step for all microbatches, "
+        "or 'all'",
         kind=count_or("all"),
         metavar="N",
     )
@@ -65,7 +66,7 @@ class Quantization:
         self.to_recipe()  # checks the others
 
     def to_recipe(self) -> Recipe:
-        """Returns the recipe that these words name."""
+        """Returns the recipe that these options name."""
         return dataclasses.replace(
             RECIPES[self.recipe](),
             high_precision_first=self.high_precision_first,
@@ -76,7 +77,7 @@ class Quantization:
 
     @property
     def summary(self) -> str:
-        """Returns what differs from a plain BF16, in a line."""
+        """The recipe and the options that differ from their defaults, in one line."""
         layers = [
             f"{end} {n}" for end, n in (("first", self.high_precision_first), ("last", self.high_precision_last)) if n
         ]
@@ -91,7 +92,7 @@ class Quantization:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags that say the same, without those at their defaults."""
+        """The flags that give these options, without those that have their defaults."""
         words: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -104,11 +105,11 @@ def _override(text: str) -> tuple[str, Recipe]:
     pattern, sign, name = text.partition("=")
     if not (pattern and sign):
         raise ValueError(
-            f"`override` has {text!r}; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls, the names of a "
-            "module joined by dots and one of the recipes."
+            f"`override` has {text!r}; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls: the path of a "
+            "module joined by dots, and one of the recipes."
         )
     if name not in RECIPES:
         raise ValueError(
-            f"`override` has {text!r}, of which {name!r} is no recipe; it must be one of {', '.join(RECIPES)}."
+            f"`override` has {text!r}, but {name!r} is not a recipe; it must be one of {', '.join(RECIPES)}."
         )
     return pattern, RECIPES[name]()
