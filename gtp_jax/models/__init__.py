@@ -1,4 +1,4 @@
-"""Reference models, a folder a family."""
+"""Reference models, one folder per family."""
 
 from ._evaluation import AveragedState as AveragedState
 from ._evaluation import EvaluationArray as EvaluationArray

@@ -1,10 +1,11 @@
-"""The weights that a model is evaluated with, where its optimizer averages them: in memory and on disk.
+"""Returns the weights to evaluate a model with, from memory or from disk, if its optimizer averages weights.
 
-[Note: evaluation weights] An optimizer that averages weights has two sets. It takes gradients at the parameters, and
-keeps beside them what the others are made of: the average itself (`AveragedState`), or the sequence z of optax's
-schedule-free optimizers, of which they are (params - (1 - b1) z) / b1. Both are elementwise, so that shards stay where
-they are. A parameter without such an array, which no optimizer moves, is evaluated as it is. A checkpoint holds the
-whole state, and its `extra` says where in it the second set is, so that whoever reads a model needs no optimizer.
+[Note: evaluation weights] An optimizer that averages weights has two sets. It computes gradients at the parameters, and
+stores an array per parameter from which the evaluation weights are computed: the average itself (`AveragedState`), or
+the sequence z of optax's schedule-free optimizers, with evaluation weights (params - (1 - b1) z) / b1. Both are
+elementwise, so shards are not moved. A parameter without such an array, which the optimizer does not update, is itself
+the evaluation weight. A checkpoint holds the whole state, and its `extra` records where these arrays are, so that
+readers of a model do not need the optimizer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class AveragedState(NamedTuple):
     """The state of an optimizer that averages parameters.
 
     Attributes:
-        steps: updates made, int32.
-        average: of the parameters after each of them, in float32 at least; the parameters before the first.
-        inner: the state of the optimizer that moves them.
+        steps: the number of updates made, int32.
+        average: the average of the parameters after each update, in float32 or wider; before the first update, the
+            parameters.
+        inner: the state of the optimizer that updates the parameters.
     """
 
     steps: jax.Array
@@ -43,11 +45,11 @@ class AveragedState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a state has the arrays that evaluation weights are made of.
+    """The places in a state of the arrays from which evaluation weights are computed.
 
     Attributes:
-        weights: path of a tree with the parameters' paths.
-        b1: path of the scalar, if the tree is a schedule-free optimizer's; else `None`.
+        weights: the path of a tree whose leaves have the same paths as the parameters.
+        b1: the path of the scalar b1, if the tree is from a schedule-free optimizer; otherwise `None`.
     """
 
     weights: str
@@ -58,8 +60,8 @@ def evaluation_weights(params: Tree, opt_state: Tree) -> Tree:
     """Returns the weights to evaluate a model with: see [Note: evaluation weights]. No device communicates.
 
     Args:
-        params: as in `TrainState`.
-        opt_state: likewise; the state of any optimizer, of which most evaluate the parameters themselves.
+        params: the parameters, as in `TrainState`.
+        opt_state: the state of any optimizer, as in `TrainState`; for most, the parameters are the evaluation weights.
     """
     made = dict(with_paths(params))
     for _, node in _averages(opt_state):
@@ -69,7 +71,7 @@ def evaluation_weights(params: Tree, opt_state: Tree) -> Tree:
 
 
 def saved_evaluation(opt_state: Tree) -> dict[str, Any]:
-    """Returns what a checkpoint of a state says in `extra` of its evaluation weights; nothing if they are `params`."""
+    """Returns what a checkpoint records in `extra` about its evaluation weights; empty if they are `params`."""
     places = []
     for path, node in _averages(opt_state):
         at = "/".join((_OPT_STATE, *path))
@@ -79,30 +81,30 @@ def saved_evaluation(opt_state: Tree) -> dict[str, Any]:
 
 
 class EvaluationArray:
-    """A parameter on disk as a model is evaluated with it, read row by row; what is read is digested.
+    """The evaluation weight of a parameter on disk, read row by row; the rows that are read are digested.
 
     Args:
         trained: the parameter that was trained.
-        average: its average, or z; `None` if it is evaluated as it is.
-        b1: of a schedule-free optimizer.
+        average: its average, or z; `None` if the parameter itself is the evaluation weight.
+        b1: the b1 of a schedule-free optimizer; `None` otherwise.
 
     Attributes:
-        name: of the parameter.
-        shape: its logical shape.
+        name: the name of the parameter.
+        shape: the logical shape of the parameter.
     """
 
     def __init__(self, trained: StoredArray, average: StoredArray | None, b1: np.ndarray | None) -> None:
         self.name, self.shape = trained.name, trained.shape
         self._b1 = b1
-        # An average takes the place of what was trained, which is not read.
+        # An average replaces the trained parameter, which is then not read.
         self._read = [array for array in (None if average and b1 is None else trained, average) if array is not None]
         self._digests: dict[str, Digest] = collections.defaultdict(Digest)
 
     def read(self, begin: int, end: int, *, digest: bool = True) -> np.ndarray:
-        """Returns rows `begin` to `end`, which count towards the digest unless they are read a second time.
+        """Returns rows `begin` to `end`, and adds them to the digest; pass `digest=False` to read rows a second time.
 
         Raises:
-            DamagedCheckpoint: as `StoredArray.read`.
+            DamagedCheckpoint: for the same reasons as `StoredArray.read`.
         """
         parts = [array.read(begin, end) for array in self._read]
         if digest:
@@ -111,19 +113,19 @@ class EvaluationArray:
         return parts[0] if len(parts) == 1 else _of(parts[0], parts[1], self._b1)
 
     def damaged(self) -> list[str]:
-        """Returns the names of the arrays that are not what was saved; all their rows must have been read."""
+        """Returns the names of the arrays that differ from what was saved; all their rows must have been read."""
         return [array.name for array in self._read if self._digests[array.name].text() != array.digest]
 
 
 def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> dict[str, EvaluationArray]:
-    """Returns the parameters of a step as a model is evaluated with them, by name, to be read in part.
+    """Returns the evaluation weights of a step by parameter name, without reading them.
 
     Args:
-        checkpoints: where it is.
-        manifest: of the step.
+        checkpoints: the checkpoints that contain the step.
+        manifest: the manifest of the step.
 
     Raises:
-        ValueError: if it says that they are where it has no array.
+        ValueError: if the manifest names arrays for evaluation weights that the step does not have.
     """
     arrays, prefix = checkpoints.arrays(manifest["step"]), f"{_PARAMS}/"
     found = {name: EvaluationArray(array, None, None) for name, array in arrays.items() if name.startswith(prefix)}
@@ -135,15 +137,15 @@ def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> 
 
 
 def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manifest: Mapping[str, Any]) -> Tree:
-    """Restores the weights that a model is evaluated with onto the shardings of a state's parameters.
+    """Restores the evaluation weights onto the shardings of a state's parameters.
 
     Args:
-        checkpoints: where they are.
-        state_like: a `TrainState` as in `Checkpoints.restore_params`.
-        manifest: of the step.
+        checkpoints: the checkpoints that contain the step.
+        state_like: a `TrainState`, as for `Checkpoints.restore_params`.
+        manifest: the manifest of the step.
 
     Raises:
-        ValueError: as `Checkpoints.restore_params`, and as `evaluation_arrays`.
+        ValueError: for the same reasons as `Checkpoints.restore_params` and `evaluation_arrays`.
     """
     step, arrays = manifest["step"], checkpoints.arrays(manifest["step"])
     made = dict(with_paths(checkpoints.restore_params(state_like, step)))
@@ -161,19 +163,19 @@ def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manife
 
 
 def _of(trained: Any, average: Any, b1: Any) -> Any:
-    """Returns an evaluation weight, or rows of one."""
+    """Computes an evaluation weight, or some of its rows."""
     return average if b1 is None else (trained - (1.0 - b1) * average) / b1
 
 
 def _averages(opt_state: Tree) -> list[tuple[Path, Any]]:
-    """Returns the states within an optimizer's that average parameters, with their paths."""
+    """Returns the parts of an optimizer's state that average parameters, with their paths."""
     kinds = (AveragedState, optax.contrib.ScheduleFreeState)
     nodes = with_paths(opt_state, is_leaf=lambda node: isinstance(node, kinds))
     return [(path, node) for path, node in nodes if isinstance(node, kinds)]
 
 
 def _places(manifest: Mapping[str, Any]) -> list[tuple[_Place, list[str]]]:
-    """Returns what a manifest says of evaluation weights: each place, and the names of the parameters that it has."""
+    """Returns the places that a manifest records for evaluation weights, each with the names of its parameters."""
     leaves, found = manifest["leaves"], []
     for said in manifest["extra"].get(_EVALUATION, ()):
         place = _Place(**said)
@@ -181,7 +183,7 @@ def _places(manifest: Mapping[str, Any]) -> list[tuple[_Place, list[str]]]:
         if not own or (place.b1 is not None and place.b1 not in leaves):
             raise ValueError(
                 f"step {manifest['step']} says that its evaluation weights are in {place.weights}, which it does not "
-                "have. Take another step."
+                "have. Use another step."
             )
         found.append((place, own))
     return found
@@ -192,11 +194,11 @@ def _beside(place: _Place, name: str) -> str:
 
 
 def _scalar(array: StoredArray) -> np.ndarray:
-    """Returns a scalar, of shape (1,)."""
+    """Reads and checks a scalar, and returns it with shape (1,)."""
     value, digest = array.read(0, 1), Digest()
     digest.add(0, value)
     if digest.text() != array.digest:
-        raise ValueError(f"the checkpoint is damaged: {array.name} is not what was saved. Take another step.")
+        raise ValueError(f"the checkpoint is damaged: {array.name} is not what was saved. Use another step.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The families of models: the one table, in which a new one is registered."""
+"""The table of all families of models. Register a new family here."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .llama import LLAMA
 
 FAMILIES: tuple[Family, ...] = (LLAMA,)
 
-# Sizes of all families by name.
+# The presets of all families by name.
 PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name, config in family.presets.items()}
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Returns the family that a configuration is of.
+    """Returns the family of a configuration.
 
     Raises:
-        TypeError: if it is of none.
+        TypeError: if it belongs to no family.
     """
     for family in FAMILIES:
         if isinstance(config, family.config):
@@ -31,14 +31,15 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def hugging_face_of(config: ModelConfig, model_type: str | None = None) -> HuggingFace:
-    """Returns how Hugging Face stores a model.
+    """Returns the layout in which Hugging Face stores a model.
 
     Args:
-        config: of the model.
-        model_type: of the config.json that it came with, which is taken of several that fit; the first by default.
+        config: the configuration of the model.
+        model_type: the model_type of the config.json that the model came with. It selects one of several layouts that
+            fit; by default, the first is used.
 
     Raises:
-        ValueError: if it does not, saying what there is.
+        ValueError: if no layout fits; the message lists the known ones.
     """
     family = family_of(config)
     fitting = [layout for layout in family.hugging_face if layout.fits(config)]
@@ -46,13 +47,13 @@ def hugging_face_of(config: ModelConfig, model_type: str | None = None) -> Huggi
         return next((layout for layout in fitting if layout.model_type == model_type), fitting[0])
     known = ", ".join(layout.architecture for layout in family.hugging_face)
     raise ValueError(
-        f"the model is none of {known}, which alone can be converted: {config.architecture()}. Take its parameters "
+        f"the model is none of {known}; only these can be converted: {config.architecture()}. Read its parameters "
         "from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
     )
 
 
 def saved(config: ModelConfig) -> dict[str, Any]:
-    """Returns what a checkpoint says of its model, beside the arrays."""
+    """Returns the description of a model that a checkpoint stores in `extra`."""
     return {"family": family_of(config).name, "model": config.architecture()}
 
 
@@ -60,8 +61,8 @@ def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sizes of a checkpoint's model by field name, as `saved` wrote them.
 
     Raises:
-        KeyError: if nothing is said of it.
-        TypeError: if what is said is not a dict.
+        KeyError: if `extra` does not describe the model.
+        TypeError: if the description is not a dict.
     """
     fields = extra["model"]
     if not isinstance(fields, Mapping):
@@ -73,10 +74,10 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
     """Returns the configuration of a checkpoint's model, from what `saved` wrote.
 
     Raises:
-        KeyError: if nothing is said of it.
-        TypeError: if it is of another version.
+        KeyError: if `extra` does not describe the model.
+        TypeError: if it was written by another version.
     """
-    name = extra.get("family", LLAMA.name)  # as a user saves `{"model": config.architecture()}`
+    name = extra.get("family", LLAMA.name)  # missing if a user saved `{"model": config.architecture()}`
     families = {family.name: family for family in FAMILIES}
     if name not in families:
         raise TypeError(f"its family is {name!r}; known are {', '.join(families)}")
@@ -84,7 +85,7 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns the model of a configuration, with new parameters."""
+    """Builds the model of a configuration, with new parameters."""
     return family_of(config).model(config, rngs=rngs)
 
 
@@ -92,7 +93,7 @@ def preset_of(name: str) -> ModelConfig:
     """Returns the configuration of a preset.
 
     Raises:
-        ValueError: if there is none of the name.
+        ValueError: if there is no preset of this name.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""A family of models: its parts."""
+"""Defines what a family of models consists of."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ from ._hf_tensor import Tensor
 
 
 class ModelConfig(Protocol):
-    """Sizes and choices of a model, a frozen dataclass, as far as trainer, inspection and conversion know them."""
+    """The configuration of a model, a frozen dataclass, as trainer, inspection and conversion use it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens."""
+        """The number of tokens in the vocabulary."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
+        """The width of the residual stream."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
+        """The number of blocks."""
         ...
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         ...
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Compute dtype, by name."""
+        """The name of the compute dtype."""
         ...
 
     def check_mesh(self, *, tp: int, seq: int) -> None:
-        """Raises ValueError if the model and its sequences cannot be divided over tp."""
+        """Raises a ValueError if the model and its sequences cannot be divided over tp."""
         ...
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the fields that say which model the weights are of, for checkpoints."""
+        """Returns the fields that determine which model the weights belong to, for checkpoints."""
         ...
 
     def matmul_params(self) -> int:
-        """Parameters that a token is multiplied with."""
+        """Returns the number of parameters that each token is multiplied with."""
         ...
 
     def param_count(self) -> int:
-        """Returns all parameters."""
+        """Returns the number of all parameters."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """How a family's models are stored in Hugging Face's files.
+    """A layout in which a family's models are stored in Hugging Face's files.
 
     Attributes:
-        model_type: of config.json.
-        architecture: likewise.
-        tensors: a model's tensors, in the order in which Hugging Face writes them.
-        copies: tensors that files may hold in addition, and the tensor that each of them has to equal.
-        to_json: the fields of config.json that the model decides.
-        from_json: the model of a config.json; the second argument names the file in messages.
-        fits: whether a model can be stored so.
+        model_type: the `model_type` in config.json.
+        architecture: the entry of `architectures` in config.json.
+        tensors: returns a model's tensors, in the order in which Hugging Face writes them.
+        copies: returns the tensors that files may hold in addition, with the tensor that each of them must equal.
+        to_json: returns the fields of config.json that the model determines.
+        from_json: returns the model of a config.json; the second argument names the file in messages.
+        fits: returns whether a model can be stored in this layout.
     """
 
     model_type: str
@@ -92,13 +92,13 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: as messages and checkpoints have it.
-        config: class of its configurations.
-        model: `(config, rngs=)` to the module.
-        block: `(config, rngs=)` to one layer, for measurements.
-        loss: `(model, batch)` to the sum of token losses and the number of tokens.
-        presets: sizes by name.
-        hugging_face: the ways in which Hugging Face stores its models, of which one or none fits a model.
+        name: the name in messages and checkpoints.
+        config: the class of its configurations.
+        model: builds a model from `(config, rngs=)`.
+        block: builds one layer from `(config, rngs=)`, for measurements.
+        loss: returns the sum of token losses and the number of tokens from `(model, batch)`.
+        presets: configurations by name.
+        hugging_face: the layouts in which Hugging Face stores its models; several, one or none may fit a model.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A tensor of a Hugging Face model, and where it is among our parameters."""
+"""Describes the tensors of a Hugging Face model, and where each is in our parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a Hugging Face model, and where it is among our parameters.
+    """A tensor of a Hugging Face model, and where it is in our parameters.
 
-    A linear layer's weight is (out, in) there and (in, out) here, but for an expert's, which is (out, in) here too.
-    Layers and experts are separate there, stacked here.
+    The weight of a linear layer is (out, in) in Hugging Face's files and (in, out) in our arrays, except that an
+    expert's weight is (out, in) in both. Layers and experts are separate tensors in their files and stacked in ours.
 
     Attributes:
-        name: theirs.
-        shape: theirs.
-        path: of our array, joined by slashes, below `params`.
-        layer: the row of our array that this is; `None` if it is the whole array.
-        expert: the row of that row that this is, where experts are stacked too; `None` if it is the whole row.
+        name: the name in Hugging Face's files.
+        shape: the shape in Hugging Face's files.
+        path: the path of our array below `params`, joined by slashes.
+        layer: the index of this tensor in the first dimension of our array; `None` if it is the whole array.
+        expert: the index of this tensor in the second dimension, which stacks experts; `None` if experts are not
+            stacked.
         linear: whether it is the weight of a linear layer.
     """
 
@@ -32,12 +33,12 @@ class Tensor:
 
     @property
     def transposed(self) -> bool:
-        """Says whether its two dimensions change places."""
+        """Whether the two dimensions are swapped between their tensor and our array."""
         return self.linear and self.expert is None
 
     @property
     def fused(self) -> str:
-        """A name that linear weights share which are one matmul, with us and with other tools."""
+        """A name that is the same for all linear weights that are fused into one matmul, here and in other tools."""
         return f"{self.path.rpartition('kernel')[0]}{self.layer}"
 
 

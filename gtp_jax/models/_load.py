@@ -67,11 +67,12 @@ def load(
 
 
 def opened(path: str | Path) -> tuple[Path, Checkpoints]:
-    """Returns the directory of checkpoints that a path names, and opens it to be read.
+    """Returns the directory of checkpoints that a path names, and opens it for reading.
 
     Raises:
-        FileNotFoundError: if there is no such directory; a name on the Hugging Face Hub is told how to download it.
-        ValueError: if there is no checkpoint in it, saying what there is.
+        FileNotFoundError: if there is no such directory. If the path looks like a name on the Hugging Face Hub, the
+            message says how to download the model.
+        ValueError: if the directory has no checkpoint; the message says what it has instead.
     """
     given = Path(path).expanduser()
     if not given.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
@@ -97,14 +98,14 @@ def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the configuration of a checkpoint's model.
 
     Raises:
-        ValueError: if it does not say, or is of another version.
+        ValueError: if the checkpoint does not describe its model, or was written by another version.
     """
     try:
         return saved_config(extra)
     except (KeyError, TypeError) as error:
         said = "" if isinstance(error, KeyError) else f" ({error})"
         raise ValueError(
-            f"{where} does not say of which model it is{said}. Take one that `gtp-jax train` or `gtp-jax convert "
+            f"{where} does not say which model it contains{said}. Use one that `gtp-jax train` or `gtp-jax convert "
             "import` of this version has written, or save with `gtp_jax.models.saved(config)` as `extra`."
         ) from None
 

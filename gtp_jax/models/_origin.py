@@ -1,4 +1,4 @@
-"""What comes with a Hugging Face model and is not computed with: the rest of config.json and the tokenizer's files."""
+"""Keeps what comes with a Hugging Face model but is not computed with: the rest of config.json, and tokenizer files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 # The key in a checkpoint's `extra`.
 _CONFIG = "hugging_face"
 
-# The end of the names of config.json's fields that hold ids of tokens.
+# The suffix of config.json's fields that hold token ids.
 _ID = "_token_id"
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -17,7 +17,7 @@ TOKENIZER_FILE = "tokenizer.json"
 END_TOKEN = "eos_token_id"
 _GENERATION_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-# Files whose meaning depends on the vocabulary: the tokenizer's, and defaults for generation, which name tokens by id.
+# Files whose meaning depends on the vocabulary: tokenizer files, and defaults for generation, which name tokens by id.
 ORIGIN_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
@@ -40,7 +40,7 @@ class Origin:
 
     Attributes:
         config: the content of its config.json.
-        files: the contents of its other files, of those in `ORIGIN_FILES`, by name.
+        files: the contents of its other files, by name; only those in `ORIGIN_FILES`.
     """
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class Origin:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a file of a tokenizer is there, so that a vocabulary is known."""
+        """Whether there is a tokenizer file, so that the vocabulary is known."""
         return bool(self.files.keys() - {_GENERATION_FILE, CHAT_TEMPLATE_FILE})
 
     def extra(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class Origin:
         return {_CONFIG: dict(self.config)} if self.config else {}
 
     def with_file(self, name: str, content: bytes) -> Self:
-        """Returns this origin with a file, one of `ORIGIN_FILES`, in place of the one of this name."""
+        """Returns this origin with a file of `ORIGIN_FILES` added, which replaces one of the same name."""
         return dataclasses.replace(self, files={**self.files, name: content})
 
     def without_tokenizer(self) -> Self:
-        """Returns the origin of a model that was trained with another tokenizer: no files, and no tokens' ids."""
+        """Returns the origin of a model that was trained with another tokenizer: without files and token ids."""
         ids = {name: None for name in self.config if name.endswith(_ID)}
         return dataclasses.replace(self, config={**self.config, **ids}, files={})

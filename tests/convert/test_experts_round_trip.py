@@ -53,7 +53,7 @@ def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, 
         ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1, 0.0 is expected: gtp_jax's Llama has no jitter"),
         ({"num_local_experts": 0}, "has num_local_experts 0; a model of type 'mixtral' has at least 1"),
         ({"num_experts_per_tok": 9}, "`top_k` is 9 of 8 experts"),
-        ({"num_local_experts": "8"}, "has num_local_experts '8': sizes are whole numbers"),
+        ({"num_local_experts": "8"}, "has num_local_experts '8': sizes must be whole numbers"),
         ({"architectures": ["MixtralForTokenClassification"]}, "'mixtral' and .'MixtralForCausalLM'.* are expected"),
     ],
 )
@@ -96,5 +96,5 @@ def test_what_hugging_face_cannot_store_is_refused(tmp_path):
     unnormalized = dataclasses.replace(PRESETS["qwen3-30b-a3b"], routing=Routing(normalize=False))
     assert hugging_face_of(unnormalized).to_json(unnormalized)["norm_topk_prob"] is False
     import_llama(write_model(tmp_path / "hf", random_tensors(MIXTRAL), MIXTRAL), tmp_path / "imported")
-    with pytest.raises(ValueError, match="`dtype` 'mxfp8' quantizes no experts, and the model has .*w1.weight"):
+    with pytest.raises(ValueError, match="`dtype` 'mxfp8' does not support experts, but the model has .*w1.weight"):
         export_llama(tmp_path / "imported", tmp_path / "out", dtype="mxfp8")

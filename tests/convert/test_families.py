@@ -132,7 +132,7 @@ def test_yarn_has_the_frequencies_and_the_factor_of_transformers(name, tmp_path,
         (
             QWEN2,
             {**WINDOW, "max_window_layers": 2},
-            "has max_window_layers 2 of 3 layers, which have no window, and the others one of 5; 0, or "
+            "has max_window_layers 2 of 3 layers, which have no window, while the others have one of 5; 0, or "
             "use_sliding_window false, is expected: gtp_jax's Llama has one window in all layers or in none",
         ),
         (QWEN3_MOE, {**WINDOW, "max_window_layers": 48}, "has max_window_layers 48 of 2 layers"),
@@ -140,12 +140,12 @@ def test_yarn_has_the_frequencies_and_the_factor_of_transformers(name, tmp_path,
         (
             QWEN2,
             {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-            "has layer_types ['full_attention', 'sliding_attention', 'sliding_attention'], and 5 sliding_window is used"
+            "has layer_types ['full_attention', 'sliding_attention', 'sliding_attention'], but 5 sliding_window is used"
             "; 'sliding_attention' for each of 3 layers, or null, is expected: gtp_jax's Llama has one window in all",
         ),
-        (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "and no sliding_window is used; 'full_attention' for each"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "but no sliding_window is used; 'full_attention' for each"),
         (QWEN2, {**WINDOW, "layer_types": ["sliding_attention"] * 2}, "'sliding_attention' for each of 3 layers"),
-        (QWEN2, {**WINDOW, "layer_types": 5}, "has layer_types 5, and 5 sliding_window is used"),
+        (QWEN2, {**WINDOW, "layer_types": 5}, "has layer_types 5, but 5 sliding_window is used"),
         (QWEN2, {"use_sliding_window": "no"}, "has use_sliding_window 'no'; true or false is expected"),
         (
             MISTRAL,
@@ -160,8 +160,8 @@ def test_yarn_has_the_frequencies_and_the_factor_of_transformers(name, tmp_path,
             {"rope_scaling": {**YARN, "factor": None}},
             "has rope_scaling of the type 'yarn' without numbers for fa",
         ),
-        (QWEN2, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "'yarn' with beta_fast '32'; truncate is true or false"),
-        (QWEN2, {"rope_scaling": {**YARN, "truncate": None}}, "'yarn' with truncate None; truncate is true or false"),
+        (QWEN2, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "'yarn' with beta_fast '32'; truncate must be"),
+        (QWEN2, {"rope_scaling": {**YARN, "truncate": None}}, "'yarn' with truncate None; truncate must be"),
         (
             QWEN2,
             {"rope_scaling": {**YARN, "beta_slow": 32}},

@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(run, tmp_path):
         for step, extra in enumerate(({}, saved(dataclasses.replace(CONFIG, num_layers=3)))):
             with Checkpoints(tmp_path) as checkpoints:
                 checkpoints.save(step, state, extra)
-        with pytest.raises(ValueError, match="step 0 in .* does not say of which model it is"):
+        with pytest.raises(ValueError, match="step 0 in .* does not say which model it contains"):
             load(tmp_path, step=0)
         with pytest.raises(
             ValueError, match=r"has other arrays than its model:\n  params/blocks.*\(2, .* found, \(3, "

@@ -1,4 +1,4 @@
-"""Llama, and Mixtral: the same with experts in place of the MLP."""
+"""Llama, and Mixtral, which has experts instead of the MLP."""
 
 from ._config import OF_ROUTING as OF_ROUTING
 from ._config import LlamaConfig as LlamaConfig

@@ -1,4 +1,4 @@
-"""Sizes and choices of a Llama."""
+"""The configuration of a Llama."""
 
 from __future__ import annotations
 
@@ -25,43 +25,47 @@ _ARCHITECTURE = (
     "epsilon",
 )
 _OF_EXPERTS = ("num_experts", "top_k")
-# What a router chooses, and whether it has a bias; its terms and the bias's rate say how it is trained.
+# The fields of `Routing` that determine which experts are chosen. Of `bias_rate`, only whether there is a bias matters;
+# the other fields and the rate only determine how the router is trained.
 OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and choices of a Llama.
+    """The configuration of a Llama.
 
     Attributes:
-        vocab_size: number of tokens.
-        hidden_size: width of the residual stream.
-        num_layers: number of blocks.
-        num_heads: query heads.
-        num_kv_heads: key-value heads.
-        head_dim: width of a head.
-        qk_norm: normalise each head of queries and keys by RMSNorm, as Qwen3 does.
-        qkv_bias: add biases to queries, keys and values, as Qwen2 does.
-        window: how many tokens a token attends to, itself included, as in Mistral; `None` for all before it.
-        intermediate_size: hidden width of the MLP, or of each expert.
-        num_experts: how many stand in place of each MLP; 0 for an MLP.
-        top_k: experts a token.
-        aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
-        expert_parallel: what tp does to experts; see `MoE`.
-        expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
+        vocab_size: the number of tokens in the vocabulary.
+        hidden_size: the width of the residual stream.
+        num_layers: the number of blocks.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key-value heads.
+        head_dim: the width of a head.
+        qk_norm: whether each head of queries and keys is normalized with RMSNorm, like in Qwen3.
+        qkv_bias: whether queries, keys and values have biases, like in Qwen2.
+        window: the number of tokens that a token attends to, including itself, like in Mistral; `None` for all before
+            it.
+        intermediate_size: the hidden width of the MLP, or of each expert.
+        num_experts: the number of experts that replace each MLP; 0 for an MLP.
+        top_k: the number of experts per token.
+        aux_loss_coeff: the weight of the load-balancing loss; see `MoE`.
+        expert_parallel: how tp shards experts; see `MoE`.
+        expert_axes: the mesh axes over which experts are gathered, by default those of dense layers; see
+            `GroupedDense`.
         routing: how a token's experts are chosen, by default as in Mixtral; a `Routing`, or a dict of its fields.
-        shared_hidden: hidden width of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
+        shared_hidden: the hidden width of a shared MLP that every token also uses (DeepSeek's shared experts); 0 for
             none.
-        transport, round_size, exchange_chunks: how tokens travel over ep, how many rows experts multiply at once, and
-            in how many parts tokens travel; see `MoE`.
+        transport, round_size, exchange_chunks: how tokens are sent over ep, the number of rows that experts multiply
+            per round, and the number of parts in which tokens are sent; see `MoE`.
         tie_embeddings: whether the head uses the embedding's table.
-        rope_theta: base of the rotary wavelengths.
-        rope_scaling: of the rotary frequencies, as Llama 3.1 or YaRN has it; a `RopeScaling`, or a dict of its fields.
-        epsilon: of the norms.
-        dtype: compute dtype, by name.
+        rope_theta: the base of the rotary wavelengths.
+        rope_scaling: the scaling of the rotary frequencies, as in Llama 3.1 or YaRN; a `RopeScaling`, or a dict of its
+            fields.
+        epsilon: the epsilon of all norms.
+        dtype: the name of the compute dtype.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `gtp_jax.nn.reduction_of`.
-        sequence_parallel: shard the sequence over tp between layers.
+        sequence_parallel: whether the sequence is sharded over tp between layers.
         remat: what blocks keep for backward.
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
     """
@@ -99,7 +103,7 @@ class LlamaConfig:
     keep_gathered: KeepGathered = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rope_scaling, dict):  # as checkpoints have it
+        if isinstance(self.rope_scaling, dict):  # from a checkpoint
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         if isinstance(self.routing, dict):
             object.__setattr__(self, "routing", Routing(**self.routing))
@@ -123,7 +127,7 @@ class LlamaConfig:
             value = getattr(self, field)
             if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field == "rope_theta"):
                 raise ValueError(f"`{field}` is {brief(value)}; it must be a number {allowed}, at most {MOST:.7g}.")
-            object.__setattr__(self, field, float(value))  # JAX takes no int of more than 32 bits
+            object.__setattr__(self, field, float(value))  # JAX does not accept an int of more than 32 bits
         check_rotary(self.head_dim, None, self.rope_theta, self.rope_scaling)
         if self.window is not None and not _is_size(self.window, least=1):
             raise ValueError(
@@ -148,8 +152,8 @@ class LlamaConfig:
             raise ValueError(f"`routing` is {self.routing!r}; it must be a `gtp_jax.Routing`, or a dict of its fields.")
         if self.routing.jitter:
             raise ValueError(
-                f"`jitter` is {self.routing.jitter}; a Llama passes no keys to its layers, so that there would be no "
-                "jitter. Leave it 0, or call `gtp_jax.MoE` with `key=` in a model of your own."
+                f"`jitter` is {self.routing.jitter}, but a Llama passes no keys to its layers, so there would be no "
+                "jitter. Leave it at 0, or call `gtp_jax.MoE` with `key=` in your own model."
             )
         if self.num_experts:
             check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
@@ -157,7 +161,7 @@ class LlamaConfig:
             check_transport(self.transport)
             check_chunks(self.exchange_chunks)
         elif self.shared_hidden:
-            raise ValueError(f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0: it goes with experts.")
+            raise ValueError(f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0: it requires experts.")
 
     @property
     def schedule(self) -> Schedule:
@@ -175,7 +179,7 @@ class LlamaConfig:
             raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the fields that say which model the weights are of; the others say how it is computed."""
+        """Returns the fields that determine which model the weights belong to; the others only affect computation."""
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
         fields |= {name: True for name in ("qk_norm", "qkv_bias") if getattr(self, name)}
         if self.window is not None:
@@ -185,23 +189,26 @@ class LlamaConfig:
         usual = Routing()
         routing = {name: getattr(self.routing, name) for name in OF_ROUTING}
         if routing["bias_rate"] is not None:
-            routing["bias_rate"] = 0.0  # there is a bias; how fast it moves says how it is trained
+            routing["bias_rate"] = 0.0  # means that there is a bias; its rate only matters in training
         if routing := {name: value for name, value in routing.items() if value != getattr(usual, name)}:
             fields["routing"] = routing
         scaling = self.rope_scaling
         return fields if scaling is None else {**fields, "rope_scaling": dataclasses.asdict(scaling)}
 
     def matmul_params(self) -> int:
-        """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""
+        """Returns the number of parameters that each token is multiplied with.
+
+        Excludes norms, an untied embedding, and the experts that a token does not use.
+        """
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
-            mlp = self.top_k * mlp + self.hidden_size * self.num_experts  # and the router's
+            mlp = self.top_k * mlp + self.hidden_size * self.num_experts  # the latter are the router's
             mlp += 3 * self.hidden_size * self.shared_hidden
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def param_count(self) -> int:
-        """Returns all parameters."""
+        """Returns the number of all parameters."""
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         idle = (
             self.num_layers * (self.num_experts - self.top_k) * 3 * self.hidden_size * self.intermediate_size
@@ -214,7 +221,7 @@ class LlamaConfig:
         return self.matmul_params() + idle + embedding + biases + self._norms()
 
     def _norms(self) -> int:
-        """Returns the parameters of norms."""
+        """Returns the number of parameters of norms."""
         heads = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
         return (2 * self.num_layers + 1) * self.hidden_size + heads
 

@@ -1,4 +1,4 @@
-"""Llama as a family."""
+"""Registers Llama as a family of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of a Llama, and ours: which field is which, and what our Llama does not compute."""
+"""Converts between Hugging Face's config.json and `LlamaConfig`, and refuses models that our Llama cannot compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._config import LlamaConfig
 from ._hf_kinds import Kind
 from ._hf_windows import window_from, window_json
 
-# Types of fields in JSON; sizes are whole numbers.
+# The types of fields in JSON. Fields that are not listed are sizes, which are whole numbers.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
     "epsilon": _NUMBER,
@@ -23,7 +23,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
-    """Returns the fields of config.json that the model decides."""
+    """Returns the fields of config.json that the model determines."""
     return {
         **{theirs: getattr(config.routing if ours == "normalize" else config, ours) for theirs, ours in kind.fields},
         "rope_scaling": _scaling_json(config.rope_scaling),
@@ -36,15 +36,15 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     """Returns the model of a config.json.
 
     Args:
-        kind: of the file.
-        content: of the file.
-        file: its name, for messages.
+        kind: the kind of model.
+        content: the content of the file.
+        file: the name of the file, for messages.
 
     Raises:
-        ValueError: if it is of a model that our Llama does not compute, naming what.
+        ValueError: if our Llama cannot compute the model; the message names the field.
     """
     for name, (value, what) in kind.fixed.items():
-        if content.get(name) is not None and content[name] != value:  # null says nothing
+        if content.get(name) is not None and content[name] != value:  # null means the default
             raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax's Llama {what}.")
     fields = {**kind.defaults, **content, **_rotary(file, content)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
@@ -57,14 +57,14 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     ]
     if wrong:
         raise ValueError(
-            f"{file} has {', '.join(wrong)}: sizes are whole numbers, others finite numbers of at least 0, true or "
-            "false. Take the config.json that belongs to the weights."
+            f"{file} has {', '.join(wrong)}: sizes must be whole numbers; other fields must be finite numbers of at "
+            "least 0, or true or false. Use the config.json that belongs to the weights."
         )
     if fields.get("head_dim") is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     missing = [theirs for theirs, _ in kind.fields if fields.get(theirs) is None]
     if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}. Take the config.json that belongs to the weights.")
+        raise ValueError(f"{file} lacks {', '.join(missing)}. Use the config.json that belongs to the weights.")
     count = next((theirs for theirs, ours in kind.fields if ours == "num_experts"), None)
     if count is not None and fields[count] < 1:
         raise ValueError(f"{file} has {count} {fields[count]!r}; a model of type {kind.model_type!r} has at least 1.")
@@ -82,7 +82,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the base of the rotary wavelengths, from all places where transformers writes it.
 
     Raises:
-        ValueError: if the wavelengths are of a part of a head, not the same in all layers, or of two bases.
+        ValueError: if only part of a head is rotated, layers differ, or the places have different bases.
     """
     given = {"rope_theta": content.get("rope_theta")}
     for name in _PLACES:
@@ -94,7 +94,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
         part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ValueError(
-                f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax turns whole heads."
+                f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax rotates whole heads."
             )
         given[f"{name}.rope_theta"] = fields.get("rope_theta")
     theta = _agreed(file, given)
@@ -102,12 +102,12 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(file: str, given: dict[str, Any]) -> Any:
-    """Returns what all fields say that say something; `None` if none does.
+    """Returns the common value of the fields that are not `None`; `None` if there is no such field.
 
-    Versions of transformers disagree about which of two counts, so that the model would be another one to some readers.
+    Versions of transformers disagree about which of two different fields applies, so readers would differ.
 
     Raises:
-        ValueError: if two differ.
+        ValueError: if two fields differ.
     """
     said = {name: value for name, value in given.items() if value is not None}
     first, *others = said.items() or [("", None)]
@@ -115,20 +115,22 @@ def _agreed(file: str, given: dict[str, Any]) -> Any:
         if value != first[1]:
             raise ValueError(
                 f"{file} has {first[0]} {first[1]!r} and {name} {value!r}, which contradict each other, and versions "
-                "of transformers do not agree which one counts. Leave the one that the weights were trained with."
+                "of transformers disagree about which one applies. Keep only the one that the weights were trained "
+                "with."
             )
     return first[1]
 
 
-# Where transformers writes the rotary embedding: up to version 4, beside a field for the base; and from version 5 on.
+# The fields in which transformers writes the rotary embedding: up to version 4, with a separate field for the base; and
+# from version 5 on.
 _PLACES = ("rope_scaling", "rope_parameters")
 
 _LENGTH = "original_max_position_embeddings"
 
-# Their fields that scale nothing by themselves.
+# Fields of these that do not scale anything by themselves.
 _UNSCALED = ("rope_theta", "partial_rotary_factor", _LENGTH)
 
-# Fields of a scaling in theirs and ours, by its type.
+# The fields of each type of scaling: their name, our name.
 _SCALINGS = {
     "linear": (("factor", "factor"),),
     "llama3": (
@@ -145,7 +147,7 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
-        ValueError: if it is of another type or of none, lacks a field, or is not the same in both.
+        ValueError: if its type is unknown or missing, a field is missing, or the two places differ.
     """
     given: dict[str, Any] = {}
     for name in _PLACES:
@@ -165,11 +167,11 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
                 f"{file} has {name} of the type {kind!r}, one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
-                "computes no other scaling of the rotary embedding, and the model would not be the same."
+                "supports no other scaling of the rotary embedding, so the results would be wrong."
             )
         if _LENGTH in dict(_SCALINGS[kind]):
             length = _agreed(file, {_LENGTH: content.get(_LENGTH), f"{name}.{_LENGTH}": fields.get(_LENGTH)})
-            if length is None and kind == "yarn":  # as transformers reads it
+            if length is None and kind == "yarn":  # the same default as in transformers
                 length = content.get("max_position_embeddings")
             fields = {**fields, _LENGTH: length}
         lacking = [theirs for theirs, _ in _SCALINGS[kind] if not _is_of(fields.get(theirs), (int, float))]
@@ -183,10 +185,10 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of YaRN that need not be given.
+    """Returns the optional fields of YaRN.
 
     Raises:
-        ValueError: if one is of another type.
+        ValueError: if one has the wrong type.
     """
     optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     wrong = [key for key in optional if fields.get(key) is not None and not _is_of(fields[key], _NUMBER)]
@@ -196,13 +198,13 @@ def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise ValueError(
             f"{file} has {name} of the type 'yarn' with {', '.join(f'{key} {brief(fields[key])}' for key in wrong)}; "
-            "truncate is true or false, the others are numbers of at least 0, or null."
+            "truncate must be true or false, the others must be numbers of at least 0, or null."
         )
     fast, slow, factor, mscale, of_all = (fields.get(key) for key in optional)
     if factor is None and mscale and of_all:
         log = math.log(max(fields["factor"], 1))
         factor = (0.1 * mscale * log + 1) / (0.1 * of_all * log + 1)
-    said = {"beta_fast": fast or 32.0, "beta_slow": slow or 1.0, "attention_factor": factor}  # 0 is no number of turns
+    said = {"beta_fast": fast or 32.0, "beta_slow": slow or 1.0, "attention_factor": factor}  # 0 means the default
     return {**said, "truncate": truncate}
 
 

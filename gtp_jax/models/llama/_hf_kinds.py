@@ -1,4 +1,4 @@
-"""The kinds of Hugging Face models that our Llama computes: fields of config.json, and which value some must have.
+"""The kinds of Hugging Face models that our Llama computes: the fields of config.json, and values that some must have.
 
 Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config` and
 `Qwen3MoeConfig` in transformers.
@@ -14,7 +14,7 @@ from ._config import LlamaConfig
 
 Fields = tuple[tuple[str, str], ...]
 
-# Theirs, ours.
+# Their name, our name.
 _FIELDS: Fields = (
     ("vocab_size", "vocab_size"),
     ("hidden_size", "hidden_size"),
@@ -36,12 +36,12 @@ _QWEN3_MOE: Fields = (
     ("norm_topk_prob", "normalize"),
 )
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# The one value that our Llama computes, and what it cannot do otherwise.
+# The only value that our Llama supports, and the reason.
 _FIXED = {
     "hidden_act": ("silu", "computes no other activation"),
 }
 _NO_BIAS = {**_FIXED, "attention_bias": (False, "has no bias in the output of its attention")}
-# Fields that say what a token attends to.
+# The fields that determine what a token attends to.
 _WINDOW = ("sliding_window",)
 _SWITCHED_WINDOW = (*_WINDOW, "use_sliding_window")
 _WINDOW_OF_LAYERS = (*_SWITCHED_WINDOW, "max_window_layers", "layer_types")
@@ -53,16 +53,16 @@ class Kind:
     """A kind of model.
 
     Attributes:
-        model_type: of config.json.
-        architecture: likewise.
-        fields: of config.json that the model decides, and ours.
-        fixed: fields with the one value that our Llama computes, and what it cannot do otherwise.
-        defaults: in transformers; no other field may be missing.
-        also: other names of fields, which some versions of transformers write.
-        experts: whether there are any.
-        qk_norm: whether queries and keys are normalised.
+        model_type: the `model_type` in config.json.
+        architecture: the entry of `architectures` in config.json.
+        fields: the fields of config.json that the model determines: their name, our name.
+        fixed: fields for which our Llama supports only one value: the value, and the reason.
+        defaults: the defaults of fields in transformers; no other field may be missing.
+        also: other names that some versions of transformers write for fields: the usual name, the other name.
+        experts: whether the model has experts.
+        qk_norm: whether queries and keys are normalized.
         qkv_bias: whether queries, keys and values have biases.
-        windows: the fields that say what a token attends to, if they can say it.
+        windows: the fields that determine what a token attends to; empty if the kind has no window.
     """
 
     model_type: str
@@ -77,7 +77,7 @@ class Kind:
     windows: tuple[str, ...] = ()
 
     def fits(self, config: LlamaConfig) -> bool:
-        """Says whether a model is of this kind."""
+        """Returns whether a model is of this kind."""
         if (config.num_experts > 0, config.qk_norm, config.qkv_bias) != (self.experts, self.qk_norm, self.qkv_bias):
             return False
         if config.window is not None and not self.windows:
@@ -85,13 +85,13 @@ class Kind:
         routing, names = config.routing, {ours for _, ours in self.fields}
         usual = Routing(
             normalize=routing.normalize if "normalize" in names else True,
-            aux_loss=routing.aux_loss,  # how it is trained
+            aux_loss=routing.aux_loss,  # this and the next only matter in training
             z_loss_coeff=routing.z_loss_coeff,
         )
         return not self.experts or (routing == usual and not config.shared_hidden)
 
 
-# Of kinds that a model fits, the first is meant unless it was imported as another.
+# If a model fits several kinds, it is exported as the first unless it was imported as another.
 KINDS: tuple[Kind, ...] = (
     Kind(
         "llama",

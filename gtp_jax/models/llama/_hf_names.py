@@ -1,4 +1,4 @@
-"""Maps the tensors of a Hugging Face Llama to our arrays: the one table.
+"""Maps the tensors of a Hugging Face Llama to our arrays. This is the only such table.
 
 Both use the half-split rotary embedding, so no rows are permuted.
 """
@@ -10,7 +10,7 @@ from ._config import LlamaConfig
 
 Row = tuple[str, str, tuple[str, ...]]
 
-# Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
+# Their name, our path, their shape. A norm and the linear layer that follows it are one module here.
 _BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "hidden_size")),)
 _ATTENTION = (
     ("input_layernorm.weight", "attention/qkv/scale", ("hidden_size",)),
@@ -34,7 +34,7 @@ _MLP = (
     ("mlp.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
     ("mlp.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
 )
-# Of layers with experts; one of each expert's has its number in place of the {}.
+# The tensors of layers with experts. The {} in the name of an expert's tensor is replaced by the expert's number.
 _NORM = ("post_attention_layernorm.weight", "mlp/scale", ("hidden_size",))
 _EXPERTS = {
     "mixtral": (
@@ -59,8 +59,8 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
     """Returns all tensors of a model, layer after layer, as Hugging Face names them.
 
     Args:
-        model_type: which of Hugging Face's kinds the model is.
-        config: of the model.
+        model_type: the kind of model, one of Hugging Face's.
+        config: the configuration of the model.
     """
     sizes = {
         "vocab_size": config.vocab_size,
@@ -94,5 +94,5 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
 
 
 def copies(config: LlamaConfig) -> dict[str, str]:
-    """Returns which tensors files may hold in addition to the model's, and the tensor that each of them repeats."""
+    """Returns the tensors that files may hold in addition to the model's, with the tensor that each of them repeats."""
     return {_HEAD[0][0]: _BEFORE[0][0]} if config.tie_embeddings else {}

@@ -1,6 +1,6 @@
-"""Windows of attention in Hugging Face's config.json: one for all layers, or none.
+"""Converts attention windows from and to Hugging Face's config.json: one for all layers, or none.
 
-The layers of our stack are one program, so that all have the same window.
+All layers of our stack run the same program, so they all have the same window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SUPPORTED = "gtp_jax's Llama has one window in all layers or in none"
 
 
 def window_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
-    """Returns the fields of config.json that say what a token attends to."""
+    """Returns the fields of config.json that determine what a token attends to."""
     windowed = config.window is not None
     fields = {
         "sliding_window": config.window,
@@ -31,12 +31,12 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> int | None:
     """Returns the window of all layers; `None` if there is none.
 
     Args:
-        kind: of the model.
-        fields: of config.json, with defaults; `num_hidden_layers` is checked.
-        file: its name, for messages.
+        kind: the kind of model.
+        fields: the fields of config.json, with defaults; `num_hidden_layers` has been checked.
+        file: the name of the file, for messages.
 
     Raises:
-        ValueError: if some layers have a window and others do not, or a field is of another type.
+        ValueError: if only some layers have a window, or a field has the wrong type.
     """
     if not kind.windows:
         return None
@@ -55,7 +55,7 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> int | None:
         wanted = _WHOLE if window is None else _WINDOWED
         if not isinstance(types, list) or len(types) != layers or any(one != wanted for one in types):
             raise ValueError(
-                f"{file} has layer_types {brief(types)}, and {window or 'no'} sliding_window is used; {wanted!r} for "
+                f"{file} has layer_types {brief(types)}, but {window or 'no'} sliding_window is used; {wanted!r} for "
                 f"each of {layers} layers, or null, is expected: {_SUPPORTED}."
             )
         return window
@@ -63,7 +63,7 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> int | None:
         return window
     if type(first) is not int or 0 < first < layers or (first > 0 and "max_window_layers" not in kind.windows):
         raise ValueError(
-            f"{file} has max_window_layers {brief(first)} of {layers} layers, which have no window, and the others "
-            f"one of {window}; 0, or use_sliding_window false, is expected: {_SUPPORTED}."
+            f"{file} has max_window_layers {brief(first)} of {layers} layers, which have no window, while the others "
+            f"have one of {window}; 0, or use_sliding_window false, is expected: {_SUPPORTED}."
         )
     return window if first <= 0 else None

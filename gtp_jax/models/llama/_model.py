@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288).
 
-With experts in place of the MLP it is Mixtral (arXiv 2401.04088), with a window of attention Mistral (2310.06825), with
-biases of queries, keys and values Qwen2 (2407.10671).
+With experts instead of the MLP, it is Mixtral (arXiv 2401.04088); with an attention window, Mistral (2310.06825); with
+biases of queries, keys and values, Qwen2 (2407.10671).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ._config import LlamaConfig
 
 
 class LlamaBlock(Layer):
-    """Attention and MLP or experts, each on a residual branch."""
+    """Attention followed by an MLP or experts, each on a residual branch."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LlamaBlock(Layer):
 
 
 class Llama(nnx.Module):
-    """Embedding, blocks and head, run as one chain."""
+    """Embedding, blocks and head, which run as one chain."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
@@ -109,11 +109,12 @@ class Llama(nnx.Module):
         """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits.
 
         Args:
-            tokens: ids.
-            positions: `(batch, sequence)`; by default 0, 1, ... in each document.
-            segment_ids: `(batch, sequence)`, which tell documents packed into one row apart; one document by default.
-            logits_at: `(batch,)`, the one place in each row whose logits are returned, `(batch, 1, vocab)`; all by
-                default.
+            tokens: the token ids, `(batch, sequence)`.
+            positions: the positions of the tokens, `(batch, sequence)`; by default 0, 1, ... in each document.
+            segment_ids: an id for each document packed into a row, `(batch, sequence)`; by default, each row is one
+                document.
+            logits_at: the one position in each row whose logits are returned, `(batch,)`; the result is then
+                `(batch, 1, vocab)`. By default, the logits of all positions are returned.
         """
         if positions is None and segment_ids is not None:
             positions = positions_of(segment_ids)
@@ -126,10 +127,10 @@ class Llama(nnx.Module):
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of token losses and number of tokens of a batch with `tokens` and `targets`, and perhaps
-    `weights`, `positions` and `segment_ids`.
+    """Returns the sum of token losses and the number of tokens of a batch.
 
-    Of packed documents, leave out the targets of their last tokens, which are the first tokens of others: -1.
+    The batch has `tokens` and `targets`, and optionally `weights`, `positions` and `segment_ids`. If documents are
+    packed, set the target of each document's last token to -1, because the next token belongs to another document.
     """
     logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
     return cross_entropy(logits, batch["targets"], batch.get("weights"), vocab_size=model.embed.num_embeddings)

@@ -1,4 +1,4 @@
-"""Sizes by name."""
+"""Presets: configurations by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _8B = LlamaConfig(
 _70B = replace(_8B, hidden_size=8192, num_layers=80, num_heads=64, intermediate_size=28672)
 # config.json of meta-llama/Llama-3.1-8B and Llama-3.1-70B
 _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
-# a byte a token
+# one byte per token
 _TINY = LlamaConfig(
     vocab_size=256, hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=384
 )
@@ -34,7 +34,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "tiny": _TINY,
     "100m": replace(_1B, hidden_size=1024, num_layers=8, head_dim=64, intermediate_size=3072),
     "1b": _1B,
-    # Mixtral in small: 2 of 8 experts a token
+    # a small Mixtral: 2 of 8 experts per token
     "tiny-moe": replace(_TINY, intermediate_size=256, num_experts=8, top_k=2),
     # Mixtral 8x7B (arXiv 2401.04088, table 1)
     "mixtral": replace(_8B, vocab_size=32000, num_experts=8, top_k=2, rope_theta=1_000_000.0),
