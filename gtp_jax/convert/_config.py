@@ -1,4 +1,4 @@
-"""The file config.json of a Hugging Face model; which field is which of ours, each family knows."""
+"""Reads and writes config.json of a Hugging Face model. Each family maps its fields to ours."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ._stored import StoredAs, stored_as
 CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 
-# Far beyond published models: a mistake, or a file made to take memory and time.
+# Far beyond published models: more is a mistake, or a file made to exhaust memory and time.
 _MAX_LAYERS = 10_000
-_MAX_EXPERTS = 100_000  # of all layers
+_MAX_EXPERTS = 100_000  # in all layers together
 _MAX_BYTES = 4 << 20
 
 _QUANTIZATION = "quantization_config"
@@ -28,29 +28,32 @@ _SCALINGS = ("rope_scaling", "rope_parameters")
 def write_config(
     path: Path, config: ModelConfig, encoding: Encoding, imported: Mapping[str, Any], max_positions: int | None
 ) -> None:
-    """Writes config.json; and, for quantized weights, hf_quant_config.json.
+    """Writes config.json and, for quantized weights, hf_quant_config.json.
 
     Args:
         path: the directory.
-        config: sizes of the model.
-        encoding: of the weights.
-        imported: the config.json that the model once came with. Its fields are kept as they are, but for an empty
-            scaling, and none is added, unless the model has another value than readers of the file take, those of
-            transformers 4 included.
-        max_positions: longest sequence that readers should allow; if `None`, as imported, or what readers assume.
+        config: the configuration of the model.
+        encoding: the encoding of the weights.
+        imported: the config.json that the model was imported with. Its fields are kept, except an empty scaling. Fields
+            are changed or added only where readers of the file, including transformers 4, would otherwise use a
+            different value from the model's.
+        max_positions: the longest sequence that readers should allow; if `None`, the imported value or the readers'
+            default.
     """
-    # one that is empty says nothing, and transformers 4 fails on it
+    # an empty scaling means nothing, and transformers 4 fails on it
     imported = {name: value for name, value in imported.items() if not (name in _SCALINGS and value == {})}
     family = hugging_face_of(config, imported.get("model_type"))
     own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
     changed = _changed(family, own, imported)
     if _ROTARY & changed.keys():
         changed |= {name: own[name] for name in _ROTARY}
-        imported = {name: value for name, value in imported.items() if name != "rope_parameters"}  # which says the same
+        imported = {
+            name: value for name, value in imported.items() if name != "rope_parameters"
+        }  # another name of them
     elif _ROTARY & _changed(family, own, _as_read_before_5(imported)).keys():
         changed |= {name: own[name] for name in _ROTARY if imported.get(name) is None and own[name] is not None}
     fields = {**imported, **changed}
-    names = [name for name in ("torch_dtype", "dtype") if name in imported]  # the latter in newer files
+    names = [name for name in ("torch_dtype", "dtype") if name in imported]  # newer files have `dtype`
     fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)
     if max_positions is not None:
         fields["max_position_embeddings"] = max_positions
@@ -61,8 +64,10 @@ def write_config(
 
 
 def _as_read_before_5(imported: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config.json without those of the rotary embedding that transformers 4 does not read; it
-    takes defaults for them, and says nothing."""
+    """Returns the fields of a config.json without those of the rotary embedding that transformers 4 does not read.
+
+    For these, transformers 4 silently uses defaults.
+    """
     fields = {name: value for name, value in imported.items() if name != "rope_parameters"}
     if isinstance(scaling := fields.get("rope_scaling"), dict):
         fields["rope_scaling"] = {name: value for name, value in scaling.items() if name != "rope_theta"}
@@ -70,16 +75,16 @@ def _as_read_before_5(imported: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(family: HuggingFace, own: Mapping[str, Any], imported: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those fields of a model that are not those of the config.json that it came with.
+    """Returns the fields of a model that differ from the config.json that it came with.
 
-    A field may be written in several ways (a size left to a default, scalings in two places), so the file is read as at
-    its import, and what it means is compared.
+    A field may be written in several ways (a size left to its default, a scaling in two places), so the file is parsed
+    as for an import, and the meanings are compared.
     """
     if imported.get("model_type") != family.model_type:
         return dict(own)
     try:
         theirs = family.to_json(family.from_json(dict(imported), CONFIG_FILE))
-    except ValueError:  # of another version, or no config.json at all
+    except ValueError:  # from another version, or not a config.json
         return dict(own)
     theirs |= {"model_type": family.model_type, "architectures": imported.get("architectures")}
     return {name: value for name, value in own.items() if theirs.get(name) != value}
@@ -92,12 +97,12 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | Non
         path: the directory.
 
     Returns:
-        Sizes of the model; the file's whole content, but for how weights are quantized, because a checkpoint holds
-        their values; and how they are.
+        The configuration of the model; the content of the file without its description of quantization, because a
+        checkpoint holds the dequantized values; and the layout of quantized weights.
 
     Raises:
-        FileNotFoundError: if it is not there.
-        ValueError: if the directory is a file, or it is of a model that no family computes, naming what.
+        FileNotFoundError: if there is no config.json.
+        ValueError: if the directory is a file, or no family computes the model; the message names the field.
     """
     file = path / CONFIG_FILE
     if path.is_file():
@@ -127,7 +132,7 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | Non
 
 
 def _older_quantization(path: Path) -> dict[str, Any] | None:
-    """Returns what config.json would say of weights of an older ModelOpt, which writes a file of its own."""
+    """Returns the `quantization_config` of weights from an older ModelOpt, which writes a separate file."""
     file = path / QUANTIZATION_FILE
     try:
         algorithm = read_json(inside(path, QUANTIZATION_FILE), limit=_MAX_BYTES)["quantization"]["quant_algo"]
@@ -141,10 +146,10 @@ def _older_quantization(path: Path) -> dict[str, Any] | None:
 
 
 def check_sizes(config: ModelConfig, where: str) -> None:
-    """Checks that a foreign model has not so many layers and experts that its tensors cannot be listed.
+    """Checks that a foreign model does not have too many layers and experts to list its tensors.
 
     Raises:
-        ValueError: saying how many it has.
+        ValueError: if it does; the message says how many it has.
     """
     if config.num_layers > _MAX_LAYERS:
         raise ValueError(f"{where} has {config.num_layers} layers; at most {_MAX_LAYERS} can be converted.")

@@ -13,11 +13,11 @@ class Converted:
     """A model that was imported or exported.
 
     Attributes:
-        config: sizes of the model.
-        step: of our checkpoint.
-        files: Hugging Face's files with tensors, those read or those written.
-        tensors: how many tensors they hold, scales included.
-        nbytes: of these tensors.
+        config: the configuration of the model.
+        step: the step of our checkpoint.
+        files: the Hugging Face files with tensors that were read or written.
+        tensors: the number of tensors in them, including scales.
+        nbytes: the size of these tensors in bytes.
         others: the names of the files that were copied unchanged, such as the tokenizer's.
         copies: the names of tensors that were not imported because they equal the one that they are tied to.
         quantized: the layout in which weights were stored, if they were quantized.

@@ -14,12 +14,12 @@ from ._safetensors import DTYPES, Entry
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """Types of tensors in a file.
+    """The dtypes and layouts of the tensors in a file.
 
     Attributes:
-        dtype: torch's name of the type of what is not quantized.
-        plain: safetensors' name of it.
-        quantized: of the weights of linear layers in attention and MLP, if they are.
+        dtype: torch's name of the dtype of tensors that are not quantized.
+        plain: safetensors' name of that dtype.
+        quantized: the layout of the weights of linear layers in attention and MLP, if they are quantized.
     """
 
     dtype: str
@@ -27,34 +27,34 @@ class Encoding:
     quantized: Quantized | None = None
 
     def check(self, tensors: Iterable[Tensor]) -> None:
-        """Refuses tensors that cannot be written so.
+        """Checks that tensors can be written in this encoding.
 
         Raises:
-            ValueError: naming one.
+            ValueError: if one cannot; the message names it.
         """
         tensors = list(tensors)
         expert = next((tensor.name for tensor in tensors if tensor.expert is not None), None)
         if self.quantized is not None and expert is not None:
             raise ValueError(
-                f"`dtype` {self.quantized.name!r} quantizes no experts, and the model has {expert}. Export it as "
+                f"`dtype` {self.quantized.name!r} does not support experts, but the model has {expert}. Export it as "
                 "'bfloat16'."
             )
         if self.quantized is not None:
             self.quantized.check(tensor for tensor in tensors if _in_a_layer(tensor))
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """Returns what a tensor becomes."""
+        """Returns the tensors in the file that a tensor becomes."""
         if self.quantized is not None and _in_a_layer(tensor):
             return self.quantized.entries(tensor)
         return [Entry(tensor.name, self.plain, tensor.shape)]
 
     def arrays(self, tensor: Tensor, values: np.ndarray, amax: Callable[[Tensor], np.float32]) -> list[np.ndarray]:
-        """Returns the values of `entries`; rounding is to nearest, ties to even.
+        """Returns the values of `entries`, rounded to nearest, ties to even.
 
         Args:
-            tensor: which.
-            values: of it.
-            amax: gives the largest finite magnitude of all weights that readers fuse with a weight.
+            tensor: the tensor.
+            values: the values of the tensor.
+            amax: returns the largest finite magnitude of all weights that readers fuse with a given weight.
         """
         if self.quantized is not None and _in_a_layer(tensor):
             return self.quantized.arrays(values, amax(tensor) if self.quantized.format.has_amax else None)

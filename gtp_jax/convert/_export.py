@@ -109,22 +109,26 @@ def export_llama(
 
 
 class _Values:
-    """Tensors' values, read from our arrays."""
+    """Reads the values of tensors from our arrays."""
 
     def __init__(self, stored: dict[str, EvaluationArray], tensors: list[Tensor]) -> None:
         self._stored = stored
         self._tensors = tensors
-        self._row: dict[str, tuple[int, np.ndarray]] = {}  # of stacked experts, the layer that was read last
+        self._row: dict[str, tuple[int, np.ndarray]] = {}  # the last layer that was read of each array of experts
         self._fused = ""
         self._amax = np.float32(0)
 
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
-        """Yields what is to be written, in order."""
+        """Yields the arrays to write, in order."""
         for tensor in self._tensors:
             yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
-        """Compares what was read with what was saved."""
+        """Compares what was read with what was saved.
+
+        Raises:
+            ValueError: if they differ.
+        """
         if wrong := [name for array in self._stored.values() for name in array.damaged()]:
             raise ValueError(checkpoints.damage_report(step, wrong))
 
@@ -146,7 +150,7 @@ class _Values:
         return row[0, tensor.expert]
 
     def _fused_amax(self, tensor: Tensor) -> np.float32:
-        if tensor.fused != self._fused:  # they come one after the other
+        if tensor.fused != self._fused:  # fused weights are consecutive
             members = (other for other in self._tensors if other.fused == tensor.fused)
             amaxes = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
             self._fused, self._amax = tensor.fused, np.float32(np.max(amaxes))
@@ -158,18 +162,22 @@ def _config(extra: dict[str, Any], where: str) -> ModelConfig:
         return saved_config(extra)
     except KeyError:
         raise ValueError(
-            f"the checkpoint in {where} does not say of which model it is. Pass `config`, the `LlamaConfig` that it "
+            f"the checkpoint in {where} does not say which model it contains. Pass `config`, the `LlamaConfig` that it "
             "was trained with, to `gtp_jax.convert.export_llama`; or save with `{'model': config.architecture()}` as "
             "`extra`, as `gtp-jax train` does."
         ) from None
     except TypeError as error:
-        raise ValueError(f"the checkpoint in {where} is not of a Llama of this version: {error}.") from error
+        raise ValueError(f"the checkpoint in {where} is not a Llama of this version: {error}.") from error
 
 
 def _parameters(
     arrays: dict[str, EvaluationArray], config: ModelConfig, tensors: list[Tensor], where: str
 ) -> dict[str, EvaluationArray]:
-    """Returns a checkpoint's parameters by path, if they are those of such a model."""
+    """Returns a checkpoint's parameters by path.
+
+    Raises:
+        ValueError: if they are not the parameters of such a model.
+    """
     prefix = "params/"
     has = {name.removeprefix(prefix): array for name, array in arrays.items()}
     wants = array_shapes(tensors)
@@ -182,7 +190,7 @@ def _parameters(
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise ValueError(
-            f"{where} is not of a Llama of the sizes {config.architecture()}:\n"
+            f"{where} is not a Llama of the sizes {config.architecture()}:\n"
             + "\n".join([*lines[:_SHOWN], *more])
             + "\nPass the configuration that it was trained with."
         )

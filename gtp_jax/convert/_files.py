@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model, and which of them has which tensor."""
+"""Finds the tensors in the files of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shard_file(index: int, count: int) -> str:
-    """Returns the name of one of several files."""
+    """Returns the name of file `index` of `count` files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def open_tensors(directory: Path) -> dict[str, Reader]:
-    """Returns the file of each tensor, with headers read and checked, no values.
+    """Returns the file of each tensor. Reads and checks headers, but no values.
 
     Raises:
-        FileNotFoundError: if there are no safetensors, or the index names a file that is not there.
-        ValueError: if a file is not whole, if index and files do not agree, or if there is a single file and an
-            index of others.
+        FileNotFoundError: if there are no safetensors files, or the index names a file that does not exist.
+        ValueError: if a file is incomplete, if the index and the files disagree, or if there are a single file and an
+            index of other files.
     """
     index = directory / INDEX_FILE
     if _is_there(index):
@@ -30,7 +30,7 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
         if _is_there(directory / SINGLE_FILE) and SINGLE_FILE not in where.values():
             raise ValueError(
                 f"{directory} holds {SINGLE_FILE} and {INDEX_FILE}, which names other files: two models. Delete or "
-                "move the one that does not belong to it."
+                "move the one that does not belong there."
             )
     elif _is_there(directory / SINGLE_FILE):
         reader = Reader(directory / SINGLE_FILE, place=inside(directory, SINGLE_FILE))
@@ -47,7 +47,7 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
         except FileNotFoundError:
             missing.append(file)
         except ValueError as error:
-            raise ValueError(f"{index} names a file that is not to be read: {error}") from error
+            raise ValueError(f"{index} names a file that must not be read: {error}") from error
     if missing:
         raise FileNotFoundError(f"{index} names {', '.join(missing)}, not in {directory}. Download them as well.")
     readers = {file: Reader(directory / file, place=place) for file, place in places.items()}
@@ -56,7 +56,7 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
         if where.get(name) != held.get(name):
             raise ValueError(
                 f"{name} is in {held.get(name, 'no file')}, but {index} has it in {where.get(name, 'no file')}. Files "
-                "and index are not of one model; download both again."
+                "and index do not belong to the same model; download both again."
             )
     return {name: readers[file] for name, file in held.items()}
 
@@ -66,7 +66,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Returns which file has which tensor, as the index says."""
+    """Returns the file of each tensor according to the index."""
     try:
         where = read_json(inside(index.parent, index.name))["weight_map"]
         strange = [file for file in where.values() if not isinstance(file, str)]

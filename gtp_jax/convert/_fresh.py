@@ -1,4 +1,4 @@
-"""A directory that is there in full or not at all."""
+"""Makes a directory that is either complete or absent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..checkpoint import real_path
 
 @contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` to write to, which takes its name at the end, or is deleted after an error.
+    """Yields a directory next to `out` to write to, which is renamed to `out` at the end or deleted after an error.
 
-    If `out` is a link, that is what it leads to.
+    If `out` is a link, its target is used instead.
 
     Raises:
-        ValueError: if `out` is a file, a directory with something in it or that cannot be renamed, or a link that leads
-            to itself.
-        OSError: if it cannot be made, naming it.
+        ValueError: if `out` is a file, a directory that is not empty or cannot be replaced, or a link that leads to
+            itself.
+        OSError: if the directory cannot be made; the message names `out`.
     """
     out = real_path(out)
     if what := _hindrance(out):
@@ -39,19 +39,19 @@ def fresh_directory(out: Path) -> Iterator[Path]:
 
 
 def _hindrance(out: Path) -> str | None:
-    """Returns why no directory can take this name, whose links have been followed; `None` if one can."""
+    """Returns why no directory can be made at this path, whose links have been followed; `None` if one can."""
     if out.is_symlink():
         return "is a link that leads to itself"
     if out.is_dir():
         if os.path.ismount(out):
-            return "is where a file system is mounted, and must not be replaced"
-        return "is a directory with something in it" if any(out.iterdir()) else None
+            return "is a mount point, which must not be replaced"
+        return "is a directory that is not empty" if any(out.iterdir()) else None
     return "is a file" if out.exists() else None
 
 
 @contextmanager
 def _naming(out: Path) -> Iterator[None]:
-    """Names `out`, and not the directory that is written first, in errors of the system."""
+    """Makes system errors name `out` instead of the temporary directory."""
     try:
         yield
     except OSError as error:

@@ -23,36 +23,36 @@ from ._safetensors import Reader
 from ._stored import Wanted, is_left_out, tensors_of
 from ._vocabulary import tokens_beyond, warning_of
 
-# Tables of the rotary embedding that old files carry along.
+# Tables of the rotary embedding in old files.
 _IGNORED = ".rotary_emb.inv_freq"
 
 _SHOWN = 8
 
 
 def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = False) -> Converted:
-    """Makes a checkpoint at step 0 of a Hugging Face Llama in safetensors: float32 parameters, no optimizer state.
+    """Imports a Hugging Face Llama in safetensors as a checkpoint at step 0: float32 parameters, no optimizer state.
 
-    Quantized weights are imported as the values that they stand for, rounded to float32.
+    Quantized weights are dequantized, with values rounded to float32.
 
-    One tensor is in memory at a time, or the experts of one layer and kernel, and is read twice. `out` appears at the
-    end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
-    generation_config.json, which runs that start from it pass on and `export_llama` writes again. Warns of ids of the
-    tokenizer for which the model has no row.
+    Each tensor is read twice. Memory holds one tensor at a time, or the experts of one layer and kernel. `out` appears
+    only at the end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
+    generation_config.json. Runs that start from the checkpoint keep them too, and `export_llama` writes them. Warns
+    about ids of the tokenizer for which the model has no row.
 
     Args:
-        hugging_face: directory with config.json and safetensors, in one file or in several with an index.
-        out: a new or an empty directory, of checkpoints then.
-        progress: show a bar on a terminal.
+        hugging_face: the directory with config.json and safetensors, in one file or in several with an index.
+        out: a new or empty directory, which becomes a directory of checkpoints.
+        progress: whether to show a progress bar on a terminal.
 
     Returns:
-        What was read; the model's sizes are in the checkpoint's `extra` too, as `model`.
+        What was read. The checkpoint's `extra` also holds the model's sizes, as `model`.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if the model is not one that our Llama computes, if tensors are missing, too many, or of another
-            shape or dtype, if a stored head differs from the embedding that it is tied to, if a value is NaN or Inf, if
-            a file is damaged, if a tokenizer's file is a link out of the directory, not JSON or too large, or if `out`
-            is not empty.
+        ValueError: if our Llama cannot compute the model; if tensors are missing, unexpected, or have another shape or
+            dtype; if a stored head differs from the embedding that it is tied to; if a value is NaN or Inf; if a file
+            is damaged; if a tokenizer's file is a link out of the directory, not JSON or too large; or if `out` is not
+            empty.
     """
     source = Path(hugging_face).expanduser()
     config, original, stored_as = read_config(source)
@@ -77,8 +77,8 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
         values = stored_as.values(read) if stored_as is not None and scales else read[0]
         if not np.isfinite(values).all():
             raise ValueError(
-                f"{first.name} in {readers[first.name].path} holds NaN or Inf, so that every result would be NaN. "
-                "Download it again, or take another checkpoint of the model."
+                f"{first.name} in {readers[first.name].path} holds NaN or Inf, so every result would be NaN. Download "
+                "it again, or use another checkpoint of the model."
             )
         bar.update(sum(part.nbytes for part in read))
         return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
@@ -89,7 +89,7 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
             return np.stack([read(tensor) for tensor in row])[None]
         return read(row[0]) if row[0].layer is None else read(row[0])[None]
 
-    # of each array its layers, and of each of those its experts
+    # the tensors of each array: a list per layer, with one tensor per expert
     rows: dict[str, list[list[Tensor]]] = {}
     for tensor in tensors:
         layers = rows.setdefault(tensor.path, [])
@@ -112,14 +112,14 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
 
 
 def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple[str, ...]:
-    """Takes tensors that repeat another one out of what is to be imported, and returns their names.
+    """Removes tensors that repeat another one from `readers`, and returns their names.
 
     Args:
         readers: the file of each tensor.
-        copies: the tensor that each of them has to equal.
+        copies: the tensor that each copy must equal.
 
     Raises:
-        ValueError: if one does not, bit for bit.
+        ValueError: if a copy differs in any bit.
     """
     found = [name for name, original in copies.items() if name in readers and original in readers]
     for name in found:
@@ -127,20 +127,24 @@ def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple
         if _identity(file, name) != _identity(readers[copies[name]], copies[name]):
             raise ValueError(
                 f"{name} in {file.path} differs from the tied embedding, {copies[name]}: config.json has "
-                "tie_word_embeddings true, so that the model has no head of its own. If it has one, set "
+                "tie_word_embeddings true, so the model should have no head of its own. If it has one, set "
                 "tie_word_embeddings to false; otherwise save the model again without it."
             )
     return tuple(found)
 
 
 def _identity(file: Reader, name: str) -> tuple[str, tuple[int, ...], bytes]:
-    """Returns what equals only for tensors with the same bits; so one is in memory at a time."""
+    """Returns a value that is equal only for tensors with the same bits, so that only one must be in memory."""
     entry = file.entries[name]
     return entry.dtype, entry.shape, hashlib.blake2b(file.read(name).reshape(-1).view(np.uint8).data).digest()
 
 
 def _check(source: Path, readers: dict[str, Reader], wanted: list[Wanted]) -> None:
-    """Compares the tensors that are there with those that the model needs."""
+    """Checks that the files hold the tensors that the model needs.
+
+    Raises:
+        ValueError: if they do not; the message lists the differences.
+    """
     needed = {part.name: part for part in wanted}
     lines = []
     for name in {**needed, **readers}:
@@ -161,5 +165,5 @@ def _check(source: Path, readers: dict[str, Reader], wanted: list[Wanted]) -> No
         raise ValueError(
             f"the tensors in {source} are not those of the Llama in its config.json ({len(lines)} differ):\n"
             + "\n".join([*lines[:_SHOWN], *more])
-            + "\nTake the config.json that belongs to the weights, without adapters or other heads."
+            + "\nUse the config.json that belongs to the weights, without adapters or other heads."
         )

@@ -1,22 +1,22 @@
-"""Linear weights in MXFP8 and NVFP4, in the layout of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM read.
+"""Writes linear weights in MXFP8 and NVFP4 in NVIDIA ModelOpt's layout, which vLLM, SGLang and TensorRT-LLM read.
 
 A linear layer of shape (out, in) becomes these tensors, below its module's name:
 
-    NVFP4  weight          uint8    (out, in / 2)   two e2m1 codes a byte, the even one in the low nibble
-           weight_scale    e4m3     (out, in / 16)  one a block of 16
+    NVFP4  weight          uint8    (out, in / 2)   two e2m1 codes per byte, the even one in the low nibble
+           weight_scale    e4m3     (out, in / 16)  one per block of 16
            weight_scale_2  float32  ()              amax / (6 * 448)
            value = code * weight_scale * weight_scale_2
     MXFP8  weight          e4m3     (out, in)
-           weight_scale    uint8    (out, in / 32)  e8m0: a biased power of two, one a block of 32
+           weight_scale    uint8    (out, in / 32)  e8m0: a biased power of two, one per block of 32
            value = code * 2^(weight_scale - 127)
 
-Scales lie row by row, not swizzled. Readers fuse the weights of queries, keys and values, and those of gate and up, and
-take one `weight_scale_2` for all of them (vLLM the largest); hence the amax is over all weights that are fused.
-NVFP4 is declared to be of the weights only (`W4A16_NVFP4`), because quantized activations (`NVFP4`) would need an
-`input_scale`, which only calibration gives. `MXFP8` readers quantize activations as they come.
+Scales are stored row by row, not swizzled. Readers fuse the weights of queries, keys and values, and those of gate and
+up, and use one `weight_scale_2` for all of them (vLLM uses the largest). The amax is therefore taken over all weights
+that are fused. NVFP4 is declared as weight-only (`W4A16_NVFP4`), because quantized activations (`NVFP4`) would need an
+`input_scale`, which requires calibration. Readers of `MXFP8` quantize activations dynamically.
 
-From ModelOpt (github.com/NVIDIA/Model-Optimizer), `modelopt/torch/quantization/qtensor/nvfp4_tensor.py` and
-`mxfp8_tensor.py`, `modelopt/torch/export/convert_hf_config.py`; and from its reader in vLLM
+Sources: ModelOpt (github.com/NVIDIA/Model-Optimizer), `modelopt/torch/quantization/qtensor/nvfp4_tensor.py` and
+`mxfp8_tensor.py`, `modelopt/torch/export/convert_hf_config.py`; and its reader in vLLM
 (github.com/vllm-project/vllm), `vllm/model_executor/layers/quantization/modelopt.py`.
 """
 
@@ -35,9 +35,9 @@ from ..models import Tensor
 from ..ops import quantize
 from ._safetensors import DTYPES, Entry
 
-# Modules that are not quantized, besides embeddings and norms.
+# Modules that are not quantized, in addition to embeddings and norms.
 _IGNORED = ["lm_head"]
-# Rows have blocks of their own, so that a matrix can be quantized in slices, which bounds the memory it takes.
+# Blocks do not span rows, so a matrix can be quantized in slices of rows, which bounds memory.
 _SLICE_ELEMENTS = 1 << 22
 
 
@@ -46,12 +46,12 @@ class Quantized:
     """A layout of quantized weights.
 
     Attributes:
-        name: as `dtype` of an export.
-        algorithm: ModelOpt's name of it.
-        format: ours.
-        codes: safetensors' type of the codes.
-        scales: safetensors' type of the block scales.
-        config: what config.json says besides.
+        name: the `dtype` of an export.
+        algorithm: ModelOpt's name.
+        format: our format.
+        codes: safetensors' dtype of the codes.
+        scales: safetensors' dtype of the block scales.
+        config: further fields of `quantization_config` in config.json.
     """
 
     name: str
@@ -63,25 +63,25 @@ class Quantized:
 
     @property
     def block(self) -> int:
-        """Input features that share a scale."""
+        """The number of input features that share a scale."""
         assert self.format.block is not None and self.format.block[0] == 1
         return self.format.block[1]
 
     def check(self, tensors: Iterable[Tensor]) -> None:
-        """Refuses weights whose rows are not whole blocks.
+        """Checks that the rows of weights consist of whole blocks.
 
         Raises:
-            ValueError: naming one.
+            ValueError: if a weight's rows do not; the message names the weight.
         """
         for tensor in tensors:
             if tensor.shape[1] % self.block:
                 raise ValueError(
-                    f"`dtype` {self.name!r} has blocks of {self.block} input features, which {tensor.name} with its "
-                    f"{tensor.shape[1]} does not fill. Export it as 'bfloat16'."
+                    f"`dtype` {self.name!r} has blocks of {self.block} input features, which do not divide the "
+                    f"{tensor.shape[1]} of {tensor.name}. Export it as 'bfloat16'."
                 )
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """Returns the tensors that a weight becomes."""
+        """Returns the tensors in the file that a weight becomes."""
         rows, columns = tensor.shape
         packed = columns * self.format.element_bits // 8
         listed = [
@@ -91,11 +91,11 @@ class Quantized:
         return [*listed, Entry(f"{tensor.name}_scale_2", "F32", ())] if self.format.has_amax else listed
 
     def arrays(self, values: np.ndarray, amax: np.float32 | None) -> list[np.ndarray]:
-        """Returns the values of what the tensor becomes.
+        """Returns the values of `entries`.
 
         Args:
-            values: of the weight, (out, in).
-            amax: over all weights that readers fuse with this one, for a format that has one.
+            values: the values of the weight, (out, in).
+            amax: the amax over all weights that readers fuse with this one, for a format that has one.
         """
         rows = max(1, _SLICE_ELEMENTS // values.shape[1])
         slices = range(0, values.shape[0], rows)
@@ -104,7 +104,7 @@ class Quantized:
         written = [codes.view(DTYPES[self.codes][0]), scales.view(DTYPES[self.scales][0])]
         if amax is None:
             return written
-        # Without any other number than 0, the scale is 1 too, as a reader may divide by it.
+        # If all values are 0, the scale is 1, because a reader may divide by it.
         return [*written, np.asarray(amax / np.float32(6 * 448) if amax > 0 else 1, np.float32)]
 
     def _slice(self, values: np.ndarray, amax: np.float32 | None) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ class Quantized:
         return np.asarray(quantized.codes), np.asarray(quantized.scales)
 
     def config_json(self) -> dict[str, Any]:
-        """Returns `quantization_config` of config.json."""
+        """Returns the `quantization_config` of config.json."""
         return {
             "quant_method": "modelopt",
             "quant_algo": self.algorithm,
@@ -122,7 +122,7 @@ class Quantized:
         }
 
     def quant_json(self) -> dict[str, Any]:
-        """Returns hf_quant_config.json, which older readers look for."""
+        """Returns the content of hf_quant_config.json, which older readers use."""
         return {
             "producer": _producer(),
             "quantization": {

@@ -1,7 +1,7 @@
-"""The safetensors format: 8 bytes with the header's length, a JSON header, the tensors' bytes one after the other.
+"""Reads and writes the safetensors format: 8 bytes with the header's length, a JSON header, and the tensors' bytes.
 
-Our own, because the `safetensors` package knows the types of MXFP8 and NVFP4 in the header but not in numpy; and
-because a model is written as it comes, tensor by tensor.
+Implemented here because the `safetensors` package supports the dtypes of MXFP8 and NVFP4 in the header but not in
+numpy, and because we write a model tensor by tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from .._foreign import brief, open_regular, parse_json
 
-# Name in the header: numpy's type and bits of an element. Of elements narrower than a byte, numpy holds packed bytes.
+# By name in the header: numpy's dtype and the bits per element. Numpy holds elements narrower than a byte packed.
 DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
     "BOOL": (np.dtype(np.bool_), 8),
     "F4": (np.dtype(np.uint8), 4),
@@ -43,7 +43,7 @@ DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-# The reference implementation refuses more.
+# The limit of the reference implementation.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 32
 _MAX_NAME = 1_000
@@ -54,9 +54,9 @@ class Entry:
     """A tensor of a file.
 
     Attributes:
-        name: its name.
-        dtype: a key of `DTYPES`.
-        shape: in elements.
+        name: the name of the tensor.
+        dtype: the dtype, a key of `DTYPES`.
+        shape: the shape in elements.
     """
 
     name: str
@@ -65,22 +65,22 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The size in the file, in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype][1] // 8
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Shape of numpy's array: the last dimension counts bytes where an element is less than one."""
+        """The shape of numpy's array: for elements narrower than a byte, the last dimension counts bytes."""
         bits = DTYPES[self.dtype][1]
         return self.shape if bits >= 8 else (*self.shape[:-1], self.shape[-1] * bits // 8)
 
 
 class Writer:
-    """Writes a file whose tensors are known by name, type and shape, as their values come, in their order.
+    """Writes a file tensor by tensor, from the names, dtypes and shapes of all tensors.
 
     Args:
-        path: of the file, which must not be there.
-        entries: its tensors.
+        path: the path of the file, which must not exist.
+        entries: the tensors of the file, in the order in which their values are written.
         metadata: strings by name, for the header.
     """
 
@@ -117,20 +117,20 @@ class Writer:
 
 
 class Reader:
-    """A file, whose header is read and checked at once and whose tensors are read one at a time.
+    """Reads a file: its header, which is checked, at once, and its tensors one at a time.
 
     Args:
-        path: of the file, as messages have it.
-        place: where it is, links followed; `path` by default.
+        path: the path of the file in messages.
+        place: the path of the file with links followed; by default `path`.
 
     Attributes:
-        path: of the file.
-        entries: its tensors by name.
-        metadata: the header's strings.
+        path: the path of the file in messages.
+        entries: the tensors of the file by name.
+        metadata: the strings in the header.
 
     Raises:
-        ValueError: if the file is not whole, or not of the format; naming file, tensor, what is there and what is
-            wanted.
+        ValueError: if the file is incomplete or not safetensors. The message names the file, the tensor, what was found
+            and what is expected.
     """
 
     def __init__(self, path: Path, *, place: Path | None = None) -> None:
@@ -141,8 +141,8 @@ class Reader:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise self._broken(
-                    f"its first 8 bytes announce a header of {length} bytes, but the file has {size} (and a header at "
-                    f"most {_MAX_HEADER_BYTES})"
+                    f"its first 8 bytes announce a header of {length} bytes, but the file has {size} (and a header may "
+                    f"have at most {_MAX_HEADER_BYTES})"
                 )
             text = file.read(length)
         self._begin = _LENGTH_BYTES + length
@@ -173,7 +173,7 @@ class Reader:
             raise self._broken(f"it is {what}: {size} bytes, {self._begin + end} are expected")
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor's values; packed bytes where an element is narrower than a byte."""
+        """Returns a tensor's values; packed bytes if elements are narrower than a byte."""
         entry = self.entries[name]
         with open_regular(self._place) as file:
             file.seek(self._begin + self._offsets[name])
@@ -184,7 +184,9 @@ class Reader:
 
     def _entry(self, name: str, fields: Any) -> tuple[Entry, int]:
         if len(name) > _MAX_NAME or not name.isprintable():
-            raise self._broken(f"a tensor has the name {brief(name)}; at most {_MAX_NAME} printable characters can be")
+            raise self._broken(
+                f"a tensor has the name {brief(name)}; at most {_MAX_NAME} printable characters are allowed"
+            )
         try:
             dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
@@ -199,7 +201,7 @@ class Reader:
                 "are expected"
             )
         if len(shape) > _MAX_DIMS:
-            raise self._broken(f"{name} has {len(shape)} dimensions; at most {_MAX_DIMS} can be")
+            raise self._broken(f"{name} has {len(shape)} dimensions; at most {_MAX_DIMS} are allowed")
         entry = Entry(name, dtype, shape)
         if math.prod(shape) * DTYPES[dtype][1] % 8 or (shape and shape[-1] * DTYPES[dtype][1] % 8):
             raise self._broken(f"{name}, {dtype}{list(shape)}, does not fill whole bytes")
@@ -212,7 +214,7 @@ class Reader:
 
 
 def shard(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
-    """Splits tensors, in their order, into files of at most `limit` bytes of tensors, or of one that is larger."""
+    """Splits tensors, in order, into files with at most `limit` bytes of tensors, or with one larger tensor."""
     part: list[Entry] = []
     for entry in entries:
         if part and sum(e.nbytes for e in part) + entry.nbytes > limit:

@@ -1,4 +1,4 @@
-"""The layouts in which others store quantized weights, and the values that they stand for.
+"""Reads quantized weights in the layouts of other libraries, and computes their values.
 
 A linear layer of shape (out, in) is stored as codes, block scales, and in some layouts one scale of the whole weight:
 
@@ -54,16 +54,16 @@ class StoredAs:
     """A layout of quantized weights in a file.
 
     Attributes:
-        name: the layout's name, for people.
+        name: the layout's name, for messages.
         codes: the name of the codes, below the module's name.
         code_dtype: the dtype of the codes, as safetensors names it; U8 holds two E2M1 codes per byte, the even one in
             the low nibble.
         scales: the name of the block scales.
-        scale_dtypes: the dtypes that they may have; U8 and F8_E8M0 hold biased exponents.
-        block: the rows and columns that share a scale; `ALL` of them, or a number, of which the last block of a
-            dimension may be shorter.
+        scale_dtypes: the dtypes that the block scales may have; U8 and F8_E8M0 hold biased exponents.
+        block: the numbers of rows and columns that share a scale, or `ALL`. The last block of a dimension may be
+            shorter.
         weight_scale: the name of the scale of the whole weight, if there is one.
-        divides: whether values are divided by it.
+        divides: whether values are divided by that scale.
     """
 
     name: str
@@ -91,7 +91,7 @@ class StoredAs:
         """Returns a weight's values, float32 `(out, in)`, each rounded once.
 
         Args:
-            parts: what `wanted` lists, in its order.
+            parts: the tensors that `wanted` lists, in the same order.
         """
         codes, scales, *of_weight = parts
         if self.code_dtype == "U8":
@@ -99,8 +99,8 @@ class StoredAs:
         else:
             values = codes.astype(np.float32)
         exact = self._spread(_numbers(scales), values.shape)
-        # a code has 4 bits at most and an FP8 scale 4, so that their product is exact
-        with np.errstate(over="ignore", invalid="ignore"):  # the import refuses what is not finite
+        # a code has at most 4 significant bits and an FP8 scale has 4, so their product is exact
+        with np.errstate(over="ignore", invalid="ignore"):  # the import refuses values that are not finite
             values *= exact
             for scale in of_weight:
                 own = np.float32(scale.reshape(()))
@@ -128,7 +128,7 @@ class StoredAs:
 
 
 def _numbers(scales: np.ndarray) -> np.ndarray:
-    """Returns scales in float32; 2^(scale - 127) of biased exponents, of which 255 is no number."""
+    """Returns scales in float32; biased exponents become 2^(scale - 127), and 255 becomes NaN."""
     if scales.dtype.itemsize == 1 and scales.dtype != DTYPES["F8_E4M3"][0]:
         exponents = scales.view(np.uint8).astype(np.int32)
         return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 127))
@@ -136,18 +136,18 @@ def _numbers(scales: np.ndarray) -> np.ndarray:
 
 
 def tensors_of(tensor: Tensor, readers: Mapping[str, Reader], stored_as: StoredAs | None) -> list[Wanted]:
-    """Returns the tensors in which a weight is stored: itself, or its parts where it is quantized."""
+    """Returns the tensors in which a weight is stored: the weight itself, or its parts if it is quantized."""
     plain = Wanted(tensor.name, PLAIN_DTYPES, (tensor.shape,))
     if stored_as is None or not tensor.linear:
         return [plain]
     there = readers.get(tensor.name)
     if there is not None and there.entries[tensor.name].dtype in PLAIN_DTYPES:
-        return [plain]  # modules that are left unquantized
+        return [plain]  # this module is not quantized
     return stored_as.wanted(tensor)
 
 
 def is_left_out(name: str) -> bool:
-    """Returns whether a tensor scales activations or the key-value cache, and is no part of a weight."""
+    """Returns whether a tensor scales activations or the key-value cache instead of a weight."""
     return name.rpartition(".")[2] in _LEFT_OUT
 
 
@@ -172,7 +172,7 @@ _MODELOPT = {
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
 _BLOCKS = {"tensor": (ALL, ALL), "channel": (1, ALL)}
-# What is read, for messages.
+# The layouts that can be read, for messages.
 READ = (
     "FP8 with `weight_scale_inv` (quant_method 'fp8'); FP8 per tensor, channel or block, NVFP4 and MXFP4 of "
     "compressed-tensors; FP8, MXFP8 and NVFP4 of ModelOpt"
@@ -190,7 +190,7 @@ def stored_as(quantization: Any, file: str) -> StoredAs | None:
         `None` if nothing is quantized.
 
     Raises:
-        ValueError: if it is a layout that cannot be read, naming the field, its value and what can be.
+        ValueError: if the layout cannot be read; the message names the field, its value and the layouts that can.
     """
     if quantization is None:
         return None
@@ -244,7 +244,7 @@ def _block(sizes: Any, field: str, file: str) -> tuple[int, int]:
 
 
 def _compressed(quantization: Mapping[str, Any], file: str) -> StoredAs:
-    """Returns the layout that compressed-tensors describes; one for all groups of modules."""
+    """Returns the layout that compressed-tensors describes, which must be the same for all groups of modules."""
     for field in ("sparsity_config", "transform_config"):
         if quantization.get(field):
             raise _unread(file, field, quantization[field])

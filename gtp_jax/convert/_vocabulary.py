@@ -1,4 +1,4 @@
-"""The ids that the files of a tokenizer give to tokens."""
+"""Reads the ids of tokens from the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SHOWN = 8
 
 
 def tokens_beyond(files: Mapping[str, bytes], vocab_size: int) -> dict[int, str]:
-    """Returns the tokens that the files name and a model of this vocabulary lacks, by id, ascending.
+    """Returns the tokens that the files name but a model with this vocabulary lacks, by id, ascending.
 
-    Published models lack tokens that others added to their tokenizers, for padding for example. What a file holds in
-    another form than expected names no token.
+    Some published models lack tokens that were added to their tokenizers, for example for padding. Content that does
+    not have the expected form is ignored.
 
     Args:
-        files: contents of JSON files and others, by name.
+        files: the contents of the tokenizer's files, by name.
         vocab_size: the size of the model's vocabulary.
     """
     found: dict[int, str] = {}
@@ -30,13 +30,13 @@ def tokens_beyond(files: Mapping[str, bytes], vocab_size: int) -> dict[int, str]
 
 
 def warning_of(tokens: Mapping[int, str], vocab_size: int, where: str) -> str:
-    """Returns what to say of tokens that a model lacks."""
+    """Returns a warning about tokens that a model lacks."""
     more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
     named = ", ".join(f"{brief(i)} ({brief(token)})" for i, token in list(tokens.items())[:_SHOWN])
     return (
         f"the tokenizer in {where} has ids that the model lacks, whose vocabulary ends at {vocab_size - 1}: {named}"
-        f"{more}. Its files are kept as they are. Text with such a token is refused by `gtp-jax train`; in a program "
-        "of your own it makes a loss of NaN, and `gtp_jax.check_ids` names it."
+        f"{more}. Its files are kept unchanged. `gtp-jax train` refuses text with such a token; in your own program, "
+        "the loss becomes NaN, and `gtp_jax.check_ids` names the token."
     )
 
 
@@ -45,7 +45,7 @@ def _of_tokenizer(content: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         yield from vocab.items()
-    elif isinstance(vocab, list):  # of pairs of a token and its score
+    elif isinstance(vocab, list):  # pairs of a token and its score
         yield from ((pair[0] if isinstance(pair, list) and pair else pair, i) for i, pair in enumerate(vocab))
     added = content.get("added_tokens")
     for token in added if isinstance(added, list) else ():

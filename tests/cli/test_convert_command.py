@@ -73,7 +73,7 @@ def test_mistakes_are_named_with_status_2(run, tmp_path, capsys):
         (("export", tmp_path / "missing", tmp_path / "out"), f"no directory {tmp_path / 'missing'}"),
         (("export", tmp_path, tmp_path / "out"), f"no checkpoint in {tmp_path}"),
         (("export", run, tmp_path / "out", "--step", 7), "no step 7 in"),
-        (("export", run, run), "is a directory with something in it"),
+        (("export", run, run), "is a directory that is not empty"),
         (("export", run, "/proc/x"), "error: /proc/x: `out` cannot be made there (No such file or directory). Choose"),
         (("export", run, long), f"error: {long}: `out` cannot be made there (File name too long). Choose"),
         (("import", run / "config.json", tmp_path / "out"), "config.json is a file. Give the directory of a"),

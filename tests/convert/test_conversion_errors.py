@@ -76,9 +76,9 @@ def change_config(source, **fields):
         ),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*gtp_jax's Llama computes no other activation"),
         (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),
-        (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
-        (dict(hidden_size="64"), "has hidden_size '64': sizes are whole numbers"),
-        (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes are whole numbers"),
+        (dict(hidden_size=None), "lacks hidden_size. Use the config.json that belongs to the weights"),
+        (dict(hidden_size="64"), "has hidden_size '64': sizes must be whole numbers"),
+        (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes must be whole numbers"),
         (dict(num_attention_heads=4.0, rms_norm_eps="x"), "has num_attention_heads 4.0, rms_norm_eps 'x': sizes"),
         (dict(rope_theta=float("nan")), "has rope_theta nan: .* finite numbers"),
         (dict(rope_theta=10**400, rms_norm_eps=1e39), r"has rms_norm_eps 1e\+39, rope_theta 10+\.\.\.0+: .* finite"),
@@ -180,7 +180,7 @@ def test_files_that_are_not_json(source, tmp_path):
         (
             "tokenizer.model",
             1 << 40,
-            "tokenizer.model has more than 67108864 bytes, which is the most that a checkpoint",
+            "tokenizer.model has more than 67108864 bytes, the maximum that a checkpoint",
         ),
         ("merges.txt", "../secret", "merges.txt is a link to .*secret, outside of the folder"),
         ("chat_template.jinja", "nowhere", "chat_template.jinja is not in .* Download it as well"),
@@ -232,7 +232,7 @@ def test_a_single_file_beside_an_index_that_does_not_name_it_is_refused(source, 
     write_model(source, random_tensors(CONFIG, seed=1), CONFIG)
     message = refused(import_llama, source, out=tmp_path / "out")
     assert "holds model.safetensors and model.safetensors.index.json, which names other files: two models" in message
-    assert "Delete or move the one that does not belong to it" in message
+    assert "Delete or move the one that does not belong there" in message
     index, single = source / "model.safetensors.index.json", "model.safetensors"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(CONFIG), single)}))
     assert [file.name for file in import_llama(source, tmp_path / "out").files] == [single]
@@ -338,7 +338,7 @@ def test_out_is_not_overwritten(made, tmp_path):
     (tmp_path / "file").write_text("mine")
     for convert, source in ((import_llama, made / "hf"), (export_llama, made / "imported")):
         message = refused(convert, source, out=tmp_path / "full")
-        assert "is a directory with something in it. Choose a new or an empty directory" in message
+        assert "is a directory that is not empty. Choose a new or an empty directory" in message
         assert "is a file. Choose" in refused(convert, source, out=tmp_path / "file")
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
 
@@ -357,7 +357,7 @@ def test_an_out_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_p
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "mounted").mkdir()
     monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "mounted")
-    for name, message in (("loop", "is a link that leads to itself"), ("mounted", "is where a file system is mounted")):
+    for name, message in (("loop", "is a link that leads to itself"), ("mounted", "is a mount point")):
         with pytest.raises(
             ValueError, match=f"`out` {tmp_path / name} {message}.*. Choose a new or an empty directory"
         ):
@@ -393,12 +393,12 @@ def test_arguments_out_of_range(made, tmp_path):
 def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):
     other = LlamaConfig(**{**SIZES, "num_layers": 4})
     message = refused(export_llama, made / "imported", out=tmp_path / "out", config=other)
-    assert "is not of a Llama of the sizes" in message and "(3, 64, 128) found, (4, 64, 128) wanted" in message
+    assert "is not a Llama of the sizes" in message and "(3, 64, 128) found, (4, 64, 128) wanted" in message
     array = StreamedArray((2, 2), np.float32, 1, lambda begin: np.zeros((1, 2), np.float32))
     with Checkpoints(tmp_path / "unknown") as checkpoints:
         checkpoints.save_params(0, {"kernel": array})
     message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out")
-    assert "does not say of which model it is. Pass `config`" in message
+    assert "does not say which model it contains. Pass `config`" in message
     message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out", config=other)
     assert "params/embed/table: no such array found, (102, 64) wanted" in message and "and 5 more" in message
 
@@ -409,7 +409,8 @@ def test_rows_that_are_not_whole_blocks(tmp_path):
     for dtype, block in (("mxfp8", 32), ("nvfp4", 16)):
         message = refused(export_llama, tmp_path / "imported", out=tmp_path / "out", dtype=dtype)
         assert (
-            f"has blocks of {block} input features, which model.layers.0.mlp.down_proj.weight with its 168" in message
+            f"blocks of {block} input features, which do not divide the 168 of model.layers.0.mlp.down_proj.w"
+            in message
         )
 
 

@@ -46,7 +46,7 @@ def imported(folder, files: dict[str, bytes]) -> list[str]:
 def test_tokens_that_the_model_lacks_are_named_in_one_warning(tmp_path, files, named):
     [text] = imported(tmp_path, {name: as_bytes(content) for name, content in files.items()})
     assert f"the tokenizer in {tmp_path / 'hf'} has ids that the model lacks, whose vocabulary ends at 101: " in text
-    assert f"{named}. Its files are kept as they are. Text with such a token is refused by `gtp-jax train`" in text
+    assert f"{named}. Its files are kept unchanged. `gtp-jax train` refuses text with such a token" in text
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ FOUND = {
     "absolute": (
         attack_index,
         lambda folder: json.dumps({"weight_map": {"w": str(folder.root / "secret")}}).encode(),
-        "names a file that is not to be read: .* is not the name of a file in",
+        "names a file that must not be read: .* is not the name of a file in",
     ),
     "parent": (attack_index, lambda _: b'{"weight_map": {"w": "../secret"}}', "'../secret' is not the name of a file"),
     "a device": (attack_index, lambda _: b'{"weight_map": {"w": "device"}}', "is a link to /dev/zero, outside of the"),

@@ -133,7 +133,7 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path):
     "extra", [{}, {"model": "tiny"}, {"model": {**saved(MOE)["model"], "routing": {"future": 1}}}, {"family": "GPT"}]
 )
 def test_a_checkpoint_that_does_not_name_its_model_is_refused(tmp_path, extra):
-    with pytest.raises(ValueError, match="step 1 in .* does not say of which model it is"):
+    with pytest.raises(ValueError, match="step 1 in .* does not say which model it contains"):
         started(tmp_path, extra)
 
 
