@@ -81,8 +81,11 @@ def test_the_first_round_counts_only_if_there_is_no_other():
 
 def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, message in (
-        (["--dir", str(tmp_path / "none")], f"{tmp_path / 'none'} is no directory; create it first, or name another"),
-        (["--json", str(tmp_path / "none" / "x.json")], "is no directory; create it first"),
+        (
+            ["--dir", str(tmp_path / "none")],
+            f"{tmp_path / 'none'} is not a directory; create it first, or name another",
+        ),
+        (["--json", str(tmp_path / "none" / "x.json")], "is not a directory; create it first"),
         (["--contenders", "tar"], "no contender is called tar; there are gtp_jax, orbax, torch-DCP async, torch-DCP"),
         (
             ["--preset", "405b", "--dir", str(tmp_path)],

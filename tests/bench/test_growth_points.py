@@ -137,7 +137,7 @@ def test_bad_axes_are_refused_with_the_remedy(capsys):
             "fsdp2 bf16 regather, fsdp2 bf16 keep cannot be compiled for GPUs that are absent. Remove",
         ),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
-        (["--png", "nowhere/at/all.png"], "is no directory; create it first"),
+        (["--png", "nowhere/at/all.png"], "is not a directory; create it first"),
     ):
         assert main(["bench", "growth", "--target", "h200:8", *flags]) == 2, flags
         assert message in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_rates_are_held_to_the_goal_of_a_gpu_only(tmp_path, monkeypatch):
 def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, message in (
         (["--only", "amin"], "no kernel is called amin"),
-        (["--json", str(tmp_path / "no" / "k.json")], "is no directory; create it first"),
+        (["--json", str(tmp_path / "no" / "k.json")], "is not a directory; create it first"),
     ):
         assert main(["bench", "kernels", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -306,7 +306,7 @@ def test_files_that_a_run_could_not_use_are_refused_by_the_list_too(tmp_path, ca
     for flags, message in (
         (["--json", str(tmp_path / "other.json")], "was not written by `gtp-jax bench suite`"),
         (["--json", str(tmp_path)], "is a directory; name a file"),
-        (["--png", str(tmp_path / "no/suite.png")], "is no directory; create it first"),
+        (["--png", str(tmp_path / "no/suite.png")], "is not a directory; create it first"),
     ):
         assert main(["bench", "suite", "--list", *flags]) == 2
         assert message in capsys.readouterr().err

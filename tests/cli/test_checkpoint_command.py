@@ -42,7 +42,7 @@ def test_diff_says_that_it_compares_what_was_saved_and_reads_no_array(run, tmp_p
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints/4/arrays")
     code, text = printed(capsys, "diff", f"{run}@4", f"{copy}@4")
-    assert code == 0 and " 0 differ\nDigests in the manifests were compared, no array's file was read: see" in text
+    assert code == 0 and " 0 differ\nCompared the digests in the manifests without reading arrays: see" in text
     assert printed(capsys, "verify", copy, "--step", 4)[0] == 1
 
 
@@ -84,5 +84,5 @@ def test_what_is_not_there_is_named(run, tmp_path, capsys):
 def test_a_step_given_for_a_run_is_answered_with_what_to_give(run, verb, capsys):
     step = run / "checkpoints/2"
     code, text = printed(capsys, verb, step, *([run] if verb == "diff" else []))
-    assert code == 2 and f"{step} is one step of a run. Give the directory that holds the steps, {step.parent}," in text
+    assert code == 2 and f"{step} is one step of a run. Give the directory that holds the steps, {step.parent}." in text
     assert "--step 2" in text

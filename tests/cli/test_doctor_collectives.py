@@ -18,7 +18,7 @@ TOGETHER = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.12.
 def test_every_collective_gives_what_numpy_gives():
     found = collectives.check_collectives()
     assert found.status == "ok", found
-    assert found.found == "all_gather, psum, pmax, psum_scatter, all_to_all, ppermute: results are right"
+    assert found.found == "all_gather, psum, pmax, psum_scatter, all_to_all, ppermute: results are correct"
 
 
 @pytest.mark.parametrize("name", [c.name for c in collectives.COLLECTIVES])
@@ -30,7 +30,9 @@ def test_a_wrong_result_of_any_collective_is_named(name, monkeypatch):
     assert found.status == "broken"
     first = jnp.dtype(right.dtypes[0]).name
     count = jax.device_count()
-    assert f"{name}: {count} of " in found.found and f" values are wrong ({first}, 64 elements a device)" in found.found
+    assert (
+        f"{name}: {count} of " in found.found and f" values are wrong ({first}, 64 elements per device)" in found.found
+    )
 
 
 def test_a_collective_that_fails_is_named_with_its_error(monkeypatch, capsys):
@@ -40,7 +42,7 @@ def test_a_collective_that_fails_is_named_with_its_error(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "BROKEN  collectives" in printed and "psum_scatter: " in printed and "must be divisible" in printed
-    assert "(float32, 64 elements a device)" in printed and "1 broken: training cannot work here" in printed
+    assert "(float32, 64 elements per device)" in printed and "1 broken: training cannot work here" in printed
 
 
 def test_processes_meet_and_a_failure_names_the_process(monkeypatch):

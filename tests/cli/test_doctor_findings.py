@@ -20,7 +20,7 @@ def test_machine_that_passes_these_tests_is_well(capsys):
     printed = capsys.readouterr().out
     for name in ("python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "devices", "CUDA", "tokenizers"):
         assert f" {name} " in printed
-    assert "8 x virtual CPU devices" in printed and "ppermute: results are right" in printed
+    assert "8 x virtual CPU devices" in printed and "ppermute: results are correct" in printed
     assert "Training works here" in printed
 
 
@@ -43,12 +43,12 @@ def test_missing_and_old_packages_are_broken_and_have_a_remedy(monkeypatch, caps
 def test_every_option_of_the_library_is_listed_with_its_reason_and_known_to_xla(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert "this version knows all of the library's" in printed
+    assert "this version knows all that the library sets" in printed
     for name, option in (*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()):
         assert any(name in line and option.reason in line for line in printed.splitlines())
     monkeypatch.setattr(_doctor, "GPU_OPTIONS", {"xla_gpu_of_another_version": Option(True, "none")})
     assert main(["doctor"]) == 1
-    assert "this version knows no xla_gpu_of_another_version" in capsys.readouterr().out
+    assert "this version lacks xla_gpu_of_another_version" in capsys.readouterr().out
 
 
 def test_an_option_in_xla_flags_is_left_to_its_user(monkeypatch, capsys):
@@ -60,7 +60,7 @@ def test_an_option_in_xla_flags_is_left_to_its_user(monkeypatch, capsys):
     assert compile_options("gpu", {name: 7})[name] == 7
     assert main(["doctor"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
-    assert "12345" in line and f"the library would take {GPU_OPTIONS[name].value}" in line
+    assert "12345" in line and f"the library would use {GPU_OPTIONS[name].value}" in line
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_doctor_says_in_which_form_this_gpu_has_kernels(architectures, machi
     wanted = {
         **dict.fromkeys(machine_code, ("ok", f"({architectures})")),
         **dict.fromkeys(translated, ("optional", "translated from PTX by the driver")),
-        **dict.fromkeys(none, ("broken", "of which this GPU can run none")),
+        **dict.fromkeys(none, ("broken", "none of which this GPU can run")),
     }
     for capability, (status, said) in wanted.items():
         devices = [types.SimpleNamespace(compute_capability=capability)]

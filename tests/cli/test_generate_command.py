@@ -95,7 +95,7 @@ REFUSED = {
     "on the hub": (["org/model"], "hf download org/model"),
     "step": (["RUN", "--step=5"], "5"),
     "top-p": (["RUN", "--top-p=2"], "`top_p` is 2.0; it must be a probability"),
-    "temperature": (["RUN", "--temperature=-1"], "`temperature` is -1.0; it must be a number of at least 0"),
+    "temperature": (["RUN", "--temperature=-1"], "`temperature` is -1.0; it must be a finite number of at least 0"),
     "seed": (["RUN", "--seed=-1"], "`seed` is -1"),
     "tp": (["RUN", "--tp=3"], "tp"),
     "tokenizer": (["RUN", "--tokenizer=none.json"], "`tokenizer` none.json is not a file"),
@@ -116,9 +116,9 @@ def test_a_mistake_is_found_at_the_door(name, run, imported, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "x", "--stop", "a", ""], "argument --stop: is '', at which every text would end; give a text"),
-        (["--prompt", "x", "--stop", "\udcff"], r"argument --stop: is '\udcff', which is not text in UTF-8"),
-        (["--prompt", "x", "\udcff"], r"argument --prompt: is '\udcff', which is not text in UTF-8; set the terminal"),
+        (["--prompt", "x", "--stop", "a", ""], "argument --stop: is '', which would end every text; give a text"),
+        (["--prompt", "x", "--stop", "\udcff"], r"argument --stop: is '\udcff', which is not UTF-8 text"),
+        (["--prompt", "x", "\udcff"], r"argument --prompt: is '\udcff', which is not UTF-8 text; set the terminal"),
     ],
 )
 def test_an_empty_stop_and_text_that_is_not_utf8_are_refused(run, flags, message, capsys):
@@ -132,7 +132,7 @@ def test_a_prompt_of_another_tokenizer_is_refused(run, imported, tmp_path, capsy
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 5000, "?": 1}, unk_token="?"))
     made.save(str(tmp_path / "tokenizer.json"))
     code, _, err = printed(capsys, "generate", run, "--prompt", "x", "--tokenizer", tmp_path / "tokenizer.json")
-    assert code == 2 and "`prompt` 'x' has the token 5000, and the model knows 256: tokenizer.json is not its" in err
+    assert code == 2 and "`prompt` 'x' has the token 5000, but the model knows 256: tokenizer.json is not its" in err
 
 
 def test_the_tokenizer_of_a_run_that_is_gone_is_asked_for(run, tmp_path, capsys):

@@ -47,7 +47,7 @@ def refused(capsys, *arguments: str) -> str:
 
 def test_options_of_a_supervisor_need_one(capsys):
     said = refused(capsys, "train", "--snapshot-interval", "3", "--retries", "2")
-    assert "--snapshot-interval, --retries: only a run under a supervisor has that. Add --elastic." in said
+    assert "--snapshot-interval, --retries: this applies only to a run under a supervisor. Add --elastic." in said
 
 
 def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):

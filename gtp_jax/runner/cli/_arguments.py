@@ -1,4 +1,4 @@
-"""Flags that several subcommands take, and kinds of them."""
+"""Checks and converts arguments of several subcommands."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def utf8(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(
-            f"is {text!r}, which is not text in UTF-8; set the terminal to UTF-8, or convert the text with iconv"
+            f"is {text!r}, which is not UTF-8 text; set the terminal to UTF-8, or convert the text with iconv"
         ) from None
     return text
 
 
 def check_files(*paths: Path | None) -> None:
-    """Checks that files can be written to these places.
+    """Checks that files can be written to these paths.
 
     Raises:
-        ValueError: naming the folder that is not there, or what is one.
+        ValueError: if a path is a directory, or its directory does not exist; the message names the directory.
     """
     for path in filter(None, paths):
         if path.is_dir():
-            raise ValueError(f"{path} is a directory; name a file, in it for instance.")
+            raise ValueError(f"{path} is a directory; name a file, for example in it.")
         if not path.absolute().parent.is_dir():
-            raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
+            raise ValueError(f"{path.absolute().parent} is not a directory; create it first, or name another file.")

@@ -1,4 +1,4 @@
-"""`gtp-jax bench`: measures, and prints ratios within one run. What it measures is in `benchmarks`, in a checkout."""
+"""`gtp-jax bench`: measures, and prints ratios within one run. Its code is in `benchmarks`, in a checkout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a training step, kernels, recipes or checkpoints, beside what they compete with",
+        help="measure a training step, kernels, recipes or checkpoints, and compare them with alternatives",
         description="Measures on this machine." if has_benchmarks() else f"Not here: {ELSEWHERE}",
     )
     if has_benchmarks():

@@ -1,4 +1,4 @@
-"""The benchmarks, which are in a checkout and not in the wheel."""
+"""Imports the benchmarks, which are in a checkout but not in the wheel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def benchmarks(module: str = "") -> Any:
     """Returns the package `benchmarks` of the checkout, or a module in it.
 
     Raises:
-        ValueError: elsewhere, saying where they are.
+        ValueError: if this package is not part of a checkout; the message says where the benchmarks are.
     """
     if not has_benchmarks():
         raise ValueError(ELSEWHERE)
@@ -35,11 +35,11 @@ def benchmarks(module: str = "") -> Any:
 
 
 def refuse_elsewhere(parser: argparse.ArgumentParser, *but: str) -> None:
-    """Makes a subcommand say where the benchmarks are, whatever its arguments.
+    """Makes a subcommand exit with a message that says where the benchmarks are.
 
     Args:
-        parser: the subcommand's.
-        but: flags with which it needs no benchmarks, in addition to those of its help.
+        parser: the parser of the subcommand.
+        but: flags with which the subcommand works without benchmarks, in addition to -h and --help.
     """
     parse = parser.parse_known_args
 

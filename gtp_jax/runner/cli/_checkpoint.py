@@ -1,4 +1,4 @@
-"""`gtp-jax checkpoint`: looks at checkpoints on disk, without a model and without GPUs."""
+"""`gtp-jax checkpoint`: inspects checkpoints on disk, without a model and without GPUs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ...hlo import columns, quantity
 _EXAMPLES = """\
 examples:
   gtp-jax checkpoint list gtp-run                  the steps that a run has saved
-  gtp-jax checkpoint show gtp-run --step 100       the arrays of one
-  gtp-jax checkpoint verify gtp-run                reads every byte: are all steps whole?
+  gtp-jax checkpoint show gtp-run --step 100       the arrays of one step
+  gtp-jax checkpoint verify gtp-run                read every byte: are all steps intact?
   gtp-jax checkpoint diff gtp-run@100 gtp-run@200  which arrays differ
 
-A directory is that of a run, or its `checkpoints`. A digest is of an array's values, whatever mesh saved it.
+A directory is the directory of a run, or its `checkpoints`. A digest depends only on an array's values, not on the mesh
+that saved it.
 """
 
 
@@ -32,7 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "checkpoint",
         help="list, show, verify and compare checkpoints",
-        description="Looks at checkpoints on disk. Needs neither the model nor a GPU.",
+        description="Inspects checkpoints on disk. Needs neither the model nor a GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,13 +47,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     for name, run, text in (
         ("list", _list, "the steps saved, with their sizes"),
         ("show", _show, "a step's arrays: shape, dtype, bytes, digest"),
-        ("verify", _verify, "read every file and name those that are not as they were written"),
+        ("verify", _verify, "read every file and list those that have changed since they were written"),
     ):
         added = verb(name, run, text)
-        added.add_argument("directory", type=Path, help="of a run, or its checkpoints")
+        added.add_argument("directory", type=Path, help="the directory of a run, or its checkpoints")
         if name != "list":
             which = "every one" if name == "verify" else "the latest"
-            added.add_argument("--step", type=int, help=f"which step (default: {which})")
+            added.add_argument("--step", type=int, help=f"the step (default: {which})")
         if name == "show":
             added.add_argument("--json", action="store_true", help="print the manifest as JSON")
     added = verb("diff", _diff, "arrays that differ between two checkpoints, by digest")
@@ -131,9 +132,9 @@ def _verify(args: argparse.Namespace) -> int:
         for line in lines:
             print(f"  {printable(line)}")
     print(
-        f"Every file was read. Those without a checksum ({', '.join(WITHOUT_SUM)}), which orbax writes after the sums "
-        "are taken, were checked to be there and for their form: a change in them may go unnoticed, but nothing is "
-        "read from them."
+        f"Every file was read. Files without a checksum ({', '.join(WITHOUT_SUM)}), which orbax writes after the "
+        "checksums are computed, were only checked for existence and form: a change in them may go unnoticed, but "
+        "nothing is read from them."
     )
     return 1 if broken else 0
 
@@ -149,7 +150,7 @@ def _diff(args: argparse.Namespace) -> int:
     if rows:
         print(columns(("array", args.left, args.right), rows) + "\n")
     print(f"{len({**left, **right}) - len(rows)} arrays are equal, {len(rows)} differ")
-    print("Digests in the manifests were compared, no array's file was read: see `gtp-jax checkpoint verify`.")
+    print("Compared the digests in the manifests without reading arrays: see `gtp-jax checkpoint verify`.")
     return 1 if rows else 0
 
 
@@ -164,8 +165,8 @@ def _manifest_of(name: str) -> dict[str, Any]:
             return _open(Path(directory)).manifest(int(step))
         if Path(directory).is_dir():
             raise ValueError(
-                f"the step of {name!r} is {step!r}; it must be a whole number. `gtp-jax checkpoint list` shows the "
-                "steps there are."
+                f"the step of {name!r} is {step!r}; it must be a whole number. `gtp-jax checkpoint list` lists the "
+                "steps."
             )
     return _open(Path(name)).manifest()
 
@@ -176,7 +177,7 @@ def _recipe(manifest: dict[str, Any]) -> str:
 
 def _bytes(leaf: dict[str, Any]) -> int:
     kind = leaf["dtype"]
-    # A typed key is stored as words; its dtype names the generator.
+    # The dtype of a typed key names its generator, and jnp.dtype does not know it.
     return math.prod(leaf["shape"]) * (0 if kind.startswith("key<") else jnp.dtype(kind).itemsize)
 
 

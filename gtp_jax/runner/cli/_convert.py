@@ -25,8 +25,9 @@ Makes a checkpoint at step 0 of a Hugging Face model: float32 parameters, withou
 
 HF_DIR holds config.json and safetensors, in one file or in several with an index. Imports Llama 2 to 3.1, Mistral,
 Mixtral, Qwen2, Qwen2.5, and Qwen3 with or without experts; rotary frequencies may be scaled linearly, as in Llama 3.1
-or by YaRN. Refuses quantized weights, other scalings and other models. The checkpoint also keeps the rest of
-config.json, generation_config.json and the tokenizer's files, which an export writes again.
+or by YaRN. Dequantizes FP8, MXFP8, NVFP4 and MXFP4 weights in the layouts of docs/conversion.md. Refuses other
+quantized weights, scalings and models. The checkpoint also keeps the rest of config.json, generation_config.json and
+the tokenizer's files, which an export writes again.
 """
 
 _EXPORT = """\

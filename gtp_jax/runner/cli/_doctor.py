@@ -1,4 +1,4 @@
-"""`gtp-jax doctor`: what is installed, what is missing, and what to do about it."""
+"""`gtp-jax doctor`: reports what is installed, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._doctor_collectives import check_collectives, check_processes
 from ._doctor_versions import CUDA, misfits, nccl, numbers
 from ._finding import Finding, first_line
 
-# Distributions that nothing works without, and the oldest version of each.
+# The required distributions, and the oldest version of each.
 NEEDED = {
     "jax": "0.11.2",
     "jaxlib": "0.11.2",
@@ -48,8 +48,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what is installed, what is missing, and what to do",
-        description="Looks at versions, devices and extras. Exit status 1 if training cannot work here, else 0.",
+        help="report what is installed, what is missing, and what to do",
+        description="Checks versions, devices and extras. The exit status is 1 if training cannot work here, otherwise "
+        "0.",
     )
     parser.set_defaults(run=run)
     return parser
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     findings = [*_versions(), *_devices(), _kernels(), _accepted_options(), *_extras()]
     marks = {"ok": "ok", "optional": "-", "broken": "BROKEN"}
     print(columns(("", "what", "found"), [(marks[f.status], f.name, f.found) for f in findings]))
-    print("\nXLA options that a training step is compiled with on GPUs")
+    print("\nXLA options with which a training step is compiled on GPUs")
     print(columns(("option", "value", "where", "why"), _options()))
     remedies = [f for f in findings if f.remedy]
     if remedies:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("gtp_jax", "ok", __version__)
-    yield _needed("python", platform.python_version(), PYTHON, "install a newer Python, 3.12 for instance")
+    yield _needed("python", platform.python_version(), PYTHON, "install a newer Python, such as 3.12")
     for name, oldest in NEEDED.items():
         yield _needed(name, _installed(name), oldest, f'pip install --upgrade "{name}>={oldest}"')
     installed = {name: version for name in ("jax", "jaxlib", *CUDA) if (version := _installed(name))}
@@ -120,7 +121,7 @@ def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
     asked = os.environ.get("JAX_PLATFORMS")
     if asked and not {"cuda", "gpu"} & set(asked.split(",")):
         return Finding(name, "optional", f"a GPU, but JAX_PLATFORMS={asked}", "unset JAX_PLATFORMS")
-    return Finding(name, "optional", f"a GPU that jax cannot use ({installed})", "see whether `nvidia-smi` works")
+    return Finding(name, "optional", f"a GPU that jax cannot use ({installed})", "check whether `nvidia-smi` works")
 
 
 def _kernels() -> Finding:
@@ -137,15 +138,18 @@ def _kernels() -> Finding:
             return Finding(name, "ok", description)
         remedy = f"build them on this machine, for its GPU of compute capability {capability}: {native.REBUILD}"
         if code == "none":
-            return Finding(name, "broken", f"{description}, of which this GPU can run none", remedy)
+            return Finding(name, "broken", f"{description}, none of which this GPU can run", remedy)
         return Finding(name, "optional", f"{description}, translated from PTX by the driver", remedy)
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
-    remedy = f"install {needed} and build them: {native.REBUILD}; without, quantization runs as XLA compiles it"
+    remedy = f"install {needed} and build them: {native.REBUILD}; without them, XLA compiles quantization"
     return Finding(name, "optional", description, remedy)
 
 
 def _extras() -> Iterator[Finding]:
-    uses = {"tokenizers": ("tokenizers", "--tokenizer; without, every byte is a token"), "jinja2": ("chat", "--chat")}
+    uses = {
+        "tokenizers": ("tokenizers", "--tokenizer; without it, every byte is a token"),
+        "jinja2": ("chat", "--chat"),
+    }
     for package, (extra, use) in uses.items():
         if version := _installed(package):
             yield Finding(package, "ok", version)
@@ -153,14 +157,14 @@ def _extras() -> Iterator[Finding]:
             yield Finding(package, "optional", "not installed", f'pip install "gtp_jax[{extra}]", for {use}')
     missing = hlo.missing_packages()
     if missing:
-        remedy = 'pip install "gtp_jax[target]", for `gtp-jax inspect --target`; some 700 MB'
+        remedy = 'pip install "gtp_jax[target]", for `gtp-jax inspect --target`; about 700 MB'
         yield Finding("compiling for GPUs", "optional", f"{', '.join(missing)} not installed", remedy)
     else:
         yield Finding("compiling for GPUs", "ok", "everything `gtp-jax inspect --target` needs")
 
 
 def _options() -> Iterator[tuple[str, str, str, str]]:
-    """Lists the library's options for GPUs; those that XLA_FLAGS sets stay as they are."""
+    """Lists the library's options for GPUs; those that XLA_FLAGS sets keep their values."""
     theirs = flags_in_environment()
     listed = [
         (name, option, "tp 1" if name in GPU_OPTIONS_WITH_TP else "always") for name, option in GPU_OPTIONS.items()
@@ -171,7 +175,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
         listed += [(name, option, "always") for name, option in GPU_OPTIONS_WITH_OLD_NCCL.items()]
     for name, (value, reason), where in listed:
         if theirs.get(name, str(value)).lower() != str(value).lower():
-            yield name, theirs[name], where, f"your XLA_FLAGS say so; the library would take {value or 'none'}"
+            yield name, theirs[name], where, f"set by your XLA_FLAGS; the library would use {value or 'none'}"
         else:
             yield name, str(value) or "none", where, reason
 
@@ -182,8 +186,8 @@ def _accepted_options() -> Finding:
     options += GPU_OPTIONS_WITH_OLD_NCCL.items() if nccl_is_too_old() else ()
     unknown = sorted({known for known, option in options if not accepts(known, option.value)})
     if not unknown:
-        return Finding(name, "ok", "this version knows all of the library's")
-    return Finding(name, "broken", f"this version knows no {', '.join(unknown)}", 'pip install "jax>=0.11.2,<0.13"')
+        return Finding(name, "ok", "this version knows all that the library sets")
+    return Finding(name, "broken", f"this version lacks {', '.join(unknown)}", 'pip install "jax>=0.11.2,<0.13"')
 
 
 def _installed(name: str) -> str | None:

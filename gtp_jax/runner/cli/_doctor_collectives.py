@@ -1,4 +1,4 @@
-"""Runs each kind of collective that the library uses, on the devices present, and compares with numpy."""
+"""Runs each kind of collective that the library uses on the available devices, and compares results with numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ._finding import Finding, first_line
 
 _AXIS = "devices"
-# Elements of each device. On GPUs XLA has one kernel of its own for small all-reduces and another for larger ones.
+# The numbers of elements per device. On GPUs, XLA has one kernel for small all-reduces and another for larger ones.
 _SIZES = (64, 1 << 17)
 _TIMEOUT_S = 180
 
@@ -29,10 +29,10 @@ class Collective(NamedTuple):
     """A collective, and what it must return.
 
     Attributes:
-        name: of the function in `jax.lax`.
-        dtypes: those that the library sends with it.
-        run: of a device's part, a vector.
-        expected: of all parts, `(devices, elements)`; returns what all devices return, `(devices, ...)`.
+        name: the name of the function in `jax.lax`.
+        dtypes: the dtypes that the library sends with it.
+        run: runs the collective on a device's part, a vector.
+        expected: returns the results of all devices, `(devices, ...)`, from all parts, `(devices, elements)`.
     """
 
     name: str
@@ -86,10 +86,10 @@ COLLECTIVES = (
 
 
 def check_collectives() -> Finding:
-    """Runs every collective in plain programs, over all devices, in each of its dtypes."""
+    """Runs every collective over all devices in each of its dtypes, in a program of its own."""
     failures = dict(_failures())
     if not failures:
-        return Finding("collectives", "ok", f"{', '.join(c.name for c in COLLECTIVES)}: results are right")
+        return Finding("collectives", "ok", f"{', '.join(c.name for c in COLLECTIVES)}: results are correct")
     listed = "; ".join(f"{name}: {error}" for name, error in failures.items())
     return Finding("collectives", "broken", listed, "see the lines on versions; NCCL_DEBUG=INFO says more")
 
@@ -101,7 +101,7 @@ def _failures() -> Iterator[tuple[str, str]]:
             for size in _SIZES if mesh.devices.flat[0].platform == "gpu" else _SIZES[:1]:
                 error = _error(collective, mesh, dtype, size)
                 if error:
-                    yield collective.name, f"{error} ({np.dtype(dtype).name}, {size} elements a device)"
+                    yield collective.name, f"{error} ({np.dtype(dtype).name}, {size} elements per device)"
                     break
             else:
                 continue
@@ -112,7 +112,7 @@ def _error(collective: Collective, mesh: Mesh, dtype: jax.typing.DTypeLike, size
     """Returns what went wrong; `None` if nothing did."""
     count, spec = mesh.size, PartitionSpec(_AXIS)
     size = -(-size // count) * count
-    # small integers, which every dtype adds up exactly; those of two devices differ
+    # small integers, which every dtype adds exactly; neighboring devices have different ones
     parts = (np.arange(count * size) * 7 // 3 % 5).reshape(count, size) + np.arange(count)[:, None] % 2
     try:
         given = jax.device_put(parts.reshape(-1).astype(dtype), NamedSharding(mesh, spec))
@@ -126,10 +126,10 @@ def _error(collective: Collective, mesh: Mesh, dtype: jax.typing.DTypeLike, size
 
 
 def check_processes(gpus: int) -> Finding:
-    """Starts a process for each of several GPUs, or two on the CPU, that meet in `sync_global_devices`.
+    """Starts a process for each GPU, or two on the CPU, and checks that they meet in `sync_global_devices`.
 
     Args:
-        gpus: number of GPUs; 0 for the CPU.
+        gpus: the number of GPUs; 0 for the CPU.
     """
     name, count = "processes", gpus or 2
     with socket.socket() as free:
@@ -150,7 +150,7 @@ def check_processes(gpus: int) -> Finding:
         for run in runs:
             run.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        remedy = "see whether a firewall blocks local ports; NCCL_DEBUG=INFO says more"
+        remedy = "check whether a firewall blocks local ports; NCCL_DEBUG=INFO says more"
         return Finding(name, "broken", f"{count} processes did not meet within {_TIMEOUT_S} s", remedy)
     finally:
         for run in runs:

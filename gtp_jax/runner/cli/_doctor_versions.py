@@ -1,4 +1,4 @@
-"""Installed versions that do not fit each other."""
+"""Finds installed versions that do not fit together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def misfits(installed: Mapping[str, str], *, gpu: bool) -> Iterator[Finding]:
         gpu: whether this machine has a GPU, which needs the plugin.
 
     Yields:
-        A finding for each package whose version is not jaxlib's.
+        A finding for each package whose version differs from jaxlib's.
     """
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax is None or jaxlib is None:
@@ -35,7 +35,7 @@ def misfits(installed: Mapping[str, str], *, gpu: bool) -> Iterator[Finding]:
 
 
 def nccl(loaded: Nccl | None, *, too_old: bool) -> Finding:
-    """Says whether the NCCL that JAX loads fits jaxlib.
+    """Returns a finding that says whether the NCCL that JAX loads fits jaxlib.
 
     Args:
         loaded: the NCCL that JAX loads.
@@ -50,12 +50,12 @@ def nccl(loaded: Nccl | None, *, too_old: bool) -> Finding:
         "NCCL",
         "optional",
         f"{loaded.version}, older than {OLDEST_NCCL}: with this jaxlib a plain `lax.psum` fails",
-        f"{newer}; until then `gtp-jax` and `train_step` let NCCL compute all-reduces, and programs of your own need "
+        f"{newer}; until then, `gtp-jax` and `train_step` let NCCL compute all-reduces, and your own programs need "
         f"XLA_FLAGS=--{COLLECTIVE_KERNELS}= before JAX starts (docs/gpus.md)",
     )
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a release: `0.12.0.1` is 0, 12, 0, 1; `0.12.0.dev3` is 0, 12, 0."""
+    """Returns the numbers of a version: 0, 12, 0, 1 for `0.12.0.1`; 0, 12, 0 for `0.12.0.dev3`."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,4 +1,4 @@
-"""Errors that a person can do something about, as one message without a traceback."""
+"""Turns errors that a user can fix into one message without a traceback."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .._exit_codes import EXHAUSTED, out_of_memory
 EXPECTED = (ValueError, OSError, ModuleNotFoundError, MemoryError, jax.errors.JaxRuntimeError)
 
 _LESS = (
-    "Take a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` says how much a "
-    "step needs."
+    "Use a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` shows how much "
+    "memory a step needs."
 )
 
 
 def explanation(error: BaseException) -> str | None:
-    """Returns what to print for an error of `EXPECTED`; `None` if it is a defect, whose traceback is wanted."""
+    """Returns what to print for an error of `EXPECTED`; `None` if it is a defect, whose traceback should be shown."""
     if isinstance(error, MemoryError):
         return f"out of memory{f': {message(error)}' if str(error) else ''}. {_LESS}"
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = message(error).partition("\n")[0]
         return f"out of memory: {first.removeprefix(f'{EXHAUSTED}: ')} {_LESS}" if out_of_memory(error) else None
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # the system's own, with a number
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # its text begins with a number
         return message(OSError(f"{error.filename}: {error.strerror}"))
     return message(error)

@@ -10,12 +10,12 @@ Status = Literal["ok", "optional", "broken"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
-        status: `ok`; `optional` if something can be added; `broken` if training cannot work.
-        found: what there is.
+        name: what was checked.
+        status: `ok`; `optional` if something can be improved; `broken` if training cannot work.
+        found: what was found.
         remedy: what to do, if anything.
     """
 

@@ -1,4 +1,4 @@
-"""`gtp-jax generate`: text from the model of a run, or from an imported one."""
+"""`gtp-jax generate`: generates text with the model of a run, or an imported one."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from ._arguments import positive, utf8, whole
 _EXAMPLES = """\
 examples:
   gtp-jax generate gtp-run --prompt "def "                the latest step of a run
-  gtp-jax generate gtp-run --prompt "def " --step 100     an earlier one
+  gtp-jax generate gtp-run --prompt "def " --step 100     an earlier step
   gtp-jax generate llama --prompt "The sky is" "Once"     an import, two prompts in one batch
-  gtp-jax generate gtp-run --prompt "import " --temperature 0     the likeliest text, the same every time
+  gtp-jax generate gtp-run --prompt "import " --temperature 0     the most likely tokens, the same text every time
   gtp-jax generate gtp-run --prompt "class A" --stop "\\n\\n"      up to the first empty line
-  gtp-jax generate gtp-run --chat "Why is the sky blue?"     an answer, by the chat template of the run or the import
+  gtp-jax generate gtp-run --chat "Why is the sky blue?"     an answer, with the chat template of the run or import
 """
 
 _DESCRIPTION = """\
 Continues prompts with the model of a run of `gtp-jax train`, or of a directory that `gtp-jax convert import` made.
 
-Text goes to the standard output while it is made, everything else to the standard error. The weights are restored
-straight onto a mesh of their own, in bfloat16 on GPUs, without an optimizer and without shards: tp has as many of the
-GPUs as the model has key-value heads, at most, and dp the rest. What is sampled depends on --seed, the prompt and its
-number, not on the mesh or on the other prompts. The first text takes longer: two programs are compiled.
+Prints text to standard output while it is generated, and everything else to standard error. The weights are restored
+directly onto a new mesh, in bfloat16 on GPUs, without an optimizer and without sharding over gtp: tp is the largest
+divisor of the number of GPUs that does not exceed the number of key-value heads, and dp is the rest. Sampled text
+depends on --seed, the prompt and its number, not on the mesh or on other prompts. The first text takes longer, because
+two programs are compiled.
 """
 
-# A model that was imported names here too the tokens that end a text.
+# An imported model also names the tokens that end a text in this file.
 _GENERATION_FILE = "generation_config.json"
 _CODES = ("fp8", "mxfp8", "nvfp4")
 
@@ -56,16 +57,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="directory of a run, or of an import")
+    parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="the directory of a run, or of an import")
     begin = parser.add_mutually_exclusive_group(required=True)
     begin.add_argument("--prompt", nargs="+", type=utf8, metavar="TEXT", help="one text or several; '' for none")
     begin.add_argument(
         "--chat", nargs="+", type=utf8, metavar="TEXT", help="one question or several, each of which is answered"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
+    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the latest)")
     length = parser.add_argument_group("length")
     length.add_argument(
-        "--max-new-tokens", type=whole, default=256, metavar="N", help="tokens of a text at most (default: 256)"
+        "--max-new-tokens", type=whole, default=256, metavar="N", help="maximum number of new tokens (default: 256)"
     )
     length.add_argument(
         "--stop",
@@ -77,21 +78,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token (default: 0.8)"
     )
-    sampling.add_argument("--top-k", type=whole, metavar="N", help="choose among so many likeliest tokens")
-    sampling.add_argument("--top-p", type=positive, metavar="P", help="choose among the likeliest of this probability")
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another text (default: 0)")
+    sampling.add_argument("--top-k", type=whole, metavar="N", help="sample from the N most likely tokens")
+    sampling.add_argument(
+        "--top-p", type=positive, metavar="P", help="sample from the most likely tokens with this total probability"
+    )
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help=f"a tokenizer.json, or {BYTE_TOKENS!r} (default: that of the run or the import)",
+        help=f"a tokenizer.json, or {BYTE_TOKENS!r} (default: the tokenizer of the run or the import)",
     )
     model.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="of weights and compute (default: bfloat16 on GPUs, else float32)",
+        help="dtype of weights and compute (default: bfloat16 on GPUs, otherwise float32)",
     )
     model.add_argument(
         "--recipe", choices=_CODES, help="store weights as codes of this format, which are decoded for every token"
@@ -105,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: on a mistake in the arguments, or in what they name, before anything is compiled.
+        ValueError: if an argument, or what it names, is invalid; before anything is compiled.
     """
     choose_devices(args.tp or 1)
-    # mistakes are found before anything large is read
+    # checks arguments before reading anything large
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     sampling_of(**sampling)
     directory, checkpoints = opened(args.source)
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         chat = _chat(tokenizer, origin, where)
         ends += [id for id in chat.ends if id < config.vocab_size]
-        # answers alone, without what ends them
+        # shows only the answers, without what ends them
         texts, shown, stops, hidden = args.chat, [""] * len(args.chat), [*args.stop, chat.template.ending], ends
         prompts = [chat.prompt(text) for text in texts]
     prompts = [_known(prompt, text, tokenizer, config) for prompt, text in zip(prompts, texts, strict=True)]
@@ -148,24 +151,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def note(text: str) -> None:
-    """Prints what is no text of the model's."""
+    """Prints a message that is not text of the model."""
     print(f"gtp-jax generate: {text}", file=sys.stderr, flush=True)
 
 
 def _stop(text: str) -> str:
     """Returns a text to stop at, for `type=`."""
     if not text:
-        raise argparse.ArgumentTypeError("is '', at which every text would end; give a text, or leave it out")
+        raise argparse.ArgumentTypeError("is '', which would end every text; give a text, or leave it out")
     return utf8(text).replace(r"\n", "\n").replace(r"\t", "\t")
 
 
 def _show(stream: Iterator[np.ndarray], texts: list[TextStream], found: list[str], hidden: list[int]) -> None:
-    """Prints texts: one while it is made, several at their end.
+    """Prints texts: a single one while it is generated, several when all are complete.
 
     Args:
-        stream: new tokens of each.
-        texts: what they add.
-        found: what each begins with.
+        stream: the new tokens of all texts.
+        texts: the text that the new tokens add to each.
+        found: the beginning of each text.
         hidden: tokens that are not shown.
     """
     alone = len(texts) == 1
@@ -196,10 +199,10 @@ def _show(stream: Iterator[np.ndarray], texts: list[TextStream], found: list[str
 
 
 def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, bool]:
-    """Returns the tokenizer of a model, and whether prompts begin as its publisher has them.
+    """Returns the tokenizer of a model, and whether prompts are encoded as its publisher does.
 
     Raises:
-        ValueError: if nothing says which it is.
+        ValueError: if the tokenizer is unknown.
     """
     if args.tokenizer == BYTE_TOKENS:
         return BYTES, False
@@ -209,10 +212,10 @@ def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, boo
 
 
 def _chat(tokenizer: Tokenizer, origin: Origin, where: str) -> Chat:
-    """Returns how questions become prompts.
+    """Returns the `Chat` that turns questions into prompts.
 
     Raises:
-        ValueError: if nothing says it.
+        ValueError: if there is no chat template.
     """
     template = stored_template(origin.files, f"the chat template of {where}")
     if template is None:
@@ -224,22 +227,22 @@ def _chat(tokenizer: Tokenizer, origin: Origin, where: str) -> Chat:
 
 
 def _known(tokens: list[int], text: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Returns the tokens of a prompt, of no text the separator.
+    """Returns the tokens of a prompt, or the separator if there are none.
 
     Raises:
-        ValueError: if the model lacks one of them.
+        ValueError: if the model lacks one of the tokens.
     """
     tokens = tokens or [tokenizer.separator]
     if max(tokens) >= config.vocab_size:
         raise ValueError(
-            f"`prompt` {text!r} has the token {max(tokens)}, and the model knows {config.vocab_size}: "
-            f"{tokenizer.name} is not its tokenizer. Give the one that belongs to it as --tokenizer."
+            f"`prompt` {text!r} has the token {max(tokens)}, but the model knows {config.vocab_size}: "
+            f"{tokenizer.name} is not its tokenizer. Give the model's tokenizer as --tokenizer."
         )
     return tokens
 
 
 def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int]:
-    """Returns the tokens that end a text: what separates documents, and what the publisher of a model names."""
+    """Returns the tokens that end a text: the separator of documents, and those that the model's publisher names."""
     found = {tokenizer.separator}
     generation = json.loads(origin.files.get(_GENERATION_FILE, b"{}"))
     for named in (origin.config.get(END_TOKEN), generation.get(END_TOKEN) if isinstance(generation, dict) else None):
@@ -248,10 +251,10 @@ def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int
 
 
 def _mesh(tp: int | None, config: ModelConfig) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of a mesh of all devices on which weights are whole but for tp; of none on one device.
+    """Returns the scope of a mesh of all devices, on which only tp shards weights; no mesh on one device.
 
     Raises:
-        ValueError: if tp divides neither the devices nor the model.
+        ValueError: if tp does not divide the devices or the model.
     """
     devices, heads = jax.device_count(), getattr(config, "num_kv_heads", config.num_heads)
     if tp is None:

@@ -1,4 +1,4 @@
-"""`gtp-jax inspect`: how weights are sharded, what moves, how much memory it takes, and what runs under what."""
+"""`gtp-jax inspect`: shows how weights are sharded, what is communicated, the memory needed, and what overlaps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
         help="show what a step costs on a mesh, without allocating the model",
-        description="Compile a training step from shapes alone and show how weights are sharded, what is communicated, "
-        "how much memory a device needs and, for GPUs, in which order things run. Needs no GPU.",
+        description="Compiles a training step from shapes alone and shows how weights are sharded, what is "
+        "communicated, how much memory a device needs and, for GPUs, the order of execution. Needs no GPU.",
     )
     add_flags(parser, InspectOptions)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -30,13 +30,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: as `inspect`, or if a picture is wanted without a target.
+        ValueError: for the same reasons as `inspect`, or if `--png` is given without `--target` or its directory does
+            not exist.
     """
     options = from_settings(InspectOptions, given(args, InspectOptions))
     if args.png is not None and options.target is None:
-        raise ValueError("`--png` draws the schedule of a GPU program: give `--target`, `h200:8` for instance.")
+        raise ValueError("`--png` draws the schedule of a GPU program: give `--target`, such as `h200:8`.")
     if args.png is not None and not args.png.absolute().parent.is_dir():
-        raise ValueError(f"`--png` is {args.png}, whose directory does not exist. Make it first.")
+        raise ValueError(f"`--png` is {args.png}, whose directory does not exist. Create it first.")
     show(inspect(options), json_output=args.json, png=args.png)
     return 0
 
@@ -47,4 +48,4 @@ def show(inspection: Inspection, *, json_output: bool = False, png: Path | None 
     if png is not None and inspection.timeline is not None:
         o = inspection.options
         mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
-        draw(inspection.timeline, f"{o.title} on {o.target}, {mesh}, {o.seq} tokens a sequence", png)
+        draw(inspection.timeline, f"{o.title} on {o.target}, {mesh}, {o.seq} tokens per sequence", png)

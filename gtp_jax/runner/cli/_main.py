@@ -33,8 +33,8 @@ from ._parser import Parser
 _EXAMPLES = """\
 examples:
   gtp-jax train                         a small Llama on 8 virtual CPU devices, in 3 minutes
-  gtp-jax train --data my_texts/        the same on text of your own
-  gtp-jax train --resume                go on where a run was stopped
+  gtp-jax train --data my_texts/        the same on your own text
+  gtp-jax train --resume                continue where a run was stopped
   gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
   gtp-jax generate gtp-run --prompt "def "
                                         text from a trained model, or from an imported one
@@ -42,18 +42,18 @@ examples:
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
   gtp-jax plan-faults --tp 8 --failed-devices 3
-                                        how a run goes on without some of its devices
-  gtp-jax checkpoint verify gtp-run     is every byte of a run's checkpoints as it was written
+                                        how a run continues without some of its devices
+  gtp-jax checkpoint verify gtp-run     checks that no byte of a run's checkpoints has changed
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
   gtp-jax profile                       what the devices do during one step, and what waits for what
-  gtp-jax replay --out gtp-run          a step again, on two placements: is it the program or a device?
+  gtp-jax replay --out gtp-run          repeats a step on two placements: is it the program or a device?
   gtp-jax doctor                        what is installed, what is missing, what to do
 
 `gtp-jax COMMAND --help` explains a command's options.
 """
 
-# Commands that read files and shapes, and compute nothing that needs a device; a GPU's memory may be taken by a run.
+# Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
 _OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
 
 
@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: arguments, without the name of the program; those of the process by default.
+        argv: the arguments, without the name of the program; by default, those of the process.
 
     Returns:
-        The exit status (`_exit_codes.py`): 0; 2 after a mistake in the arguments or in what they name; 75 if something
-        outside the run has failed; 76 if the loss is not finite; 1 after any other failure; 128 and the number of the
-        signal that has ended it.
+        The exit status (`_exit_codes.py`): 0 after success; 2 if an argument, or what it names, is invalid; 75 if
+        something outside the run failed; 76 if the loss is not finite; 1 after any other failure; 128 plus the number
+        of the signal if a signal ended the command.
     """
     args = parser().parse_args(argv)
     if args.command in _OF_FILES:
@@ -93,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_read() -> bool:
-    """Says whether somebody still reads what is printed; if not, as behind `| head`, the rest of it goes nowhere."""
+    """Returns whether standard output still has a reader; otherwise (for example, after `| head`) discards the rest."""
     out = select.poll()
     out.register(sys.stdout.fileno(), 0)
-    if not out.poll(0):  # which reports errors of the pipe alone
+    if not out.poll(0):  # reports only errors of the pipe
         return True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as the interpreter flushes at its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because the interpreter flushes when it exits
     return False
 
 
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     command_line = Parser(
         prog="gtp-jax",
-        description="Trains models whose weights are stored as shards and gathered just in time.",
+        description="Trains models whose weights are sharded and gathered just in time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

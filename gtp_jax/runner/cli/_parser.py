@@ -12,30 +12,30 @@ from typing import Any, NoReturn
 
 from ..._foreign import printable
 
-# What `float` takes, with a sign. argparse itself knows no exponents, and would take such a value for a flag.
+# Negative numbers that `float` accepts. argparse does not recognize exponents, and would treat such a value as a flag.
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses unknown words with the usage of the command that they were given to, and the nearest known word.
+    """Refuses unknown words; the message shows the usage of the command that got them, and the nearest known word.
 
-    argparse creates subcommands' parsers of the same class, so that this holds for each of them. A negative number is a
-    value, which the flag's own check refuses. A message repeats
-    foreign words in a form that a terminal displays and does not interpret.
+    argparse creates the parsers of subcommands with the same class, so this applies to all of them. A negative number
+    is a value, not a flag; the flag's own check refuses it. Messages repeat user input in a form that a terminal
+    displays but does not interpret.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._negative_number_matcher = _NEGATIVE
 
-    # of its overloads none is of use here
+    # none of the overloads is useful here
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parses arguments, all of which must be known.
 
-        argparse itself first complains about required arguments, which may be there with a typo, and leaves it to the
-        top-level parser to refuse the rest.
+        argparse would first report missing required arguments, which may be there with a typo, and would leave it to
+        the top-level parser to refuse unknown ones.
         """
         words = sys.argv[1:] if args is None else list(args)
         self._refuse([word for word in self._flags_in(words) if not self._knows(word)])
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
     def _flags_in(self, words: Sequence[str]) -> Iterable[str]:
-        """Returns the long flags among words, as argparse tells them from values; without those of a subcommand."""
+        """Returns the words that argparse treats as long flags, without those of a subcommand."""
         own = itertools.takewhile(lambda word: word != "--", words)
         if self._subparsers is not None:
             own = itertools.takewhile(lambda word: word.startswith("-"), own)
@@ -75,7 +75,7 @@ def _name(word: str) -> str:
 
 
 def _hint(words: Iterable[str], known: Iterable[str]) -> str:
-    """Returns a question that names the nearest known word for each unknown one; nothing if none is near."""
+    """Returns a question that names the nearest known word for each unknown word; empty if none is near."""
     known = list(known)
     near = [match for word in words for match in difflib.get_close_matches(word, known, n=1)]
     return f". Did you mean {' '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""`gtp-jax plan-faults`: how a run goes on when devices have failed."""
+"""`gtp-jax plan-faults`: plans how a run continues when devices have failed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "plan-faults",
-        help="plan how a run goes on without some devices",
-        description="Show which devices go on at which tensor-parallel degree, what moves between them, how much "
-        "memory they need, and the throughput beside that of leaving replicas out. Counted from shapes; needs no "
-        "device.",
+        help="plan how a run continues without some devices",
+        description="Shows which devices continue at which tensor-parallel degree, what is sent between them, how much "
+        "memory they need, and the throughput compared with dropping replicas. Computed from shapes; needs no device.",
     )
     add_flags(parser, FaultOptions)
     parser.set_defaults(run=run)
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: if the plan cannot work, or does not fit into memory.
+        ValueError: if no plan is possible, or it does not fit into memory.
     """
     options = from_settings(FaultOptions, given(args, FaultOptions))
     print(fault_text(inspect_faults(options), options.chip))

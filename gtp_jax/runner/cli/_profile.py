@@ -1,4 +1,4 @@
-"""`gtp-jax profile`: a trace of one training step as a timeline."""
+"""`gtp-jax profile`: draws a trace of one training step as a timeline."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ examples:
   gtp-jax profile --contender "gtp_jax nvfp4 keep" --html step.html
   gtp-jax profile --contender "partitioner combined regather"
                                                        what a rival does with the same step
-  gtp-jax profile --trace DIR                          a trace that is there already, of any jax program
+  gtp-jax profile --trace DIR                          an existing trace of any JAX program
 
-Exposed communication, in red, is what no compute hides. A contender is named as in `gtp-jax bench step`.
+Exposed communication, in red, is not hidden by compute. Contenders have the same names as in `gtp-jax bench step`.
 """
 
 _TRACED = ("gtp_jax", "partitioner")
@@ -36,8 +36,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "profile",
         help="draw what the devices do during one training step",
-        description="Traces one step and draws the first device's timeline: compute and communication, what is "
-        "exposed, and which kind of work takes which share. Prints the shares; writes profile.png and profile.html.",
+        description="Traces one step and draws the first device's timeline: compute, communication, what is exposed, "
+        "and the share of each kind of work. Prints the shares; writes profile.png and profile.html.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,15 +46,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     else:
         add_flags(parser, benchmarks().StepOptions, but=("dp", "ep"))
     parser.add_argument("--contender", default="gtp_jax bf16 regather", metavar="WORDS", help="(default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace instead of running a step")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace in DIR, for example for other tools")
     parser.add_argument("--png", type=Path, default=Path("profile.png"), metavar="FILE", help="(default: %(default)s)")
     parser.add_argument(
         "--html", type=Path, default=Path("profile.html"), metavar="FILE", help="(default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the shares there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the shares to FILE")
     parser.add_argument(
-        "--timeout", type=positive, default=300, metavar="S", help="seconds for the run (default: %(default)s)"
+        "--timeout", type=positive, default=300, metavar="S", help="seconds allowed for the run (default: %(default)s)"
     )
     parser.set_defaults(run=run)
     return parser
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: if the run has failed, or its trace holds nothing.
+        ValueError: if the run failed, or its trace is empty.
         FileNotFoundError: if there is no trace.
     """
     check_files(args.png, args.html, args.json)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     (contender, *more) = bench.chosen_contenders([args.contender], tp=step.parallelism.tp or 1)
     if more or contender.family not in _TRACED:
         several = ", ".join(c.name for c in bench.CONTENDERS if c.family in _TRACED)
-        raise ValueError(f"`--contender` is {args.contender!r}; it names one of {several}.")
+        raise ValueError(f"`--contender` is {args.contender!r}; it must name one of {several}.")
     environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
     device, platform, count = bench.probe(environment)
     work = step.workload(platform, count, steps=3)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tracing {contender.name} on {bench.describe(work, device)}", flush=True)
         (row,) = bench.measure_steps([traced], work, environment=environment, timeout_s=args.timeout)
         if row.failure:
-            raise ValueError(f"{contender.name} has failed: {row.failure}")
+            raise ValueError(f"{contender.name} failed: {row.failure}")
         return _show(args, folder, f"{contender.name}, {bench.describe(work, device)}")
 
 

@@ -1,4 +1,4 @@
-"""`gtp-jax replay`: runs a step of a run again, to tell a fault of the program from one of a device."""
+"""`gtp-jax replay`: repeats a step of a run, to tell a fault of the program from a fault of a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..trainer import replay
 from ._arguments import whole
 
 _DESCRIPTION = """\
-Runs a step of a run again from the last checkpoint before it, compiled deterministically, twice on each of two
-placements of the ranks on the devices, and compares every bit: the step is reproducible, so that its data or program is
-at fault; a device is suspected; or it is inconclusive. In one process, with all devices of the run. Writes nothing.
+Repeats a step of a run from the last checkpoint before it, compiled deterministically, twice on each of two placements
+of the ranks on the devices, and compares every bit. Either the step is reproducible, so its data or program is at
+fault; or a device is suspected; or the result is inconclusive. Needs one process with all devices of the run. Writes
+nothing.
 """
 
 
@@ -21,18 +22,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "replay",
-        help="run a step again on two placements: is it the program or a device?",
+        help="repeat a step on two placements: is it the program or a device?",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("gtp-run"), metavar="DIR", help="of the run")
-    parser.add_argument("--step", type=whole, metavar="N", help="the update (default: behind the latest checkpoint)")
+    parser.add_argument("--out", type=Path, default=Path("gtp-run"), metavar="DIR", help="the directory of the run")
+    parser.add_argument("--step", type=whole, metavar="N", help="the update (default: after the latest checkpoint)")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand; the status is 0 if the step is reproducible, else 1.
+    """Runs the subcommand; the status is 0 if the step is reproducible, otherwise 1.
 
     Raises:
         ValueError: if there is nothing to replay.

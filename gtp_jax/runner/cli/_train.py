@@ -12,53 +12,53 @@ from ..flags import add_flags, given, knobs, read_settings, settings_of, write_s
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
 
 _DESCRIPTION = """\
-Trains a Llama, Mistral, Mixtral or Qwen on text, its weights sharded over the mesh: a new one of any size, or one that
-was imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
-GPUs or else on 8 virtual CPU devices, in some 3 minutes.
+Trains a Llama, Mistral, Mixtral or Qwen on text, with its weights sharded over the mesh: a new model of any size, or an
+imported one (--from). Without arguments, trains a small Llama on the source of the Python standard library, on the
+machine's GPUs or otherwise on 8 virtual CPU devices, in about 3 minutes.
 
-It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
-it, the model has learned something. It ends with a report and leaves in --out: checkpoints, log.jsonl, loss.png,
-report.txt. Ctrl-C, SIGTERM or SIGUSR1 end it after the step, with a checkpoint.
+Prints the held-out loss next to the unigram entropy, the loss of the best prediction that ignores context: a model with
+a lower loss has learned something. Ends with a report, and leaves checkpoints, log.jsonl, loss.png and report.txt in
+--out. Ctrl-C, SIGTERM and SIGUSR1 end the run after the current step, with a checkpoint.
 """
 
 _EXAMPLES = """\
 examples:
   gtp-jax train                                   see it work
-  gtp-jax train --data books/ notes.txt           on text of your own
+  gtp-jax train --data books/ notes.txt           on your own text
   gtp-jax train --data books:0.7 posts.jsonl:0.3  rows of text and of JSON lines, mixed
-  gtp-jax train --resume                          go on as if never stopped, data order included
-  gtp-jax train --resume --step 100               go on from an earlier step; later ones are set aside
+  gtp-jax train --resume                          continue as if never stopped, with the same order of data
+  gtp-jax train --resume --step 100               continue from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
   gtp-jax train --preset 1b --num-layers 12       any size is a flag
   gtp-jax train --from llama --data books/        go on training a model that `gtp-jax convert import` made
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
-                                                  multiply in NVFP4, but for the last layers and some modules
-  gtp-jax train --config run.yaml --lr 0.001      settings from a file, but for one
-  gtp-jax train --elastic                         go on with the devices that are left when one fails
+                                                  multiply in NVFP4, except in the last layers and some modules
+  gtp-jax train --config run.yaml --lr 0.001      settings from a file, except for one
+  gtp-jax train --elastic                         continue with the remaining devices when one fails
   srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
 """
 
 
 _ELASTIC = """\
-With --elastic the run goes on when a process or a device fails: a supervisor starts a process a device on this host,
-keeps snapshots of the state in memory, and goes on from the last one with the devices that are left."""
+With --elastic, the run continues when a process or a device fails: a supervisor starts one process per device on this
+host, keeps snapshots of the state in memory, and continues from the last one with the remaining devices."""
 
 _PROCESSES = """\
-Under srun (SLURM) or mpirun (Open MPI) none of these is needed. Elsewhere start the same command in every
-process, with its own --process-id; one process a GPU: set CUDA_VISIBLE_DEVICES for each. All share --out."""
+Under srun (SLURM) or mpirun (Open MPI), none of these is needed. Elsewhere, start the same command in every process,
+each with its own --process-id. For one process per GPU, set CUDA_VISIBLE_DEVICES for each. All share --out."""
 
 
 _FILES = """\
-A key is a flag without its dashes, `save_every: 50`. A flag that is given as well takes its place. config.json of a run
-is such a file too. What is of one start (--resume, --force, --step) is not in it."""
+A key is a flag without its dashes, such as `save_every: 50`. A flag on the command line overrides the file. The
+config.json of a run is also such a file. Flags that apply to one start (--resume, --force, --step) are not allowed."""
 
 _KINDS = (TrainConfig, ElasticOptions, LaunchOptions)
 _OF_ONE_START = ("resume", "force", "step", "config", "save_config")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand: a flag for each field of `TrainConfig`, and what concerns a single start."""
+    """Adds the subcommand: a flag for each field of `TrainConfig`, and flags that apply to one start."""
     parser = subparsers.add_parser(
         "train",
         help="train a Llama on text",
@@ -67,15 +67,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = add_flags(parser, TrainConfig)
-    groups["sizes"].description = "What is not given is as in the preset, or as in the model of --from."
+    groups["sizes"].description = "Sizes that are not given come from the preset, or from the model of --from."
     output = groups["output"].add_mutually_exclusive_group()
-    output.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    output.add_argument("--resume", action="store_true", help="continue the run in --out")
     output.add_argument("--force", action="store_true", help="replace the run in --out")
-    groups["output"].add_argument("--step", type=int, metavar="N", help="with --resume: go on from this step")
+    groups["output"].add_argument("--step", type=int, metavar="N", help="with --resume: continue from this step")
     add_flags(parser, ElasticOptions)[GROUP].description = _ELASTIC
     add_flags(parser, LaunchOptions)[LAUNCH_GROUP].description = _PROCESSES
-    files = parser.add_argument_group("files of settings", _FILES)
-    files.add_argument("--config", type=Path, metavar="PATH", help="take settings from a YAML file")
+    files = parser.add_argument_group("settings files", _FILES)
+    files.add_argument("--config", type=Path, metavar="PATH", help="read settings from a YAML file")
     files.add_argument("--save-config", type=Path, metavar="PATH", help="write this run's settings to a YAML file")
     parser.set_defaults(run=run)
     return parser
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: on a mistake in the arguments or in what they name, before anything is compiled.
+        ValueError: if an argument, or what it names, is invalid; before anything is compiled.
     """
     if args.config is not None:
         every = [field for kind in _KINDS for field in knobs(kind)]
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     options = ElasticOptions(**elastic)
     if elastic and "elastic" not in elastic:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
-        raise ValueError(f"{flags}: only a run under a supervisor has that. Add --elastic.")
+        raise ValueError(f"{flags}: this applies only to a run under a supervisor. Add --elastic.")
     if args.save_config is not None and find_launch(launch).process == 0:
         _save(args, settings)
     if options.elastic:
@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Writes the settings of a run that may begin: all of the training's, and those of its start that are given."""
+    """Writes the settings of a run once they are checked: all of `TrainConfig`, and the other flags that are given."""
     config, _, _ = resolve(settings, resume=args.resume, force=args.force)
-    if config.from_ is not None and not args.resume:  # what the model decides is not written, so that it may be another
+    if config.from_ is not None and not args.resume:  # omits what the model determines, so that --from may change
         training = {field.name: settings.get(field.name, field.default) for field in knobs(TrainConfig)}
     else:
         training = settings_of(config)
