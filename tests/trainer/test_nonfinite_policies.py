@@ -201,7 +201,9 @@ def test_a_checkpoint_keeps_the_place_of_its_step():
 
 
 def test_a_spike_cannot_be_skipped():
-    with pytest.raises(ValueError, match="`spike` is set and `nonfinite` is 'skip': a spike is known after its update"):
+    with pytest.raises(
+        ValueError, match="`spike` is set and `nonfinite` is 'skip', but a spike is detected after its update"
+    ):
         TrainConfig(divergence=Divergence(spike=8.0, nonfinite="skip"))
     with pytest.raises(ValueError, match="`nonfinite` is 'ignore'; it must be one of raise, skip, rollback."):
         Divergence(nonfinite="ignore")  # pyright: ignore[reportArgumentType]

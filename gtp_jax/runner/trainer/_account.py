@@ -1,4 +1,4 @@
-"""Where the time of a run went, from its record."""
+"""Computes how a run spent its time, from the record of its events."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from ._events import Event
 
 _BEGINS = ("start", "resume")
-# The numbers that events must have, beside the time, to be counted.
+# The numbers that events must have in addition to the time to be counted.
 NEEDS = {name: ("step",) for name in ("ready", "save", "snapshot", "rollback")}
 
 
 def seconds_by_cause(events: Sequence[Event]) -> dict[str, float]:
     """Returns the seconds of a run by cause, over all its attempts.
 
-    `step` are those of steps that count; `lost` those of steps that were made again, after a kill or a rollback;
-    `down` those between the last event of an attempt and the next attempt; the others are named after activities.
+    `step` is the time of steps that count; `lost`, the time of steps that were repeated after a kill or a rollback;
+    `down`, the time from the last event of an attempt to the next attempt. The other causes are activities.
 
     Args:
-        events: of the record, in order; those that another than the trainer wrote are left out.
+        events: the events of the record, in order; only those that the trainer wrote are used.
     """
     causes = {"step": 0.0, "lost": 0.0, "down": 0.0}
-    total: dict[str, float] = {}  # of the attempt, at its last event
-    saved: dict[int, float] = {}  # seconds of steps that count, over all attempts, up to a step that was saved
-    counted = 0.0  # seconds of steps that count, of the attempts before
+    total: dict[str, float] = {}  # seconds of the attempt by cause, at its last event
+    saved: dict[int, float] = {}  # for each saved step, the seconds of steps that count up to it, over all attempts
+    counted = 0.0  # seconds of steps that count in previous attempts
     last: Event | None = None
 
     def lose(step: int, spent: float) -> float:
-        """Returns the seconds of steps behind one that was saved, which are lost."""
+        """Returns the seconds of steps after a saved one, which are lost."""
         kept = max((s for at, s in saved.items() if at <= step), default=0.0)
         for at in [at for at in saved if at > step]:
             del saved[at]
@@ -43,7 +43,7 @@ def seconds_by_cause(events: Sequence[Event]) -> dict[str, float]:
             counted += total.get("step", 0.0) - lost_here
             causes["lost"] += lost_here
             total, lost_here = {}, 0.0
-        if event["event"] == "ready":  # it goes on from a step that was saved; what was made behind it is lost
+        if event["event"] == "ready":  # the attempt continues from a saved step; later steps are lost
             gone = lose(event["step"], counted)
             counted, causes["lost"] = counted - gone, causes["lost"] + gone
         total = event.get("seconds", total)
@@ -61,5 +61,5 @@ def seconds_by_cause(events: Sequence[Event]) -> dict[str, float]:
 
 
 def goodput(causes: dict[str, float]) -> float:
-    """Returns the share of the time in which steps were made that count; of seconds by cause."""
+    """Returns the share of the time that was spent on steps that count, from seconds by cause."""
     return causes.get("step", 0.0) / max(1e-9, sum(causes.values()))

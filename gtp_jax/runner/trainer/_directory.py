@@ -21,10 +21,10 @@ NOT_BEGUN = "Nothing was saved: the run had not begun."
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """Files of a run.
+    """The files of a run.
 
     Attributes:
-        root: the directory; all processes of a run share it.
+        root: the directory, which all processes of a run share.
     """
 
     root: Path
@@ -36,63 +36,66 @@ class RunDirectory:
 
     @property
     def is_of_run(self) -> bool:
-        """Whether a run has written here, of any version."""
+        """Whether a run of any version has written here."""
         return TrainConfig.is_in(self.config)
 
     @property
     def config(self) -> Path:
-        """The configuration, JSON; its presence makes a directory that of a run."""
+        """The configuration, in JSON. A directory is that of a run if it has this file."""
         return self.root / "config.json"
 
     @property
     def log(self) -> Path:
-        """A JSON object a line."""
+        """The log, one JSON object per line."""
         return self.root / "log.jsonl"
 
     @property
     def curve(self) -> Path:
-        """The loss curve."""
+        """The picture of the loss curve."""
         return self.root / "loss.png"
 
     @property
     def report(self) -> Path:
-        """What is printed at the end."""
+        """The report that is printed at the end."""
         return self.root / "report.txt"
 
     @property
     def checkpoints(self) -> Path:
-        """Steps saved."""
+        """The directory of saved steps."""
         return self.root / "checkpoints"
 
     @property
     def lock(self) -> Path:
-        """Says which run writes here; see `Lock`."""
+        """The lock, which says which run writes here; see `Lock`."""
         return self.root / "lock"
 
     @property
     def events(self) -> Path:
-        """The record of the run, a JSON object a line; see `EventLog`."""
+        """The record of the run, one JSON object per line; see `EventLog`."""
         return self.root / "events.jsonl"
 
     @property
     def elastic(self) -> Path:
-        """Files of a supervisor: compiled programs, requests."""
+        """The files of a supervisor: compiled programs and requests."""
         return self.root / "elastic"
 
     @property
     def compiled(self) -> Path:
-        """Programs that a supervisor's processes have compiled."""
+        """The programs that a supervisor's processes have compiled."""
         return self.elastic / "compiled"
 
     @property
     def _doomed(self) -> Path:
-        """Steps of a run that is being replaced, while they are deleted."""
+        """The steps of a run that is being replaced, while they are deleted."""
         return self.root / "checkpoints.deleted"
 
     @property
     def _table(self) -> dict[Path, Callable[[Path], bool]]:
-        """Everything that a run writes or deletes here. Each has a function that returns whether a path was left by a
-        start that ended before it wrote its configuration."""
+        """Everything that a run writes or deletes here.
+
+        The function of each path returns whether the path may be left from a start that ended before it wrote its
+        configuration.
+        """
         return {
             self.config: _never,
             TrainConfig.draft(self.config): TrainConfig.is_in,
@@ -111,8 +114,8 @@ class RunDirectory:
         """Checks that a run may be started or resumed here.
 
         Raises:
-            ValueError: if there is a run and it is neither to be resumed nor to be replaced, or none to be resumed; or
-                if there is something else that a run would overwrite.
+            ValueError: if there is a run but neither `resume` nor `force`; if `resume` but there is no run; or if a run
+                would overwrite something else.
         """
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
@@ -146,11 +149,12 @@ class RunDirectory:
             )
 
     def prepare(self, config: TrainConfig, *, keep: bool) -> None:
-        """Makes the directory that of a run; to be called when nothing is left that could be refused.
+        """Prepares the directory for a run. Call this only after all checks have passed.
 
         Args:
-            config: of the run.
-            keep: this is the same run, resumed. Otherwise what an earlier run has written is deleted, and nothing else.
+            config: the configuration of the run.
+            keep: whether the run in the directory is resumed. Otherwise, deletes what an earlier run wrote, and nothing
+                else.
 
         Raises:
             OSError: if something cannot be deleted.
@@ -158,7 +162,7 @@ class RunDirectory:
         self.root.mkdir(parents=True, exist_ok=True)
         if self.is_of_run and not keep:
             before = TrainConfig.load(self.config)
-            # First the steps, all at once, so that a kill leaves no old step with a new configuration.
+            # Removes all steps first, in one rename, so that a kill leaves no old step with a new configuration.
             if self._doomed.exists():
                 shutil.rmtree(self._doomed)
             if self.checkpoints.exists() and not self.checkpoints.is_symlink():
@@ -170,13 +174,13 @@ class RunDirectory:
         config.save(self.config)
 
     def how_to_resume(self) -> str:
-        """Returns the last checkpoint, and the command that goes on from it."""
+        """Returns a message that names the last checkpoint, and the command that continues from it."""
         if not self.is_of_run:
             return NOT_BEGUN
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
         try:
             latest = Checkpoints(self.checkpoints, read_only=True).latest()
-        except OSError as error:  # which must not keep a process from ending
+        except OSError as error:  # must not prevent a process from ending
             return f"{self.checkpoints} cannot be read now ({error}); go on with: {command}"
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"

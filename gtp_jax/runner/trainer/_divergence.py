@@ -1,4 +1,4 @@
-"""What a run does about steps that are not finite, and about losses that jump."""
+"""How a run handles steps that are not finite, and loss spikes."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from ..flags import check_knobs, knob
 Policy = Literal["raise", "skip", "rollback"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-# Losses that the rule of spikes looks back at, and how many it needs.
+# The number of previous losses that spikes are compared with, and the minimum number for a comparison.
 _WINDOW, _FEWEST = 64, 16
-# The median absolute deviation of normally distributed numbers is 1 / 1.4826 of their standard deviation.
+# The standard deviation of normally distributed numbers is 1.4826 times their median absolute deviation.
 _SIGMAS_PER_DEVIATION = 1.4826
 
 
 class Diverged(Exception):
-    """The loss, or a gradient, is no number any more."""
+    """Raised when the loss or a gradient is no longer finite."""
 
     exit_code = DIVERGED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """What a run does about a step that is not finite, or whose loss is a spike.
+    """How a run handles a step that is not finite, or whose loss is a spike.
 
     Raises:
-        ValueError: if a value is out of range, or values do not fit one another.
+        ValueError: if a value is out of range, or values do not fit together.
     """
 
     nonfinite: Policy = knob(
         "raise",
         "divergence",
-        "a step whose loss or gradients are not finite changes nothing; then end the run, skip its batch, or go back "
-        "to the last checkpoint and skip all batches since",
+        "a step whose loss or gradients are not finite does not change the state; then end the run, skip the batch, or "
+        "go back to the last checkpoint and skip all batches since",
         kind=str,
         choices=POLICIES,
     )
     nonfinite_in_a_row: int = knob(
         3,
         "divergence",
-        "such steps in a row at which `skip` ends the run and `rollback` goes back; those before are skipped",
+        "number of consecutive such steps at which `skip` ends the run and `rollback` goes back; fewer are skipped",
         metavar="N",
     )
-    max_rollbacks: int = knob(2, "divergence", "times a run goes back before it ends", metavar="N")
+    max_rollbacks: int = knob(2, "divergence", "number of times a run goes back before it ends", metavar="N")
     spike: float | None = knob(
         None,
         "divergence",
@@ -63,21 +63,21 @@ class Divergence:
         check_knobs(self)
         if self.spike is not None and self.nonfinite == "skip":
             raise ValueError(
-                "`spike` is set and `nonfinite` is 'skip': a spike is known after its update, which cannot be skipped "
-                "any more. Take `nonfinite` 'rollback' or 'raise', or leave `spike` out."
+                "`spike` is set and `nonfinite` is 'skip', but a spike is detected after its update, which cannot be "
+                "skipped then. Use `nonfinite` 'rollback' or 'raise', or leave `spike` out."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How far a run is. Saved with every checkpoint, so that a run that was stopped goes on as if it never was.
+    """The progress of a run. Saved with every checkpoint, so that a stopped run continues as if never stopped.
 
     Attributes:
-        step: updates made.
-        position: number of the next batch: the updates, and the batches that were skipped.
-        in_a_row: steps that were not finite, since the last update.
-        rollbacks: times the run went back.
-        losses: of the latest updates, for the rule of spikes; empty without one.
+        step: the number of updates made.
+        position: the number of the next batch: the number of updates plus that of skipped batches.
+        in_a_row: the number of steps since the last update that were not finite.
+        rollbacks: the number of times that the run went back.
+        losses: the losses of the latest updates, to detect spikes; empty if spikes are not detected.
     """
 
     step: int
@@ -88,12 +88,12 @@ class Place:
 
     @classmethod
     def of_extra(cls, step: int, extra: Mapping[str, Any]) -> Self:
-        """Returns the place that a checkpoint was saved at."""
+        """Returns the place at which a checkpoint was saved."""
         saved = extra["place"]
         return cls(step, **{**saved, "losses": tuple(saved["losses"])})
 
     def extra(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of it, JSON."""
+        """Returns the JSON values that a checkpoint stores."""
         place = dataclasses.asdict(self)
         del place["step"]
         return {"place": {**place, "losses": list(self.losses)}}
@@ -108,16 +108,16 @@ class Place:
         return dataclasses.replace(self, position=self.position + 1, in_a_row=self.in_a_row + 1)
 
     def rolled_back(self, saved: Self) -> Self:
-        """Returns the place to go on from after going back to a checkpoint: its state, and the data from here on."""
+        """Returns the place after going back to a checkpoint: the step of the checkpoint, but the current position."""
         return dataclasses.replace(saved, position=self.position, in_a_row=0, rollbacks=self.rollbacks + 1)
 
 
 def is_spike(loss: float, before: tuple[float, ...], sigmas: float) -> bool:
-    """Says whether a loss lies so many robust standard deviations above the median of those before.
+    """Returns whether a loss is more than `sigmas` robust standard deviations above the median of previous losses.
 
-    The deviation is the median absolute deviation from the median, which a few outliers do not move, times 1.4826; at
-    least a thousandth of the median, as losses that do not move at all would make everything a spike. Few losses make
-    no rule: below 16 nothing is a spike.
+    The deviation is 1.4826 times the median absolute deviation from the median, which is insensitive to a few outliers.
+    It is at least a thousandth of the median, because otherwise any change after constant losses would be a spike.
+    With fewer than 16 previous losses, nothing is a spike.
     """
     if len(before) < _FEWEST or not math.isfinite(loss):
         return False

@@ -1,9 +1,10 @@
-"""A last word for a process that cannot speak any more.
+"""Reports the end of a process that can no longer do so itself.
 
-When process 0 of a run dies, jax ends the others at once from native code: no Python runs after that. And where native
-code keeps Python's lock, no thread of Python can say that nothing gets on. So each process keeps a small child, which
-reads a pipe. If the pipe closes without a word of farewell, the child says where the last checkpoint is. If no beat
-comes for long, it ends the process by SIGABRT, upon which `faulthandler` shows the stacks of all threads.
+When process 0 of a run dies, JAX ends the others immediately from native code, and no more Python runs. And while
+native code holds Python's GIL, no Python thread can report that the process is stuck. Therefore each process has a
+small child, which reads a pipe. If the pipe closes without a farewell, the child prints where the last checkpoint is.
+If no beat arrives for a long time, it ends the process with SIGABRT, on which `faulthandler` prints the stacks of all
+threads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import threading
 
 from ._directory import RunDirectory
 
-# Without a beat for so long, a process runs no Python any more.
+# A process without a beat for this long no longer runs Python.
 FROZEN_S = 600.0
 
-# Only the pipe may end the child; it imports this package only if it has something to say. It counts its own seconds,
-# and those in which the process is not stopped, so that a suspension of either does not count.
+# Only the pipe may end the child. It imports this package only if it has something to print. It counts the seconds in
+# which neither it nor the process is suspended.
 _WAIT = """
 import os, select, signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -58,12 +59,12 @@ if last != b"farewell":
 
 
 class Guard:
-    """The child of one process.
+    """The child of this process.
 
     Args:
-        directory: of the run.
-        process: number of this process.
-        frozen_s: seconds without a beat after which this process is ended.
+        directory: the directory of the run.
+        process: the number of this process.
+        frozen_s: the seconds without a beat after which this process is ended.
     """
 
     def __init__(self, directory: RunDirectory, process: int, *, frozen_s: float = FROZEN_S) -> None:
@@ -75,25 +76,25 @@ class Guard:
         self._writing = threading.Lock()
 
     def beat(self) -> None:
-        """Tells the child that Python runs."""
+        """Tells the child that this process still runs Python."""
         self._write(b".")
 
     def dismiss(self) -> None:
-        """Ends the child without a word."""
+        """Ends the child silently."""
         self._write(b"farewell", last=True)
         self._child.wait()
 
     def _write(self, words: bytes, *, last: bool = False) -> None:
         pipe = self._child.stdin
         assert pipe is not None
-        with self._writing, contextlib.suppress(OSError):  # the child may have been killed, which is no reason to end
+        with self._writing, contextlib.suppress(OSError):  # a killed child is no reason for this process to end
             if not pipe.closed:
                 pipe.write(words)
                 pipe.close() if last else pipe.flush()
 
 
 def say_last(words: str) -> None:
-    """Prints what a process says before it ends at once; nobody may be there any more to read it, or the disk full."""
+    """Prints a last message; ignores errors, because the reader may be gone or the disk full."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, f"{words}\n")):
         with contextlib.suppress(OSError, ValueError):
             stream.write(text)
@@ -101,5 +102,5 @@ def say_last(words: str) -> None:
 
 
 def last_words(directory: RunDirectory, process: int, reason: str) -> str:
-    """Returns what a process says that cannot go on."""
+    """Returns the last message of a process that cannot continue."""
     return f"\ngtp-jax: process {process} cannot go on: {reason}.\n{directory.how_to_resume()}"

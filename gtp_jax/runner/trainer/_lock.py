@@ -1,9 +1,9 @@
-"""The lock of a run's directory: one run writes to it at a time.
+"""The lock of a run's directory, which lets only one run write to it at a time.
 
-The lock is a file with a random token, which its owner touches every few seconds. Who finds it watches it on a clock of
-its own: a lock that has not changed for a while belongs to nobody any more. Names of hosts and numbers of processes are
-there to be read by people, as they repeat in containers. The owner reads the token again before whatever it publishes,
-deletes or logs, so that one that was suspended, and has lost the lock meanwhile, does no harm when it wakes.
+The lock is a file with a random token, which its owner updates every few seconds. Another run that finds the lock
+watches it with its own clock: a lock that has not changed for a while no longer has an owner. The lock's host name and
+process id are only for people, because they repeat in containers. The owner checks the token again before it publishes,
+deletes or logs anything, so that an owner that was suspended and has lost the lock does no harm when it resumes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..._foreign import brief, printable
 from .._exit_codes import RETRY
 
 BEAT_S = 5.0
-# A lock that has not changed for so long is taken over. Longer than a compiler may keep Python from running.
+# A lock that has not changed for this long is taken over. This is longer than a compiler may keep Python from running.
 STALE_S = 60.0
-# Whoever waits for a lock that does change gives up after so long; a job that ends saves its state first.
+# A run that waits for a lock that still changes gives up after this long; a job that ends first saves its state.
 PATIENCE_S = 120.0
-# After taking over, in case another takes over at the same moment.
+# The wait after taking over, in case another run takes over at the same moment.
 _SETTLE_S = 1.0
 _PAUSE_S = 0.5
 
 _TOKEN_DIGITS = 32
 _LINES = 4
-# A lock, or the beginning of one that is just being written.
+# Matches a lock, or the beginning of one that is being written.
 _FORM = re.compile(rf"[0-9a-f]{{{_TOKEN_DIGITS}}}\n|[0-9a-f]{{0,{_TOKEN_DIGITS}}}\Z")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LostLock(OSError):
-    """Another run has taken over the directory."""
+    """Raised when another run has taken over the directory, or the lock was deleted."""
 
     exit_code = RETRY
 
@@ -51,18 +51,18 @@ class Ownership:
     """Proof that a run may write to its directory.
 
     Attributes:
-        path: of the lock.
-        token: of its owner.
+        path: the path of the lock.
+        token: the token of its owner.
     """
 
     path: Path
     token: str
 
     def check(self) -> None:
-        """Checks that the lock is still that of this run.
+        """Checks that this run still owns the lock.
 
         Raises:
-            LostLock: if it is another's, or gone.
+            LostLock: if another run owns it, or it is gone.
         """
         found = _read(self.path)
         if found[:_TOKEN_DIGITS] != self.token:
@@ -74,7 +74,7 @@ class Ownership:
 
 
 class Lock:
-    """Keeps other runs from a directory. A context manager, which releases it.
+    """Keeps other runs from writing to a directory. A context manager, which releases the lock.
 
         lock = Lock(path)
         while not lock.attempt():
@@ -83,12 +83,12 @@ class Lock:
             lock.ownership.check()
 
     Args:
-        path: of the file; its directory is made.
-        stale_s: seconds without a change after which a lock is taken over.
-        patience_s: seconds after which to give up if its owner is alive.
-        beat_s: seconds between two changes.
-        note: is told once that another run is waited for.
-        clock: seconds, ascending.
+        path: the path of the lock file; its directory is created.
+        stale_s: the seconds without a change after which a lock is taken over.
+        patience_s: the seconds after which to give up if the owner is alive.
+        beat_s: the seconds between two changes.
+        note: called once with a message if another run has the lock.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class Lock:
         """Waits until this run has the lock.
 
         Raises:
-            ValueError: as `attempt`.
+            ValueError: for the same reasons as `attempt`.
         """
         while not self.attempt():
             time.sleep(_PAUSE_S)
         return self
 
     def attempt(self) -> bool:
-        """Returns whether this run has the lock now; to be called again if not.
+        """Tries to get the lock, and returns whether this run has it now; if not, call this again.
 
         Raises:
-            ValueError: if another run has it and goes on, or the file is no lock of a run.
+            ValueError: if another run has the lock and continues, or the file is not the lock of a run.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._create():
@@ -173,7 +173,7 @@ class Lock:
         )
 
     def _create(self) -> bool:
-        """Makes the file, unless there is one."""
+        """Creates the file, and returns whether it did; it does not if the file exists."""
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         except FileExistsError:
@@ -182,7 +182,7 @@ class Lock:
         return True
 
     def _take_over(self) -> bool:
-        """Puts this run's file in the place of one that nobody owns; of several that do so, the last one succeeds."""
+        """Replaces the file of a dead owner with this run's file; if several runs do so, the last one gets the lock."""
         mine = self._path.with_name(f"{self._path.name}.{self.ownership.token}")
         self._write(mine.open("x+"))
         mine.replace(self._path)
@@ -199,9 +199,9 @@ class Lock:
         return True
 
     def _write(self, file: IO[str]) -> None:
-        """Writes the file's lines: token, boot of the machine, who, and a count."""
+        """Writes the lines of the file: the token, the machine's boot id, the owner's name, and a count."""
         boot = ""
-        with contextlib.suppress(OSError):  # not every file system can; then only silence tells
+        with contextlib.suppress(OSError):  # not all file systems support this; then only silence shows a dead owner
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             boot = _boot()
         who = f"process {os.getpid()} on {socket.gethostname()}"
@@ -211,25 +211,25 @@ class Lock:
         self._file = file
 
     def _beat(self) -> None:
-        """Counts, in the file that this run has made: another that takes its place is not touched."""
+        """Increments the count in the file that this run created; a file that replaces it is not touched."""
         assert self._file is not None
         descriptor = self._file.fileno()
         place = os.fstat(descriptor).st_size - 21
         count = 0
         while not self._released.wait(self._beat_s):
             count += 1
-            with contextlib.suppress(OSError):  # the owner looks at its token before it does anything
+            with contextlib.suppress(OSError):  # the owner checks its token before it does anything
                 os.pwrite(descriptor, f"{count:020d}\n".encode(), place)
                 os.fsync(descriptor)
 
 
 def is_lock(path: Path) -> bool:
-    """Returns whether a file is a lock, or one that is just being written."""
+    """Returns whether a file is a lock, or a lock that is being written."""
     return path.is_file() and _FORM.match(_read(path)) is not None
 
 
 def _read(path: Path) -> str:
-    """Returns the lines of a lock, nothing if there is none."""
+    """Returns the text of a lock; empty if there is none."""
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
@@ -237,20 +237,22 @@ def _read(path: Path) -> str:
 
 
 def _described(found: str) -> str:
-    """Returns who has a lock, for a terminal."""
+    """Returns a description of a lock's owner that is safe to print on a terminal."""
     return printable("".join(found.splitlines()[2:3])[:100]) or "an unknown process"
 
 
 def _boot() -> str:
-    """Returns a name of this start of this machine's system, which no other has; nothing if there is none."""
+    """Returns the id of this boot of this machine, which is unique; empty if there is none."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text().strip()
     return ""
 
 
 def _owner_has_died_here(path: Path, found: str) -> bool:
-    """Says whether the owner ran under this very system, which has released its lock on the file: it is dead, and
-    nobody needs to wait."""
+    """Returns whether the owner is known to be dead, so that there is no need to wait.
+
+    It is if it ran on this boot of this machine and the system has released its lock on the file.
+    """
     boot = _boot()
     if not boot or found.splitlines()[1:2] != [boot] or found.count("\n") < _LINES:
         return False

@@ -1,7 +1,7 @@
-"""Ends a process that cannot get on: a collective would wait for peers that are gone or stuck forever.
+"""Ends a process that cannot continue, because a collective would wait forever for peers that are gone or stuck.
 
-A thread of each process tells process 0 every second what the process does, and process 0 tells the others. No
-collective and no clock is shared, so it works while the devices hang.
+Every second, a thread of each process sends the process's activity to process 0, which informs the others. This needs
+neither collectives nor a shared clock, so it works while the devices hang.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ._watch import Activity, Watch
 
 _SLOW_EVERY_S = 10.0
 
-# How long process 0 waits for the others to end before it does. With it ends JAX's coordinator, and then JAX aborts
-# them, perhaps before they have said why they end.
+# How long process 0 waits for the others to end before it ends. JAX's coordinator ends with process 0, and JAX then
+# aborts the others, perhaps before they have reported why they end.
 _OTHERS_END_S = 1.0
 
 
 class PeerWatch(Watch):
-    """The watch of one process over itself, from its start on, and over the others. A context manager.
+    """Watches this process from its start, and the other processes once they are connected. A context manager.
 
     Args:
-        launch: the processes.
-        clock: of this process.
-        frozen_s: seconds without any Python after which this process is ended.
+        launch: the processes of the run.
+        clock: the clock of this process.
+        frozen_s: the seconds without running any Python after which this process is ended.
     """
 
     def __init__(self, launch: Launch, *, clock: PhaseClock | None = None, frozen_s: float = FROZEN_S) -> None:
@@ -51,9 +51,9 @@ class PeerWatch(Watch):
         self._clock_lock = threading.Lock()
         self._stopwatch = Stopwatch()
         self._said: dict[int, Message] = {}  # the last beat of each process
-        self._left: set[int] = set()  # those that have ended well
-        self._gone: set[int] = set()  # those whose connection has ended
-        self._behind = ""  # as process 0 sees it
+        self._left: set[int] = set()  # the processes that have ended normally
+        self._gone: set[int] = set()  # the processes whose connection has ended
+        self._behind = ""  # the processes that process 0 considers to be behind
         self._slow: list[str] = []
         self._slow_checked = time.monotonic()
         self._peers: Peers | None = None
@@ -79,11 +79,11 @@ class PeerWatch(Watch):
             self._guard.dismiss()
 
     def attend(self, peers: Peers, directory: RunDirectory) -> None:
-        """Watches the others too from now on, and leaves a child behind that has the last word.
+        """Begins to watch the other processes, and starts a child that reports why this process ended if it cannot.
 
         Args:
-            peers: the others; `heard` is to be told what they say.
-            directory: of the run.
+            peers: the connections to the other processes, whose messages must be passed to `heard`.
+            directory: the directory of the run.
         """
         self._peers, self._directory = peers, directory
         self._guard = Guard(directory, self._process, frozen_s=self._frozen_s)
@@ -91,7 +91,7 @@ class PeerWatch(Watch):
             self._clock.expect(peers.connected)
 
     def doing(self, activity: Activity, step: int = 0) -> None:
-        """Notes what the process does, for which it has a limited time."""
+        """Records that the process begins an activity, which has a time limit."""
         with self._clock_lock:
             before, elapsed_s = (self._clock.activity, self._clock.step), self._clock.elapsed_s
             self._clock.begin(activity, step)
@@ -99,7 +99,7 @@ class PeerWatch(Watch):
             self._stopwatch.add("step", elapsed_s)
 
     def timed(self, what: str, seconds: float) -> None:
-        """Notes a time, by which process 0 finds out who is slow."""
+        """Records a duration, from which process 0 finds slow processes."""
         self._stopwatch.add(what, seconds)
 
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
@@ -108,15 +108,15 @@ class PeerWatch(Watch):
         return checkpoints
 
     def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
-        """Does nothing: without a supervisor there are no snapshots."""
+        """Does nothing, because there are no snapshots without a supervisor."""
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:
-        """Says why, and how to resume, and ends the process at once."""
+        """Prints the reason and how to resume, and ends the process immediately."""
         self._end(reason, of_error(error))
 
     def leave(self, reason: str, code: int) -> None:
-        """Tells the others, lets them end first, and ends the child without a word."""
-        self._stop.set()  # what the others do now is no reason any more
+        """Informs the other processes, lets them end first, and ends the child silently."""
+        self._stop.set()  # what the others do from now on does not matter
         if self._peers is not None:
             self._peers.tell({"failed": reason, "code": code})
             deadline = time.monotonic() + _OTHERS_END_S
@@ -126,7 +126,7 @@ class PeerWatch(Watch):
             self._guard.dismiss()
 
     def heard(self, process: int, message: Message | None) -> None:
-        """Takes what another process says; `None` when it is gone."""
+        """Handles a message from another process; `None` if that process is gone."""
         with self._clock_lock:
             self._clock.heard(process)
             if message is None or "bye" in message:
@@ -146,13 +146,13 @@ class PeerWatch(Watch):
             self._behind = message.get("behind", self._behind)
 
     def _end_by(self, reason: str, code: int) -> None:
-        """Lets the watch end the process, for the first of several reasons."""
+        """Makes the watch end the process; if called several times, the first reason counts."""
         self._trouble = self._trouble or (reason, code)
         self._wake.set()
 
     def _end(self, reason: str, code: int, *, stacks: bool = False) -> NoReturn:
         if not self._last_words.acquire(blocking=False):
-            time.sleep(60)  # another thread is saying it
+            time.sleep(60)  # another thread is already ending the process
         if stacks:
             faulthandler.dump_traceback(all_threads=True)
         if self._directory is None:
@@ -172,7 +172,7 @@ class PeerWatch(Watch):
             try:
                 self._tick()
             except Exception:
-                # A watch that ends without a word would be worse than one that has missed a beat.
+                # A watch that ends silently would be worse than one that has missed a beat.
                 with contextlib.suppress(OSError, ValueError):
                     traceback.print_exc()
 
@@ -217,7 +217,7 @@ class PeerWatch(Watch):
 
 
 def behind(said: dict[int, Message]) -> str:
-    """Returns the processes that have made the fewest steps, or all if they have made as many, and what they do."""
+    """Describes the processes that have made the fewest steps (all, if they have made the same number)."""
     least = min((each["step"] for each in said.values()), default=0)
     those = sorted(process for process, each in said.items() if each["step"] == least)
     lines = [

@@ -1,4 +1,4 @@
-"""Where a run goes on from: its latest checkpoint that is whole, or the step that was asked for."""
+"""Restores a run from its latest intact checkpoint, or from a given step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..data import Corpus
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from.
+    """What a run resumes from.
 
     Attributes:
         state: the train state.
-        extra: what was saved beside it.
-        step: updates made.
+        extra: the `extra` that was saved with the state.
+        step: the number of updates made.
         origin: the Hugging Face model that the run's parameters come from.
-        set_aside: renames the steps after it, and says so; every process must call it.
+        set_aside: renames the steps after `step`, and prints a message; every process must call it.
     """
 
     state: TrainState
@@ -42,17 +42,18 @@ def resume_from(
     Every process must call this; all of them restore the same step.
 
     Args:
-        source: of the run, or its snapshots.
-        like: shapes and shardings of the state.
-        at: the step asked for; the latest that is not damaged by default.
-        corpus: the text.
-        seq: tokens of a row.
-        in_memory: the steps are snapshots: the latest is restored, and its supervisor drops it if it is damaged.
+        source: the checkpoints of the run, or its snapshots.
+        like: the shapes and shardings of the state.
+        at: the step to restore; by default, the latest that is not damaged.
+        corpus: the text of the run.
+        seq: the number of tokens per row.
+        in_memory: whether the steps are snapshots. If so, the latest is restored; the supervisor drops it if it is
+            damaged.
 
     Raises:
         FileNotFoundError: if there is no step `at`.
-        ValueError: if the checkpoint is of another model or was trained on other text; if step `at`, or every step, is
-            damaged.
+        ValueError: if the checkpoint is from another model or was trained on other text; or if step `at`, or every
+            step, is damaged.
         OSError: if files cannot be read, after several attempts.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
@@ -65,7 +66,7 @@ def resume_from(
             state, extra, step = source.restore_last_whole(like, lambda one, error: damaged.update({one: error}))
         except FileNotFoundError:
             if source.steps():
-                raise  # one has gone meanwhile; not a reason to begin anew
+                raise  # a step was deleted meanwhile, which is no reason to start from the beginning
             return None
         except DamagedCheckpoint as error:
             if len(damaged) < 2:
@@ -93,16 +94,16 @@ def resume_from(
 
 
 def check_tokens(extra: Mapping[str, Any], corpus: Corpus, seq: int, remedy: str) -> None:
-    """Checks that a run's tokens are those that a checkpoint of it was trained on.
+    """Checks that a run's tokens are the ones that its checkpoint was trained on.
 
     Args:
-        extra: that was saved with the checkpoint.
-        corpus: the text.
-        seq: tokens of a row.
+        extra: the `extra` that was saved with the checkpoint.
+        corpus: the text of the run.
+        seq: the number of tokens per row.
         remedy: the end of the message.
 
     Raises:
-        ValueError: naming the text and the tokenizer, or how its documents are packed.
+        ValueError: if the tokens, or the way in which documents are packed, have changed; the message names the text.
     """
     if extra["text"] != corpus.fingerprint:
         older = (

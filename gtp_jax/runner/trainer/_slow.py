@@ -1,4 +1,4 @@
-"""Names the processes and devices that are slow, by times that wait for no peer: step times are equal on all."""
+"""Finds slow processes and devices from durations that wait for no peer, because step times are equal on all."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jax.sharding import Mesh
 
 from ._watch import Watch
 
-# Medians over so many steps, so that a single pause names nobody.
+# The number of steps of a median, so that a single pause does not count.
 _STEPS = 20
 _FEWEST = 5
 _FEWEST_PROBES = 3
-# How much slower than the others counts, and how much of a step it must cost.
+# A process is slow if it takes this many times as long as the others, and this share of a step longer.
 _TIMES = 2.0
 _OF_A_STEP = 0.1
 _DEVICE_TIMES = 1.5
 
-# Products of some milliseconds on a large GPU, beside which a launch is nothing.
+# Matrix products that take some milliseconds on a large GPU, so that the launch is negligible.
 _SIZE = 4096
 _PRODUCTS = 8
 _TRIALS = 5
@@ -32,7 +32,7 @@ Times = Mapping[str, float]
 
 
 class Stopwatch:
-    """The times of one process, by what it did."""
+    """Collects the durations of one process, by kind."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, collections.deque[float]] = collections.defaultdict(
@@ -40,11 +40,14 @@ class Stopwatch:
         )
 
     def add(self, what: str, seconds: float) -> None:
-        """Adds a time."""
+        """Adds a duration."""
         self._seconds[what].append(seconds)
 
     def medians(self) -> dict[str, float]:
-        """Returns the median of each time of which enough are known; of devices' fewer, each the least of several."""
+        """Returns the median of each kind with enough durations.
+
+        Devices need fewer, because each of their durations is already the least of several.
+        """
         return {
             what: statistics.median(list(seconds))
             for what, seconds in list(self._seconds.items())
@@ -53,10 +56,10 @@ class Stopwatch:
 
 
 def slow(times: Mapping[int, Times]) -> list[str]:
-    """Returns who is slow, in words: `process 1: input takes 120.0 ms a step, 3.1 ms in the others`.
+    """Describes the slow processes and devices: `process 1: input takes 120.0 ms a step, 3.1 ms in the others`.
 
     Args:
-        times: seconds by process and by what it did, `step` among it; of devices by `device` and their name.
+        times: the seconds of each process by kind, which includes `step`; for devices, the kind is `device` and a name.
     """
     lines = []
     step_s = max((of["step"] for of in times.values() if "step" in of), default=0.0)
@@ -73,7 +76,7 @@ def slow(times: Mapping[int, Times]) -> list[str]:
 
 
 def _apart[K](known: Mapping[K, float], times: float, least: float) -> Iterator[tuple[K, float, float]]:
-    """Yields what takes longer than the median of all others, with both in ms."""
+    """Yields each key that takes longer than the median of the others, with its duration and that median in ms."""
     for key, seconds in known.items():
         others = [other for who, other in known.items() if who != key]
         if others:
@@ -83,7 +86,7 @@ def _apart[K](known: Mapping[K, float], times: float, least: float) -> Iterator[
 
 
 def timed_batches[B](watch: Watch, batches: Iterable[B]) -> Iterator[B]:
-    """Yields batches, and tells how long the process waited for each."""
+    """Yields batches, and reports to `watch` how long the process waited for each."""
     iterator = iter(batches)
     while True:
         began = time.perf_counter()
@@ -96,7 +99,7 @@ def timed_batches[B](watch: Watch, batches: Iterable[B]) -> Iterator[B]:
 
 
 class DeviceProbe:
-    """Times products of matrices on each local device. To be used while no step is under way."""
+    """Times matrix products on each local device. Use it only while no step is running."""
 
     def __init__(self) -> None:
         self._programs = {}
@@ -108,7 +111,7 @@ class DeviceProbe:
                 self._programs[f"device {device}"] = program, x
 
     def __call__(self, watch: Watch) -> None:
-        """Tells the least of several times of each device, which load from elsewhere disturbs least."""
+        """Reports the least of several durations of each device, the one least affected by other load."""
         for name, (program, x) in self._programs.items():
             seconds = []
             for _ in range(_TRIALS):

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint's model, and of a run."""
+"""Finds the tokenizer of a checkpoint's model, or of a run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ._train_flags import BYTE_TOKENS, TrainConfig
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Returns the tokenizer that `--tokenizer` names, a file or bytes."""
+    """Returns the tokenizer that `--tokenizer` names: a file, or bytes."""
     return BYTES if name == BYTE_TOKENS else load_tokenizer(name)
 
 
 def name_of_tokenizer(source: Path, origin: Origin) -> str | None:
-    """Returns how `--tokenizer` names the tokenizer of a checkpoint's model; `None` if the checkpoint holds it.
+    """Returns the value of `--tokenizer` for a checkpoint's model; `None` if the checkpoint holds the tokenizer.
 
     Args:
-        source: directory of a run, or of an import.
-        origin: of the checkpoint.
+        source: the directory of a run, or of an import.
+        origin: the origin of the checkpoint.
 
     Raises:
-        ValueError: if nothing says which it is, or it is not there.
+        ValueError: if the tokenizer is unknown, or its file does not exist.
     """
     if TOKENIZER_FILE in origin.files:
         return None
@@ -48,26 +48,26 @@ def stored_tokenizer(source: Path, origin: Origin) -> Tokenizer:
     """Returns the tokenizer of a checkpoint's model.
 
     Args:
-        source: directory of a run, or of an import.
-        origin: of the checkpoint.
+        source: the directory of a run, or of an import.
+        origin: the origin of the checkpoint.
 
     Raises:
-        ValueError: if nothing says which it is, or it cannot be read.
+        ValueError: if the tokenizer is unknown, or cannot be read.
     """
     name = name_of_tokenizer(source, origin)
     return _held(origin, str(source)) if name is None else named_tokenizer(name)
 
 
 def tokenizer_of(config: TrainConfig, *, resume: bool) -> Tokenizer:
-    """Returns the tokenizer of a run: the one that is named, that of the model that it starts from, or bytes.
+    """Returns the tokenizer of a run: the one that is named, the one of the model that it starts from, or bytes.
 
     Args:
-        config: of the run.
-        resume: it goes on; then its own checkpoints, if there are any, say which it is.
+        config: the configuration of the run.
+        resume: whether the run is resumed. Its own checkpoints, if there are any, then determine the tokenizer.
 
     Raises:
         FileNotFoundError: if there is neither a checkpoint of the run nor the one that it started from.
-        ValueError: if it cannot be read.
+        ValueError: if the tokenizer cannot be read.
     """
     if config.tokenizer is not None:
         return named_tokenizer(config.tokenizer)
@@ -90,13 +90,13 @@ def origin_of_start(source: str) -> Origin:
 
 
 def read_origin(checkpoints: Checkpoints, content: Mapping[str, Any]) -> Origin:
-    """Returns the origin of the step of a manifest, read in this process alone."""
+    """Returns the origin of the step of a manifest, which only this process reads."""
     step = content["step"]
     return Origin.of(content["extra"], checkpoints.files(step, together=False), f"the checkpoint of step {step}")
 
 
 def _held(origin: Origin, where: str) -> Tokenizer:
-    """Returns the tokenizer that a checkpoint holds; what its publisher ends texts with separates documents."""
+    """Returns the tokenizer that a checkpoint holds; the publisher's end-of-text token separates documents."""
     named = origin.config.get(END_TOKEN)
     end = next((token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)), None)
     return read_tokenizer(origin.files[TOKENIZER_FILE], where, end)
@@ -112,7 +112,7 @@ def own_origin(config: TrainConfig) -> Origin | None:
     for step in reversed(checkpoints.steps()):
         try:
             return read_origin(checkpoints, checkpoints.manifest(step))
-        except (ValueError, FileNotFoundError, KeyError) as error:  # passed over, as where the state is restored
+        except (ValueError, FileNotFoundError, KeyError) as error:  # skips the step, like restoring the state does
             failure = failure or error
     if failure is not None:
         raise failure

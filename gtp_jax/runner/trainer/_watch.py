@@ -1,4 +1,4 @@
-"""What looks after a process while it trains, and is told what the process does."""
+"""The interface of watches, which supervise a process while it trains and are notified of what it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._directory import RunDirectory
 from ._json_socket import Message
 from ._peers import Peers
 
-# What a process does. Each lasts until the next begins; `step` begins again after every step.
+# The activities of a process. Each lasts until the next one begins; `step` begins again after every step.
 Activity = Literal[
     "start",
     "check",
@@ -30,7 +30,7 @@ Activity = Literal[
 
 
 class Watch(abc.ABC):
-    """Looks after a process of a run. A context manager around everything that other processes take part in."""
+    """Watches a process of a run. A context manager around everything in which other processes take part."""
 
     @abc.abstractmethod
     def __enter__(self) -> Self: ...
@@ -40,85 +40,87 @@ class Watch(abc.ABC):
 
     @abc.abstractmethod
     def doing(self, activity: Activity, step: int = 0) -> None:
-        """Notes what the process does from now on.
+        """Records that the process begins an activity.
 
         Args:
-            activity: what begins.
-            step: updates made so far.
+            activity: the activity that begins.
+            step: the number of updates made so far.
         """
 
     @abc.abstractmethod
     def attend(self, peers: Peers, directory: RunDirectory) -> None:
-        """Is told when all processes have agreed, and where the run is.
+        """Is called when all processes have agreed, with the directory of the run.
 
         Args:
-            peers: the others.
-            directory: of the run.
+            peers: the connections to the other processes.
+            directory: the directory of the run.
         """
 
     @abc.abstractmethod
     def heard(self, process: int, message: Message | None) -> None:
-        """Is told what another process says; `None` when it is gone."""
+        """Is called with a message from another process; `None` if that process is gone."""
 
     @abc.abstractmethod
     def leave(self, reason: str, code: int) -> None:
-        """Is told that the process is about to end itself, from any thread.
+        """Is called, from any thread, when the process is about to exit.
 
         Args:
-            reason: in plain words.
-            code: exit status.
+            reason: the reason, in plain words.
+            code: the exit status.
         """
 
     @abc.abstractmethod
     def timed(self, what: str, seconds: float) -> None:
-        """Is told how long something took that waits for no peer, so that it tells a slow process from the others.
+        """Is called with the duration of something that waits for no peer, and so can identify a slow process.
 
         Args:
-            what: `input`, the wait for a batch; `dispatch`, the launch of a step; `device` and its name, a product.
-            seconds: that it took.
+            what: `input` for the wait for a batch; `dispatch` for the launch of a step; `device` and the device's name
+                for matrix products.
+            seconds: the duration in seconds.
         """
 
     @abc.abstractmethod
     def give_up(self, error: Exception, reason: str) -> NoReturn:
-        """Ends the process at once, because it cannot go on: a peer that hangs must not keep it.
+        """Ends a process that cannot continue, immediately, so that it does not wait for a peer that hangs.
 
         Args:
-            error: what was raised.
-            reason: the same in plain words.
+            error: the error that was raised.
+            reason: the reason, in plain words.
         """
         raise NotImplementedError
 
     @abc.abstractmethod
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
-        """Returns where the state is to be restored from, if there is something.
+        """Returns the checkpoints from which the state is to be restored, if they have one.
 
         Args:
-            checkpoints: of the run.
-            state_like: shapes and shardings of the state.
+            checkpoints: the checkpoints of the run.
+            state_like: the shapes and shardings of the state.
         """
 
     @abc.abstractmethod
     def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
-        """Is told after every step; the place for a snapshot.
+        """Is called after every step, and may take a snapshot.
 
         Args:
-            step: updates made so far.
-            state: the train state after them.
-            save: writes this state as step `step`, and returns whether it did: a step in flight may turn out not to
-                be finite, and another one gets its number.
+            step: the number of updates made so far.
+            state: the train state after these updates.
+            save: writes this state as step `step`, and returns whether it did. It does not if a step in flight turns
+                out not to be finite, because another step then gets the number.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Supervision:
-    """What a supervisor decides for a process that it has started.
+    """The decisions of a supervisor for a process that it has started.
 
     Attributes:
-        watch: tells the supervisor what the process does.
-        degrees: of the mesh, in place of those of the configuration; those of the healthy mesh if there are `faults`.
-        faults: devices that are lost, whose replicas go on at a lower degree.
-        rehearse: only compile the step, into the persistent compilation cache.
-        token: of the supervisor's lock on the directory of the run.
+        watch: the watch that reports to the supervisor what the process does.
+        degrees: the degrees of the mesh, which replace those of the configuration; with `faults`, the degrees of the
+            healthy mesh.
+        faults: the lost devices, whose replicas continue at a lower degree.
+        rehearse: whether to only compile the step, into the persistent compilation cache.
+        token: the token of the supervisor's lock on the directory of the run.
     """
 
     watch: Watch
@@ -129,7 +131,7 @@ class Supervision:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides what is computed, by name, JSON."""
+        """The decisions that determine what is computed, by name, as JSON values."""
         return {
             "degrees": dict(self.degrees),
             "lost devices": list(self.faults.failed_devices or ()),
