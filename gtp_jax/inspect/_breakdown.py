@@ -1,4 +1,4 @@
-"""Breaks down the time of a step: every moment belongs to one kind of work, to exposed communication, or to idling."""
+"""Breaks down the time of a step: each moment is one kind of work, exposed communication, or idle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Breakdown:
     """Sums over a trace, in microseconds.
 
     Attributes:
-        total_us: from the first kernel's start to the last one's end.
-        by_kind: how long each kind of compute ran, `EXPOSED` communication, and `IDLE`; adds up to the total.
-        communication_us: how long something was communicated, under compute or not.
-        exposed: the stretches of exposed communication, (start, end).
+        total_us: the time from the start of the first kernel to the end of the last one.
+        by_kind: the time of each kind of compute, of `EXPOSED` communication and of `IDLE`, which add up to the total.
+        communication_us: the time during which any communication ran, hidden under compute or not.
+        exposed: the intervals of exposed communication, as (start, end).
     """
 
     total_us: float
@@ -28,16 +28,16 @@ class Breakdown:
 
     @property
     def exposed_us(self) -> float:
-        """Communication with no compute beside it."""
+        """The time of communication during which no compute ran."""
         return self.by_kind.get(EXPOSED, 0.0)
 
     def share(self, kind: str) -> float:
-        """Returns its share of the total."""
+        """Returns the share of the total time that a kind takes."""
         return self.by_kind.get(kind, 0.0) / self.total_us if self.total_us else 0.0
 
 
 def breakdown(ops: Sequence[Op]) -> Breakdown:
-    """Adds up kernels; where several compute at once, the time is that of the one that began first."""
+    """Adds up the times of kernels. Time in which several compute kernels run counts for the one that started first."""
     points = sorted({t for op in ops for t in (op.start_us, op.end_us)})
     starts = sorted(ops, key=lambda op: op.start_us)
     by_kind = dict.fromkeys((*KINDS, EXPOSED, IDLE), 0.0)

@@ -1,4 +1,4 @@
-"""Explains what a recipe does to each weight of a model, so that nothing is left unquantized silently."""
+"""Explains what a recipe does to each weight of a model, so that no weight is silently left unquantized."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _PACKS = "packs segments that are runs; reads a mask and other segments as an ar
 
 @dataclasses.dataclass(frozen=True)
 class WireFact:
-    """How the weights of one module travel, and are multiplied.
+    """How the weights of one module are sent and multiplied.
 
     Attributes:
-        module: its path in the model.
-        shapes: logical shapes of its kernels, of one layer.
-        layers: how many layers it stands for.
-        first: the first of them.
-        wire: name of the format, or of the dtype.
-        bytes: of one layer's gathered weights on the wire, codes and scales of all shards together.
-        bytes_per_element: of that, for each logical element.
-        matmul: what the matmuls run in, and by which path.
-        forward: its operands, input times weight.
-        dgrad: likewise, gradient times weight.
-        wgrad: likewise, gradient times input.
-        reduction: how its gradient is summed over the gtp axis; empty where nothing shards it.
+        module: the path of the module in the model.
+        shapes: the logical shapes of the module's kernels in one layer.
+        layers: the number of layers that this describes.
+        first: the index of the first of these layers.
+        wire: the name of the wire format, or of the dtype if the weights are not quantized.
+        bytes: the bytes of one layer's gathered weights on the wire, codes and scales of all shards together.
+        bytes_per_element: the bytes on the wire per logical element.
+        matmul: the formats or the dtype of the matmuls, and the kind of matmul that computes them.
+        forward: the operands of input times weight; empty if matmul operands are not quantized.
+        dgrad: the operands of gradient times weight; empty likewise.
+        wgrad: the operands of gradient times input; empty likewise.
+        reduction: how the gradient is summed over the gtp axis; empty if the axis does not shard the weights.
     """
 
     module: str
@@ -63,9 +63,9 @@ class AttentionFact:
     """How the attention of one module is computed on the devices of the mesh in scope.
 
     Attributes:
-        module: its path in the model.
-        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with an array of scores of `(queries, keys)`.
-        reason: what cuDNN does not compute of it, or what it needs an array of that shape for.
+        module: the path of the module in the model.
+        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores.
+        reason: what cuDNN does not support, or which inputs it reads as an array of that shape.
     """
 
     module: str
@@ -75,14 +75,14 @@ class AttentionFact:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsFact:
-    """How the experts of one `MoE` are chosen, and where they are on the mesh in scope.
+    """How one `MoE` chooses its experts, and where they are on the mesh in scope.
 
     Attributes:
-        module: its path in the model.
-        experts: how many, and how many of them a token takes.
-        router: its score, and what differs from the usual.
-        training: what keeps the load even, and logits small.
-        where: how a rank comes to the experts of its tokens.
+        module: the path of the module in the model.
+        experts: the number of experts per token, the number of experts, and whether there is a shared one.
+        router: the router's score function, and the settings that differ from the default.
+        training: what keeps the load balanced and the logits small.
+        where: how a rank reaches the experts of its tokens: by sending tokens or by gathering weights.
     """
 
     module: str
@@ -94,17 +94,17 @@ class ExpertsFact:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A line a module, as tables when printed: the wire, the matmuls where their operands are quantized, and attention.
+    """What a recipe does to the modules of a model. Prints as tables with one line per module.
 
     Attributes:
-        facts: of each module whose weights are gathered.
-        attentions: of each `Attention` and `CrossAttention`.
-        experts: of each `MoE`.
-        untouched: paths of all other parameters, which no recipe touches: norms, biases, routers, and modules that are
-            not gtp_jax's.
-        units: of each module whose weights `gtp_jax.shard` has sharded.
-        calls: of each call of such a module, in the call that was explained.
-        weights: of each weight that `gtp_jax.shard` has sharded, if the recipe quantizes any.
+        facts: one fact for each module whose weights are gathered, and each run of layers treated the same way.
+        attentions: one fact for each `Attention` and `CrossAttention`.
+        experts: one fact for each `MoE`.
+        untouched: the paths of all other parameters, which no recipe touches: norms, biases, routers, and parameters
+            of modules that are not gtp_jax's.
+        units: one fact for each module whose weights `gtp_jax.shard` has sharded.
+        calls: each call of such a module within the call that was explained.
+        weights: one fact for each weight that `gtp_jax.shard` has sharded; empty if the recipe quantizes none.
     """
 
     facts: tuple[WireFact, ...]
@@ -117,13 +117,13 @@ class Explanation:
 
     @property
     def unmultiplied(self) -> tuple[str, ...]:
-        """Returns the sharded weights whose products the recipe computes in a format, but of which the call that was
-        explained has none."""
+        """Returns the sharded weights that the recipe would multiply in its format, but that no such product of the
+        explained call uses."""
         found = {name for call in self.calls for name in call.multiplied}
         return tuple(w.weight for w in self.weights if self.calls and w.multiplied and w.weight not in found)
 
     def __str__(self) -> str:
-        header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
+        header = ("module", "layers", "kernels", "wire", "per layer", "B/element", "matmul", "gradient")
         rows = [
             (
                 fact.module,
@@ -153,15 +153,15 @@ class Explanation:
             parts.append(columns(header, rows, right=(2, 3, 4)))
         if self.weights:
             rows = [
-                (w.weight, "x".join(map(str, w.shape)), w.wire or "as it is used", quantity(w.bytes, "B"), w.reason)
+                (w.weight, "x".join(map(str, w.shape)), w.wire or "its compute dtype", quantity(w.bytes, "B"), w.reason)
                 for w in self.weights
             ]
-            parts.append(columns(("weight", "shape", "wire", "a gather", "why"), rows, right=(3,)))
+            parts.append(columns(("weight", "shape", "wire", "per gather", "why"), rows, right=(3,)))
         if self.calls:
             rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
             parts.append(columns(("call of", "gathered", "why"), rows))
         if self.unmultiplied:
-            parts.append(f"in no product that could be computed in the recipe's format: {', '.join(self.unmultiplied)}")
+            parts.append(f"used in no product that the recipe's format supports: {', '.join(self.unmultiplied)}")
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
             parts.append(columns(("module", "attention", "why"), rows))
@@ -186,26 +186,26 @@ def explain(
     call: Callable[[Any], Any] | None = None,
     path: str | None = None,
 ) -> Explanation | Lives:
-    """Says of each weight of a model what a recipe does with it, also of those that none touches.
+    """Reports what a recipe does with each weight of a model, including the weights that no recipe touches.
 
     Args:
-        model: may be abstract.
-        recipe: such as `gtp_jax.NVFP4()`.
-        call: a function of the model, such as `lambda model: model(tokens)`. It is traced, and not computed, to say of
-            each call of a module that `gtp_jax.shard` has sharded whether its weights are gathered ahead of it.
-        path: of one module, or the end of its path, such as `"layers.mlp.up"`. The life of its weights in a step is
-            told instead: state by state, with the functions called.
+        model: the model, which may be abstract.
+        recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.BF16()` by default.
+        call: a function of the model, such as `lambda model: model(tokens)`. It is traced but not run, and the report
+            then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched.
+        path: the path of one module, or the end of it, such as `"layers.mlp.up"`. If given, the life of the module's
+            weights in a step is returned instead: each state, and the function that makes it.
 
     Raises:
-        TypeError: if `recipe` is something else, or `model` no NNX module.
-        ValueError: if shards cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
-            what the model does not have, the model has nothing to quantize, or `path` is not that of one module whose
-            weights are gathered.
+        TypeError: if `recipe` is not a recipe, or `model` is not an NNX module.
+        ValueError: if shards split the format's blocks or have rows shorter than a block, if the recipe names
+            something that the model does not have, if the model has nothing to quantize, or if `path` does not name
+            exactly one module whose weights are gathered.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"`model` is a {type(model).__name__}; it must be an `nnx.Module`. A layer in Linen "
+            f"`model` is a {type(model).__name__}; it must be an `nnx.Module`. A Linen layer "
             "follows the recipe in scope; see `gtp_jax.use_recipe`."
         )
     recipe = BF16() if recipe is None else recipe
@@ -247,15 +247,15 @@ def _experts(path: ModulePath, moe: MoE) -> ExpertsFact:
     router = [routing.score]
     if routing.num_groups > 1:
         router.append(f"{routing.top_groups} of {routing.num_groups} groups")
-    router += [] if routing.normalize else ["shares not normalized"]
-    router += [] if routing.scale == 1 else [f"shares times {routing.scale:g}"]
+    router += [] if routing.normalize else ["weights not normalized"]
+    router += [] if routing.scale == 1 else [f"weights times {routing.scale:g}"]
     router += [f"jitter {routing.jitter:g}"] if routing.jitter else []
-    training = [f"loss of a {routing.aux_loss}, {moe.aux_loss_coeff:g}"] if moe.aux_loss_coeff else []
-    training += [f"biases, {routing.bias_rate:g} a step"] if routing.bias_rate else []
+    training = [f"loss per {routing.aux_loss}, {moe.aux_loss_coeff:g}"] if moe.aux_loss_coeff else []
+    training += [f"biases, {routing.bias_rate:g} per step"] if routing.bias_rate else []
     training += [f"z loss, {routing.z_loss_coeff:g}"] if routing.z_loss_coeff else []
     if axis is not None and (ranks := degree(axis)) > 1:
         transport = choose_transport(axis, moe.transport)
-        where = f"sending tokens over {axis} {ranks} ({transport}), {moe.up.own_experts} experts a rank"
+        where = f"sending tokens over {axis} {ranks} ({transport}), {moe.up.own_experts} experts per rank"
     else:
         where = "gathering their weights"
     shared = " and a shared one" if moe.shared is not None else ""
@@ -290,9 +290,9 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
     if group.array is not None:
         return f"{group.dtype.name}, as no recipe quantizes arrays of any shape"
     if operands is None:
-        return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
+        return group.dtype.name if group.wire is None else f"{group.dtype.name}, on dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
-    formats, values = ", gradients ".join(names), f"{group.dtype.name} of their values"
+    formats, values = ", gradients ".join(names), f"{group.dtype.name} on dequantized values"
     if grouped and operands.weight.block is None and _multiplies_codes(group):
         return f"{formats}: grouped"
     if grouped:
@@ -303,7 +303,7 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
 
 
 def _multiplies_codes(group: WeightGroup) -> bool:
-    """Returns whether experts multiply FP8 codes as they are."""
+    """Returns whether the matmul of the experts takes FP8 codes directly."""
     rows, first = sum(use_rows(group.layouts)), group.layouts[0]
     shards = group.ranks if in_order(group.layouts) else 1
     shape = shards, first.matrices, rows // shards, first.matrix_of(first.use_shape)[1]
@@ -311,7 +311,8 @@ def _multiplies_codes(group: WeightGroup) -> bool:
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
-    """Returns which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
+    """Returns which products `scaled_matmul` computes on hardware that supports it. It needs a contraction in whole
+    blocks."""
     first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
@@ -320,8 +321,8 @@ def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
         "dgrad": (sum(group.rows_in_blocks), operands.gradient.block[1]),
     }
     ragged = [f"{name} along {length}" for name, (length, block) in lengths.items() if length % block]
-    # tokens that are transformed come in whole runs; of others explain cannot know how many there are
-    ragged += [] if operands.hadamard else ["wgrad of tokens that fill no blocks"]
+    # Hadamard transforms take tokens in whole runs; without them, the number of tokens is unknown here
+    ragged += [] if operands.hadamard else ["wgrad where tokens fill no whole blocks"]
     return "scaled_matmul" + (f", but {', '.join(ragged)}: {values}" if ragged else "")
 
 

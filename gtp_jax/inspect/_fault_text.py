@@ -1,4 +1,4 @@
-"""A plan after failures as tables."""
+"""Formats a plan after failures as tables."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _SHOWN = 6
 
 
 def fault_text(report: FaultReport, chip: str = "h200") -> str:
-    """Returns who goes on, what moves, how long and how much memory it takes, and how fast it is at best.
+    """Returns tables of the replicas that continue, the bytes they move, times, memory use and the best throughput.
 
     Args:
-        report: of the plan.
-        chip: whose rates set the times.
+        report: the report of the plan.
+        chip: the chip whose rates set the times.
     """
     plan = report.plan
     parts = [_replicas(report), _transfers(report), _times(report, chip), _memory(report), _owners(report)]
     named = {tp: names for tp, names in report.whole.items() if names}
     for tp, names in sorted(named.items(), reverse=True):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        parts.append(f"tp {tp} divides no dimension of {', '.join(names[:_SHOWN])}{more}: whole on every rank of tp.")
+        parts.append(f"tp {tp} divides no dimension of {', '.join(names[:_SHOWN])}{more}: whole on every tp rank.")
     rows = [
         ("this plan", _percent(plan.throughput)),
-        ("leave hurt replicas out", _percent(plan.throughput_if_dropped)),
-        ("everyone at the lowest degree", _percent(plan.throughput_if_lowered)),
+        ("leave out hurt replicas", _percent(plan.throughput_if_dropped)),
+        ("all replicas at the lowest degree", _percent(plan.throughput_if_lowered)),
         ("devices that compute", _percent(Fraction(len(plan.active), plan.slots))),
     ]
-    header = ("throughput, of the healthy run's, if all time is spent computing", "")
+    header = ("throughput, relative to the healthy run, if all time is spent computing", "")
     return "\n\n".join([*parts, columns(header, rows, right=(1,))])
 
 
@@ -44,7 +44,7 @@ def _replicas(report: FaultReport) -> str:
         out = [[slot for slot in slots if slot in own] for slots in (plan.idle, plan.failed)]
         rows.append((replica.number, replica.tp, replica.batch, *map(_slots, (*lists, *out))))
     left_out = sorted(set(range(plan.dp)) - {replica.number for replica in plan.replicas})
-    text = columns(("replica", "tp", "sequences", "devices", "of them core", "idle", "failed"), rows, right=(1, 2))
+    text = columns(("replica", "tp", "sequences", "devices", "core devices", "idle", "failed"), rows, right=(1, 2))
     return text + (f"\nleft out: replicas {_slots(left_out)}" if left_out else "")
 
 
@@ -68,11 +68,11 @@ def _times(report: FaultReport, chip: str) -> str:
         "unfold": "weights, unfolded",
         "fold": "gradients, folded",
         "reduction": "gradients, summed over replicas",
-        "copies": "copies within a device, ahead of and behind these",
+        "copies": "copies within a device, before and after these",
     }
     rows = [(text, quantity(sizes[name], "B"), f"{1000 * seconds[name]:.1f} ms") for name, text in names.items()]
-    header = (f"a step transfers, one after the other, on {chip}", "bytes", "predicted")
-    return columns(header, [*rows, ("in all", "", f"{1000 * sum(seconds.values()):.1f} ms")], right=(1, 2))
+    header = (f"transfers of a step, one after another, on {chip}", "bytes", "predicted")
+    return columns(header, [*rows, ("in total", "", f"{1000 * sum(seconds.values()):.1f} ms")], right=(1, 2))
 
 
 def _memory(report: FaultReport) -> str:
@@ -85,7 +85,7 @@ def _memory(report: FaultReport) -> str:
         for use, some in alike.items():
             sizes = (use.masters, use.weights, use.gradients, use.transfer, use.activations, use.total)
             rows.append((_slots(some), *(quantity(n, "B") for n in sizes)))
-    header = ("memory of devices", "masters, AdamW", "weights", "gradients", "transfer", "activations", "in all")
+    header = ("memory of devices", "masters, AdamW", "weights", "gradients", "transfer", "activations", "in total")
     return columns(header, rows, right=range(1, 7))
 
 
@@ -100,7 +100,7 @@ def _runs(owners: tuple[int, ...]) -> str:
 
 
 def _slots(slots: list[int]) -> str:
-    """Returns numbers, runs of them as `3-7`."""
+    """Returns numbers as text; runs are written as `3-7`."""
     runs: list[list[int]] = []
     for slot in slots:
         if runs and slot == runs[-1][-1] + 1:

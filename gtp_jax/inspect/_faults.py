@@ -1,4 +1,4 @@
-"""What a plan after failures costs: owners, bytes, memory and throughput, from shapes alone, without any device."""
+"""Computes the cost of a plan after failures from shapes alone, without devices: owners, bytes, memory, throughput."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ _GB = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultOptions:
-    """What to plan. The help of each field is what `gtp-jax plan-faults --help` shows.
+    """The options of a plan after failures. `gtp-jax plan-faults --help` shows the help of each field.
 
     Raises:
         ValueError: if a value is out of range.
     """
 
     preset: str = knob("8b", "model", f"one of {', '.join(PRESETS)}", kind=str)
-    dp: int = knob(2, "mesh", "replicas of the healthy run", metavar="N")
-    gtp: int = knob(1, "mesh", "shards of a weight", metavar="N")
+    dp: int = knob(2, "mesh", "number of replicas of the healthy run", metavar="N")
+    gtp: int = knob(1, "mesh", "shards per weight", metavar="N")
     tp: int = knob(4, "mesh", "tensor-parallel degree of a healthy replica", metavar="N")
     shard_optimizer: bool = knob(
-        True, "mesh", "divide master weights and optimizer state over replicas too (ZeRO)", kind=bool
+        True, "mesh", "also divide master weights and optimizer state over replicas (ZeRO)", kind=bool
     )
     faults: Faults = piece(Faults)
-    batch: int = knob(64, "training", "sequences of a step, over all replicas", metavar="N")
-    microbatches: int = knob(1, "training", "parts of each replica's sequences", metavar="N")
+    batch: int = knob(64, "training", "sequences per step, over all replicas", metavar="N")
+    microbatches: int = knob(1, "training", "microbatches per step of each replica", metavar="N")
     grad_reduce: GradReduce = knob(
-        "float32", "training", "as in training: what gradients travel in", kind=str, choices=GRAD_REDUCE
+        "float32", "training", "what gradients are sent in, as in training", kind=str, choices=GRAD_REDUCE
     )
-    chip: str = knob("h200", "speed", f"whose links set the time of transfers: {', '.join(CHIPS)}", kind=str)
+    chip: str = knob("h200", "speed", f"chip whose links set the transfer times: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(
-        None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
+        None, "memory", "refuse a plan that needs more memory than this per device", kind=float, above=0, metavar="GB"
     )
     activations: float = knob(
         0.0,
         "memory",
-        "what else a device of the healthy run needs for its sequences, see `gtp-jax inspect`",
+        "other memory that a device of the healthy run needs for its sequences; see `gtp-jax inspect`",
         kind=float,
         metavar="GB",
     )
@@ -82,7 +82,7 @@ class FaultOptions:
         """Returns the plan.
 
         Raises:
-            ValueError: as `plan_faults`.
+            ValueError: on options that `plan_faults` refuses.
         """
         sizes = {"batch": self.batch, "microbatches": self.microbatches}
         return self.faults.plan(dp=self.dp, gtp=self.gtp, tp=self.tp, **sizes)
@@ -90,14 +90,16 @@ class FaultOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Bytes on one device.
+    """The bytes of memory that one device needs.
 
     Attributes:
-        masters: what it stores of parameters and optimizer state; 0 outside of the core.
-        weights: parameters in its replica's layout, in the dtypes in which they travel; none that the core stores so.
-        gradients: in its replica's layout.
-        transfer: buffers, and gradients in the core's layout, or parameters gathered over replicas: the larger.
-        activations: what else it needs for its sequences, scaled from the healthy run's.
+        masters: the parameters and the optimizer state that the device stores; 0 outside the core.
+        weights: the parameters in the replica's layout, in the dtypes in which they are sent, without those that the
+            core already stores in this form.
+        gradients: the gradients in the replica's layout.
+        transfer: the send and receive buffers, and on the core the larger of two: gradients in the core's layout, or
+            parameters gathered over replicas.
+        activations: other memory that the device's sequences need, scaled from that of the healthy run.
     """
 
     masters: int
@@ -108,23 +110,23 @@ class Use:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, which is taken to be the sum."""
+        """The bytes at the peak, which is assumed to be the sum."""
         return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class FaultReport:
-    """What a plan costs.
+    """The cost of a plan.
 
     Attributes:
-        plan: itself.
-        unfold: for each replica, what moves so that it has its weights.
-        fold: for each replica, what moves so that the core has its gradients.
-        memory: for each replica, of its devices, row by row.
-        owners: for each weight that tp divides, units each rank owns, by degree.
-        transferred: bytes of a step that travel one after another, over all parts of it.
-        whole: weights that some replica stores whole on every rank of tp, as its degree divides none of their
-            dimensions, by degree.
+        plan: the plan.
+        unfold: for each replica, the moves that bring it its weights.
+        fold: for each replica, the moves that bring its gradients to the core.
+        memory: for each replica, the memory that each of its devices needs, row by row.
+        owners: for each weight that tp divides, the number of units that each rank owns, by tp degree.
+        transferred: the bytes that the busiest device transfers in each part of a step, one after another.
+        whole: for each tp degree, the weights that its replicas store whole on every tp rank, because the degree
+            divides none of their dimensions.
     """
 
     plan: FaultPlan
@@ -137,10 +139,10 @@ class FaultReport:
 
 
 def inspect_faults(options: FaultOptions) -> FaultReport:
-    """Plans a run after failures, and counts what it costs, from shapes alone.
+    """Plans a run after failures, and computes the cost of the plan from shapes alone.
 
     Raises:
-        ValueError: if the plan cannot work, or a device needs more memory than there is.
+        ValueError: if the plan cannot work, or a device needs more memory than `options.memory` allows.
     """
     plan = options.plan()
     config = dataclasses.replace(preset_of(options.preset), grad_reduce=options.grad_reduce)
@@ -161,7 +163,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         fold.append(plan_fold(replica, gradients))
         share = Fraction(replica.batch, replica.tp) / Fraction(plan.batch, plan.dp * plan.tp)
         stored = leaf_specs(core, params, model_def)
-        # several microbatches are added up in the dtype of the parameters
+        # gradients of several microbatches are accumulated in the dtype of the parameters
         leaves = stored, weights, stored if plan.microbatches > 1 else gradients
         transfers = unfold[-1], fold[-1]
         activations = int(options.activations * _GB * share)
@@ -184,7 +186,7 @@ def _abstract(sizes: dict[Any, int]) -> AbstractMesh:
 
 
 def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> int:
-    """Returns the bytes of parameters and AdamW's state that each device of the core stores."""
+    """Returns the bytes of parameters and of AdamW's state that each device of the core stores."""
     optimizer = optax.adamw(1e-3)
     specs = state_specs(core, optimizer, params)
     arrays = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
@@ -215,7 +217,7 @@ def _memory(
         for some in (sent_back, sent)
     )
     divided = any(without_replicas(leaf.core) != leaf.core for leaf in stored)
-    buffers = 2 * max(moves.bytes_in_turn for moves in transfers)  # what is sent and what is received
+    buffers = 2 * max(moves.bytes_in_turn for moves in transfers)  # one to send, one to receive
     stores = {slot for row in replica.core for slot in row}
     found = []
     for number, slot in enumerate(slot for row in replica.slots for slot in row):
@@ -266,7 +268,7 @@ def _check_memory(report: FaultReport, limit_gb: float | None) -> None:
     most, slot = max(uses)
     if limit_gb is not None and most > limit_gb * _GB:
         raise ValueError(
-            f"the plan needs {quantity(most, 'B')} on the device of slot {slot}, and `memory` is {limit_gb:g} GB. Let "
-            "gtp shard weights further, divide optimizer state over replicas, choose another `core_tp`, or leave out "
-            "replicas of a low degree with `min_tp`."
+            f"the plan needs {quantity(most, 'B')} on the device of slot {slot}, but `memory` is {limit_gb:g} GB. "
+            "Increase `gtp`, divide optimizer state over replicas, choose another `core_tp`, or leave out replicas of "
+            "a low degree with `min_tp`."
         )

@@ -1,6 +1,6 @@
 """Inspects what a training step of a preset costs on a mesh, without allocating the model.
 
-The step is compiled from shapes alone, for virtual CPU devices or for GPUs that are not there.
+The step is compiled from shapes alone, for virtual CPU devices or for GPUs that this machine need not have.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MAX_GRAD_NORM = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """What to inspect. The help of each field is what `gtp-jax inspect --help` shows.
+    """The options of an inspection. `gtp-jax inspect --help` shows the help of each field.
 
     Raises:
         ValueError: if a value is out of range.
     """
 
     preset: str = knob("tiny", "model", f"one of {', '.join(PRESETS)}", kind=str)
-    seq: int = knob(2048, "model", "tokens of a sequence")
-    batch: int | None = knob(None, "model", "sequences of a step (default: one a rank and microbatch)")
+    seq: int = knob(2048, "model", "tokens per sequence")
+    batch: int | None = knob(None, "model", "sequences per step (default: one per rank and microbatch)")
     parallelism: Parallelism = piece(Parallelism)
     sizes: ModelSizes = piece(ModelSizes)
     experts: ExpertOptions = piece(ExpertOptions)
@@ -48,37 +48,38 @@ class InspectOptions:
     target: str | None = knob(
         None,
         "target",
-        "compile for GPUs that are not there, e.g. h200:8 (default: virtual CPU devices)",
+        "compile for GPUs that need not be present, e.g. h200:8 (default: virtual CPU devices)",
         kind=str,
         metavar="CHIP:DEVICES",
     )
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        self.model  # noqa: B018  checks that sizes and experts fit one another
+        self.model  # noqa: B018  checks that sizes and experts fit together
 
     @property
     def model(self) -> ModelConfig:
-        """The model of the preset, with the sizes and experts that differ."""
+        """The configuration of the preset, with the sizes and experts that the options change."""
         return self.sizes.of(preset_of(self.preset), self.preset, self.experts)
 
     @property
     def title(self) -> str:
-        """What the model is called in headings."""
+        """The name of the model in headings."""
         return " ".join([self.preset, *self.sizes.flags])
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """How one weight lies on the mesh.
+    """How one weight is stored on the mesh.
 
     Attributes:
-        path: in the model.
-        logical_shape: of the stored array.
-        dtype: of the stored array.
-        partition: mesh axes that shard each dimension.
-        bytes_per_device: of the largest shard.
-        note: what stays whole, and what is padded in use; empty if nothing is.
+        path: the path of the weight in the model.
+        logical_shape: the shape of the stored array.
+        dtype: the dtype of the stored array.
+        partition: the mesh axes that shard each dimension.
+        bytes_per_device: the bytes of the largest shard.
+        note: which axes store the weight whole, how it is padded in use, and what its output costs outside a chain;
+            empty if none of these applies.
     """
 
     path: str
@@ -91,22 +92,22 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What an inspection found.
+    """The result of an inspection.
 
     Attributes:
-        options: what was inspected.
-        degrees: of the mesh's axes.
-        batch: sequences of a step.
-        param_count: parameters of the model.
-        parameters: how each lies on the mesh.
-        wire: how each travels.
-        exchanges: how tokens travel to experts of other ranks.
-        memory: bytes a device.
-        collectives: of the compiled step.
-        flops: operations of a step over all devices, recomputation not counted.
-        order: of launches, for a target.
-        timeline: its modelled times.
-        compile_s: seconds it took to compile.
+        options: the options of the inspection.
+        degrees: the sizes of the mesh axes.
+        batch: the number of sequences per step.
+        param_count: the number of parameters of the model.
+        parameters: how each parameter is stored on the mesh.
+        wire: how each weight is sent.
+        exchanges: how tokens are sent to experts on other ranks.
+        memory: the memory of the compiled step, in bytes per device.
+        collectives: the collectives of the compiled step.
+        flops: the floating-point operations of a step over all devices, without recomputation.
+        order: the order of launches; `None` without a target.
+        timeline: the modelled times of the launches; `None` without a target.
+        compile_s: the compile time in seconds.
     """
 
     options: InspectOptions
@@ -128,7 +129,7 @@ def inspect(options: InspectOptions) -> Inspection:
     """Compiles the step from shapes and reads the result.
 
     Raises:
-        ValueError: if degrees, heads, sequence or batch do not fit one another, before anything is compiled.
+        ValueError: if degrees, heads, sequence length and batch do not fit together; raised before compilation.
         ModuleNotFoundError: if a target needs packages that are not installed.
     """
     target = None if options.target is None else hlo.parse_target(options.target)
@@ -139,11 +140,11 @@ def inspect(options: InspectOptions) -> Inspection:
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
     batch = options.batch or ranks * execution.microbatches
     execution.check_batch(batch, degrees)
-    # also for a target: compiling needs no GPU, and takes none
+    # for a target too: compiling needs no GPU, and should not occupy one
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=hlo.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    # the mesh also decides for what platform's compiler the step has options
+    # the step chooses its compile options by the platform of this mesh
     with jax.set_mesh(mesh), use_roles(options.parallelism.roles):
         step = train_step(
             family_of(config).loss,
@@ -191,16 +192,16 @@ def inspect(options: InspectOptions) -> Inspection:
 
 
 def _cpu_devices(count: int) -> list[Any]:
-    """Returns as many virtual CPU devices as asked for.
+    """Returns `count` virtual CPU devices.
 
     Raises:
-        ValueError: if jax has been used before with fewer; their number is fixed at first use.
+        ValueError: if JAX is already in use with fewer devices; their number is fixed at first use.
     """
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
     except RuntimeError:
-        pass  # jax has its devices already; there may be enough
+        pass  # JAX has already created its devices; there may be enough
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ValueError(
@@ -233,7 +234,7 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
 
 
 def _note(layout: Layout, degrees: dict[str, int]) -> str:
-    """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
+    """Returns which axes store a weight whole, how it is padded in use, and what its output costs outside a chain."""
     notes = []
     split = layout.split
     sharded = (*layout.axes, *layout.experts.axes)
@@ -247,7 +248,7 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     if layout.takes_part and split is not None:
         counts = ", ".join(map(str, split.counts))
         notes.append(f"{split.axis} ranks use {counts} of {split.size}, padded by {split.padding:.1%}")
-        if layout.split_dim == layout.rows == 1 and len(layout.shape) == 2:  # of a `Dense`: no table, no experts
+        if layout.split_dim == layout.rows == 1 and len(layout.shape) == 2:  # a `Dense`, not a table or experts
             moved = split.size - max(split.counts)
-            notes.append(f"outside a chain its output is gathered over {split.axis}, {moved} features a token")
+            notes.append(f"outside a chain, {moved} features per token of its output are gathered over {split.axis}")
     return "; ".join(notes)

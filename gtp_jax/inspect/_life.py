@@ -1,4 +1,4 @@
-"""Tells the life of one weight in a step: each state, what a rank has in it, and the function that makes it."""
+"""Describes the life of one weight in a step: each state, what a rank holds, and the function that makes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class LifeState:
     """One state of a weight.
 
     Attributes:
-        state: its name in `[Note: life of a weight]`.
-        when: how often it is made.
-        what: what a rank has then, in words.
-        function: the function that makes it, `module.name`; empty where nothing is done.
+        state: the name of the state in `[Note: life of a weight]`.
+        when: how often the state is made.
+        what: what a rank holds in this state, in words.
+        function: the function that makes the state, as `module.name`; empty if nothing is done.
     """
 
     state: str
@@ -33,12 +33,12 @@ class LifeState:
 
 @dataclasses.dataclass(frozen=True)
 class WeightLife:
-    """The life of one module's kernels in a step, a table when printed.
+    """The life of one module's kernels in a step. Prints as a table.
 
     Attributes:
         module: the path of the module in the model.
-        layers: the layers of the stack about which this is true, `(first, last)`; `None` outside a stack.
-        states: in the order of a step.
+        layers: the layers of the stack that this describes, `(first, last)`; `None` outside a stack.
+        states: the states, in the order of a step.
     """
 
     module: str
@@ -48,12 +48,12 @@ class WeightLife:
     def __str__(self) -> str:
         where = "" if self.layers is None else f", layers {self.layers[0]} to {self.layers[1]}"
         rows = [dataclasses.astuple(state) for state in self.states]
-        return f"{self.module}{where}\n" + columns(("state", "made", "what a rank has", "by"), rows)
+        return f"{self.module}{where}\n" + columns(("state", "made", "what a rank holds", "by"), rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lives:
-    """What `explain` returns about one weight: a life for each stretch of layers about which a recipe says the same."""
+    """What `explain` returns about one module: a life for each run of layers that the recipe treats the same way."""
 
     lives: tuple[WeightLife, ...]
 
@@ -67,16 +67,16 @@ def lives_of(
     """Returns the lives of the weights of the module whose path is, or ends in, `path`.
 
     Raises:
-        ValueError: if it is not one module, or owns no weights that travel; naming those that do.
+        ValueError: if `path` does not name exactly one module with gathered weights; the message lists the nearest.
     """
     names = {".".join(map(str, at)): at for at in owners}
     found = [name for name in names if name == path] or [name for name in names if name.endswith(f".{path}")]
     if len(found) != 1:
         near = found or difflib.get_close_matches(path, names, n=3, cutoff=0.0)
         raise ValueError(
-            f"`path` is {path!r}; {'several modules there have' if found else 'no module there has'} weights that "
+            f"`path` is {path!r}, which names {'several modules' if found else 'no module'} with weights that "
             f"gtp_jax gathers for its layers. Name one: {', '.join(map(repr, near)) or 'this model has none'}. Without "
-            "`path`, `explain` lists all modules, those that `gtp_jax.shard` has sharded too."
+            "`path`, `explain` lists all modules, including those that `gtp_jax.shard` has sharded."
         )
     (module,) = found
     own = [(layers, group) for (at, layers), group in groups.items() if at == names[module]]
@@ -95,23 +95,23 @@ def _stored(group: WeightGroup) -> LifeState:
     dtype = group.wire.name if group.frozen and group.wire is not None else dtype
     parts = ", ".join(f"{dtype} {_shape(one.stored_shape)} of {_shape(one.shape)}" for one in group.layouts)
     spec = group.layouts[0].spec
-    frozen = "frozen: no master, no gradient; " if group.frozen else ""
+    frozen = "frozen: no master copy, no gradient; " if group.frozen else ""
     return LifeState("stored", "between steps", f"{frozen}{parts}, {_spec(spec)}", "")
 
 
 def _prepared(group: WeightGroup) -> LifeState:
     first, when = group.layouts[0], "once per step"
     if group.frozen:
-        return LifeState("prepared", when, "nothing to do: it is stored as it travels", "")
+        return LifeState("prepared", when, "nothing to do: it is stored as it is sent", "")
     over = f" joined over {_axes(first.optimizer.axes)}" if group.divided else ""
     if isinstance(group.wire, Format):
         fit = not isinstance(group.wire, Format) or weights.shards_fit([group.layouts], group.wire)
-        whole = "" if fit else ", quantized whole, as shards would cut its blocks"
+        whole = "" if fit else ", quantized whole because shards would split its blocks"
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
         return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
     if group.wire is not None:
         made = f"{type(group.wire).__name__}.wire"
-        return LifeState("prepared", when, f"{group.wire.name}, a format of your own{over}", made)
+        return LifeState("prepared", when, f"{group.wire.name}, a custom format{over}", made)
     if group.divided:
         return LifeState("prepared", when, f"{group.dtype.name} shards{over}", _name(weights.prepare))
     return LifeState("prepared", when, "nothing to do", "")
@@ -155,7 +155,7 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
     if group.frozen:
         return []
     backward, first = each.replace("pass", "backward"), group.layouts[0]
-    slot = f"{group.summed.slot.name}, of the fused weight, each rank's own"
+    slot = f"{group.summed.slot.name}, of the fused weight, not yet summed over ranks"
     sums = []
     if group.ranks > 1 and group.exchanged is not None:
         sums.append(f"all-to-all over {_axes(first.axes)} in {group.exchanged.name}, summed in float32")
@@ -165,7 +165,7 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
         sums.append(f"reduce-scatter over {_axes(first.optimizer.axes)} in {group.stored_sums.name}")
     reduced = f"this rank's part of the sum: {'; then '.join(sums)}" if sums else "nothing to do"
     dtypes = ", ".join(dict.fromkeys(dtype.name for dtype in group.param_dtypes))
-    stored = f"{dtypes}, in the shapes that are stored"
+    stored = f"{dtypes}, in the stored shapes"
     return [
         LifeState("gradient", backward, slot, "the layer's backward"),
         LifeState("reduced", backward, reduced, _name(weights.reduce_gradients)),

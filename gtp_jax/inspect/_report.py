@@ -1,4 +1,4 @@
-"""An inspection as text and as JSON."""
+"""Formats an inspection as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._timeline import seconds
 
 
 def as_text(inspection: Inspection) -> str:
-    """Sections of tables, for people."""
+    """Returns the inspection as readable text: sections of tables."""
     sections = [
         _heading(inspection),
         _parameters(inspection),
-        f"how weights travel, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
+        f"how weights are sent, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
         *([_exchanges(inspection)] if inspection.exchanges else []),
         inspection.memory.table() + _capacity(inspection),
         "collectives of one step\n\n" + hlo.table(inspection.collectives),
@@ -30,7 +30,7 @@ def as_text(inspection: Inspection) -> str:
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Returns everything that the text shows, as plain values."""
+    """Returns everything that the text shows, as values that JSON can hold."""
     result: dict[str, Any] = {
         "options": settings_of(inspection.options),
         "mesh": inspection.degrees,
@@ -62,8 +62,8 @@ def _heading(inspection: Inspection) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
     return (
         f"{o.title}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
-        f"a step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
-        f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} a device; "
+        f"one step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
+        f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} per device; "
         f"compiled in {inspection.compile_s:.1f} s"
     )
 
@@ -74,7 +74,7 @@ def _parameters(inspection: Inspection) -> str:
         axes = (a if isinstance(a, str) else "-" if a is None else "*".join(a) for a in p.partition)
         size = quantity(p.bytes_per_device, "B")
         rows.append((p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), size, p.note))
-    table = columns(("parameter", "dtype", "shape", "sharded over", "a device", "in use"), rows, right=(4,))
+    table = columns(("parameter", "dtype", "shape", "sharded over", "per device", "in use"), rows, right=(4,))
     return f"{table}\n\nwithin a chain nothing moves between column- and row-parallel layers: ranks own the same units"
 
 
@@ -84,11 +84,11 @@ def _capacity(inspection: Inspection) -> str:
     chip = hlo.parse_target(inspection.options.target).chip
     memory_bytes = hlo.fact(chip, "memory").value
     share = inspection.memory.peak_bytes / memory_bytes
-    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's forecast"
+    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's estimate"
 
 
 def _over_dp(inspection: Inspection) -> str:
-    """Says what runs under each collective over dp, those alike in one line."""
+    """Returns a table of what runs under each collective over dp; identical collectives share a line."""
     assert inspection.order is not None and inspection.timeline is not None
     groups: dict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for span in inspection.timeline.spans:
@@ -104,7 +104,7 @@ def _over_dp(inspection: Inspection) -> str:
         times, lasts, exposed = (sum(column) for column in zip(*found, strict=True))
         cells = (times, kind, direction, ",".join(axes), dtype, quantity(sent, "B"), words)
         rows.append((*cells, seconds(lasts), seconds(exposed)))
-    header = ("count", "kind", "pass", "over", "dtype", "sent each", "computed meanwhile", "modelled", "exposed")
+    header = ("count", "kind", "pass", "over", "dtype", "sent each", "overlapped compute", "modelled", "exposed")
     title = "collectives over dp, and what hides them"
     return f"{title}\n\n{columns(header, rows, right=(0, 5, 7, 8)) if rows else 'none'}"
 
@@ -119,14 +119,14 @@ def _overlap(inspection: Inspection) -> str:
         rows.append((kind, len(events), asynchronous, len(exposed), quantity(sent, "B")))
     line = inspection.timeline
     return (
-        "what is exposed: nothing to compute while it is in flight\n\n"
-        + columns(("kind", "launches", "async", "exposed", "sent exposed"), rows, right=(1, 2, 3, 4))
+        "exposed collectives: no compute runs while they are in flight\n\n"
+        + columns(("kind", "launches", "async", "exposed", "exposed bytes"), rows, right=(1, 2, 3, 4))
         + f"\n\nmodelled: compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
         f"of which exposed {seconds(line.exposed_us)}\n"
         f"  matmuls and attention at {quantity(line.flop_rate.value, line.flop_rate.unit)}: {line.flop_rate.source}\n"
         f"  collectives at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
-        "  elementwise work, launches, contention and slower links between hosts are left out: compare schedules with "
-        "it, predict no step time"
+        "  elementwise work, launches, contention and slower links between hosts are left out: use this to compare "
+        "schedules, not to predict step times"
     )
 
 
@@ -147,7 +147,7 @@ def _exchanges(inspection: Inspection) -> str:
         for one in inspection.exchanges
     ]
     header = (
-        *("module", "over", "transport", "tokens", "chunks", "rows a round"),
+        *("module", "over", "transport", "tokens", "chunks", "rows per round"),
         *("at worst", "rounds", "transient", "dispatch"),
     )
     traffic = [
@@ -157,14 +157,15 @@ def _exchanges(inspection: Inspection) -> str:
     ]
     traffic_header = ("module", "pass", "what travels", "kind", "dtype", "count", "sent")
     return (
-        "how tokens travel to experts of other ranks, each time a layer runs, on each rank\n\n"
+        "how tokens are sent to experts on other ranks, per rank, each time a layer runs\n\n"
         + columns(header, rows, right=(3, 4, 5, 6, 7, 8, 9))
-        + "\n\nno token is dropped: where experts have more rows of a chunk than a round, they multiply in several, at "
-        "most in `rounds`.\nOf these rows backward keeps no more than a round of each chunk has. `dispatch` leaves a "
-        "rank whose experts are evenly\nloaded.\n\n"
+        + "\n\nno token is dropped: if experts receive more rows of a chunk than fit in a round, they run more rounds, "
+        "at most\n`rounds`. Backward keeps at most one round of rows per chunk. `dispatch` is what a rank sends if "
+        "experts are evenly\nloaded.\n\n"
         + columns(traffic_header, traffic, right=(5, 6))
-        + "\n\nin this order, of a layer and microbatch, from a rank whose experts are evenly loaded; XLA may join "
-        "collectives that are\nready at once. Its own count of a ragged exchange, below, is room for the worst load."
+        + "\n\nin this order, per layer and microbatch, from a rank whose experts are evenly loaded. XLA may combine "
+        "collectives that\nare ready at the same time. Below, its own count of a ragged exchange is room for the worst "
+        "load."
     )
 
 

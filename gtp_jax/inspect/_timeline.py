@@ -1,4 +1,4 @@
-"""A picture of a modelled timeline: a compute and a communication lane, what is exposed in red."""
+"""Draws a modelled timeline: a compute lane and a communication lane, with exposed communication in red."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LANES = {"compute": 1, "communication": 0}
 
 
 def draw(line: Timeline, title: str, path: Path) -> None:
-    """Writes a timeline as a PNG."""
+    """Writes a picture of a timeline as a PNG file."""
     picture(line, title).savefig(path, format="png", dpi=110)
 
 
@@ -30,7 +30,7 @@ def picture(line: Timeline, title: str) -> Any:
 
     Args:
         line: the timeline.
-        title: what it is of.
+        title: the first line of the figure's heading.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -51,7 +51,7 @@ def picture(line: Timeline, title: str) -> Any:
     legend.append(Patch(color=_EXPOSED, label="exposed: the compute lane waits"))
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     loops = (
-        "; what a loop repeats is drawn once, at its whole length" if any(s.event.times > 1 for s in line.spans) else ""
+        "; a loop is drawn as one iteration, at its whole length" if any(s.event.times > 1 for s in line.spans) else ""
     )
     figure.suptitle(
         f"{title}\nmodelled, not measured: matmuls and attention at {quantity(line.flop_rate.value, 'FLOP/s')}, "
@@ -64,7 +64,7 @@ def picture(line: Timeline, title: str) -> Any:
 
 
 def seconds(duration_us: float) -> str:
-    """Returns a duration for people: `5.30 ms`."""
+    """Returns a duration with a readable unit, such as `5.30 ms`."""
     return quantity(duration_us / 1e6, "s")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-# The first pattern that a kernel's name, or that of its HLO operation, matches says what kind of work it is. Of XLA's
-# kernels on GPUs and CPUs, cuBLAS', cuDNN's, NCCL's and this library's own.
+# The first pattern that matches the name of a kernel, or of its HLO operation, determines its kind. The patterns cover
+# kernels of XLA on GPUs and CPUs, of cuBLAS, cuDNN and NCCL, and of this library.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -22,21 +22,21 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("attention", r"fmha|flash|sdpa|attention"),
         ("matmul", r"nvjet|gemm|cublas|cutlass|xmma|wgmma|matmul|onednn|ynn|\bdot|_dot"),
         ("copies", r"memcpy|memset|\b(take|transpose)_kernel\b"),
-        ("quantization", r"\bgtp_|ffi_call"),  # calls of this library whose kernel says no more
+        ("quantization", r"\bgtp_|ffi_call"),  # other calls of this library
     )
 )
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "other collective")
 KINDS = ("matmul", "attention", "elementwise", "copies", "quantization", *COLLECTIVES)
 
-# A fusion of nothing but these moves or makes numbers without computing any.
+# A fusion of these operations alone moves or fills memory and computes nothing.
 _MOVES = {
     *("copy", "transpose", "bitcast", "bitcast-convert", "slice", "dynamic-slice", "dynamic-update-slice"),
     *("concatenate", "broadcast", "pad", "reshape", "gather", "select", "iota"),
 }
 _FILLERS = {"loop", "input", "wrapped", "fusion", "async", "start", "done", "clone", ""}
 
-# Control flow that holds other operations, which are recorded by themselves.
+# Control flow that contains other operations, which are recorded separately.
 _CONTAINERS = {"while", "call", "conditional"}
 
 
@@ -45,11 +45,11 @@ class Op:
     """One kernel.
 
     Attributes:
-        name: as recorded.
+        name: the name in the trace.
         kind: one of `KINDS`.
-        stream: of the device, or a thread that stands for a part of it.
-        start_us: since the first kernel.
-        end_us: likewise.
+        stream: the stream of a GPU, or the host thread of a CPU device.
+        start_us: the start, in microseconds after the start of the first kernel.
+        end_us: the end, in microseconds after the start of the first kernel.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Op:
 
     @property
     def is_collective(self) -> bool:
-        """Returns whether it communicates."""
+        """Returns whether the kernel communicates."""
         return self.kind in COLLECTIVES
 
 
 def kind_of(name: str, hlo_op: str = "") -> str:
-    """Returns which of `KINDS` a kernel is, by its name and that of its HLO operation."""
+    """Returns which of `KINDS` a kernel is, judged by its name and the name of its HLO operation."""
     for kind, pattern in _PATTERNS:
         if pattern.search(name) or pattern.search(hlo_op):
             return kind
@@ -75,15 +75,15 @@ def kind_of(name: str, hlo_op: str = "") -> str:
 
 
 def read_trace(path: Path, device: int = 0) -> list[Op]:
-    """Returns the kernels of one device, in the order of their starts.
+    """Returns the kernels of one device, in the order in which they started.
 
     Args:
-        path: a folder that `jax.profiler.trace` has written, of which the newest trace is taken, or its `.xplane.pb`.
-        device: number of the device on its host.
+        path: a folder that `jax.profiler.trace` has written, whose newest trace is read, or an `.xplane.pb` file.
+        device: the number of the device on its host.
 
     Raises:
         FileNotFoundError: if there is no trace.
-        ValueError: if it holds no kernel of this device.
+        ValueError: if the trace holds no kernel of this device.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
     if not files:
@@ -94,7 +94,7 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
 def parse_trace(profile: Any, device: int = 0) -> list[Op]:
     """Reads a `jax.profiler.ProfileData` as `read_trace` does."""
     with warnings.catch_warnings():
-        # jaxlib's bindings warn of themselves; where warnings are errors, the process would abort
+        # jaxlib's own bindings raise deprecation warnings, which would abort the process where warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
         raw = [
             (event.name, str(stats.get("hlo_op", "")), stream, event.start_ns, event.start_ns + event.duration_ns)
@@ -112,11 +112,11 @@ def parse_trace(profile: Any, device: int = 0) -> list[Op]:
 
 
 def _kernels(plane: Any, device: int):
-    """(stream, event, its statistics): of a GPU's plane what runs on streams, of a CPU's the HLO operations."""
+    """Yields (stream, event, statistics) of what runs on a GPU's streams, or of a CPU's HLO operations."""
     is_gpu = plane.name == f"/device:GPU:{device}"
     for line in plane.lines:
         if is_gpu and "Stream" not in line.name:
-            continue  # lines that are summed up from the streams
+            continue  # lines that summarize the streams
         if not is_gpu and plane.name != "/host:CPU":
             continue
         for event in line.events:

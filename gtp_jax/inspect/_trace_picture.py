@@ -1,4 +1,4 @@
-"""A trace as a timeline: as a picture, and as a page to zoom into."""
+"""Draws the timeline of a trace, as a picture and as an interactive page."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LANES = {"compute": 1.0, "communication": 0.0}
 
 
 def draw_trace(ops: Sequence[Op], breakdown: Breakdown, title: str, path: Path) -> None:
-    """Draws the shares as one bar, and below it the step in rows: compute above, communication below, exposed in red.
+    """Draws the shares of time as a bar, and below it the step in rows of two lanes, with exposed communication in red.
 
     Args:
-        ops: of a device.
-        breakdown: of these operations.
-        title: of the picture.
-        path: PNG file to write.
+        ops: the kernels of one device.
+        breakdown: the breakdown of these kernels.
+        title: the title of the picture.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may open a display
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(16, 2.6 + 1.5 * _ROWS), layout="constrained")
@@ -75,7 +75,7 @@ def _draw_shares(axis, breakdown: Breakdown) -> None:
 
 
 def sentence(breakdown: Breakdown) -> str:
-    """Returns the sums, for a headline."""
+    """Returns the totals of a breakdown as one line, for a heading."""
     hidden = breakdown.communication_us - breakdown.exposed_us
     return (
         f"{breakdown.total_us / 1e3:.2f} ms; communication {breakdown.communication_us / 1e3:.2f} ms, of which "
@@ -85,13 +85,13 @@ def sentence(breakdown: Breakdown) -> str:
 
 
 def write_page(ops: Sequence[Op], breakdown: Breakdown, title: str, path: Path) -> None:
-    """Writes a page of one file: a lane a stream, to zoom with the wheel, drag, and point at.
+    """Writes a self-contained page with one lane per stream: zoom with the wheel, drag, and hover for names.
 
     Args:
-        ops: of a device.
-        breakdown: of these operations.
-        title: of the page.
-        path: HTML file to write.
+        ops: the kernels of one device.
+        breakdown: the breakdown of these kernels.
+        title: the title of the page.
+        path: the HTML file to write.
     """
     names = list(dict.fromkeys(op.name for op in ops))
     streams = sorted({op.stream for op in ops}, key=lambda s: min(op.start_us for op in ops if op.stream == s))

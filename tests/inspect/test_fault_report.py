@@ -90,7 +90,7 @@ def test_the_tables_name_devices_owners_bytes_and_throughput():
 def test_a_plan_that_does_not_fit_is_refused(capsys):
     needed = max(use.total for uses in report().memory for use in uses)
     assert report(memory=needed / 1e9)
-    with pytest.raises(ValueError, match="on the device of slot ., and `memory`"):
+    with pytest.raises(ValueError, match="on the device of slot ., but `memory`"):
         report(memory=0.99 * needed / 1e9)
     with pytest.raises(ValueError, match="and `memory` is"):
         report(memory=needed / 1e9, activations=1.0)
@@ -101,5 +101,5 @@ def test_a_plan_that_does_not_fit_is_refused(capsys):
 def test_the_command_prints_the_tables(capsys):
     assert main(["plan-faults", "--preset", "tiny", "--tp", "2", "--failed-devices", "3", "--batch", "9"]) == 0
     out = capsys.readouterr().out
-    assert "throughput, of the healthy run's" in out and "75.0 %" in out
+    assert "throughput, relative to the healthy run" in out and "75.0 %" in out
     assert np.char.count(out, "fold") >= 2

@@ -78,9 +78,8 @@ def test_text_says_what_is_padded_in_use_and_what_stays_whole():
     notes = {p.path: p.note for p in three.parameters}
     assert notes["embed.table"] == "stored whole on every rank of tp; tp ranks use 86, 86, 84 of 256, padded by 0.8%"
     assert notes["blocks.layers.attention.qkv.kernel.query"] == (
-        "stored whole on every rank of tp; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain its "
-        "output is gathered over tp, 128 "
-        "features a token"
+        "stored whole on every rank of tp; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain, 128 "
+        "features per token of its output are gathered over tp"
     )
     assert notes["blocks.layers.mlp.down.kernel"] == "", "384 is three times 128"
     assert "tp ranks use 86, 86, 84 of 256, padded by 0.8%" in as_text(three)

@@ -97,19 +97,19 @@ def test_a_frozen_weight_has_no_gradient_in_its_life():
         model = gtp.freeze(gtp.init(Mlp, nnx.Rngs(0)), gtp.NVFP4())
         (life,) = gtp.explain(model, None, path="up").lives
     states = {state.state: state for state in life.states}
-    assert "no master, no gradient" in states["stored"].what and "NVFP4" in states["stored"].what
+    assert "no master copy, no gradient" in states["stored"].what and "NVFP4" in states["stored"].what
     assert "StoredCodes" in states["on the wire"].what
     assert not {"gradient", "reduced", "gradient of shards"} & states.keys()
 
 
 def test_a_path_that_is_not_one_modules_is_refused_with_the_nearest():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        with pytest.raises(ValueError, match="`path` is 'upp'; no module there has.*Name one: 'up'"):
+        with pytest.raises(ValueError, match="`path` is 'upp', which names no module with.*Name one: 'up'"):
             told(None, "upp")
 
         class Two(nnx.Module):
             def __init__(self, rngs):
                 self.a, self.b = Mlp(rngs), Mlp(rngs)
 
-        with pytest.raises(ValueError, match=r"several modules there have.*'a\.up', 'b\.up'"):
+        with pytest.raises(ValueError, match=r"which names several modules with.*'a\.up', 'b\.up'"):
             gtp.explain(abstract_model(Two), path="up")

@@ -126,7 +126,7 @@ def test_models_without_weights_to_quantize_are_refused():
 
 @pytest.mark.parametrize("model", [None, linen.Dense(8), gtp.Dense], ids=str)
 def test_only_nnx_modules_are_explained(model):
-    with pytest.raises(TypeError, match="`model` is a .*; it must be an `nnx.Module`. A layer in Linen follows"):
+    with pytest.raises(TypeError, match="`model` is a .*; it must be an `nnx.Module`. A Linen layer follows"):
         gtp.explain(model, gtp.NVFP4())
 
 
@@ -178,7 +178,7 @@ def test_explain_tells_layers_and_operands_apart():
     assert (up.layers, last.layers, down.layers) == (2, 1, 2)
     assert (up.wire, last.wire, down.wire) == ("NVFP4", "bfloat16", "MXFP8")
     assert up.forward == "E2M1 1x16 x E2M1 16x16" and up.wgrad == "E2M1 1x16, stochastic x E2M1 1x16; both Hadamard"
-    assert up.matmul == "NVFP4_1D: bfloat16 of their values" and not down.forward and not last.forward
+    assert up.matmul == "NVFP4_1D: bfloat16 on dequantized values" and not down.forward and not last.forward
     assert "gradient x input" in str(found) and "0-1" in str(found)
 
 
@@ -199,14 +199,14 @@ def test_explain_names_every_weight_its_format_and_its_bytes():
     up = facts["blocks.layers.mlp.up"]
     assert up.layers == 3 and up.shapes == ((128, 384), (128, 384))
     assert up.bytes == 8 * 2 * (48 * 64 + 3 * 8 + 8)  # shards, kernels, 48 x 128 codes of half a byte, 3 x 8 scales
-    assert up.matmul == "bfloat16, of dequantized weights"
+    assert up.matmul == "bfloat16, on dequantized weights"
     assert "blocks.layers.mlp.up" in str(found) and "NVFP4" in str(found)
 
 
 def test_inspect_shows_how_weights_travel(capsys):
     assert main(["inspect", "--preset", "tiny", "--seq", "64", "--recipe", "mxfp8"]) == 0
     printed = capsys.readouterr().out
-    assert "how weights travel, recipe mxfp8" in printed and "MXFP8" in printed and " u8 " in printed
+    assert "how weights are sent, recipe mxfp8" in printed and "MXFP8" in printed and " u8 " in printed
 
 
 def matmuls_of(make, recipe):
@@ -221,7 +221,7 @@ def test_explain_says_which_matmuls_run_in_fp8_and_where_there_are_none():
     for found in (here, there):
         assert found.pop("embed") == found.pop("head") == "bfloat16"
     assert set(there.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
-    assert set(here.values()) == {"FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"}
+    assert set(here.values()) == {"FP8_E4M3, gradients FP8_E5M2: bfloat16 on dequantized values"}
 
 
 def test_explain_names_what_no_recipe_touches():
@@ -242,7 +242,7 @@ def test_explain_says_how_experts_multiply(recipe):
     model = abstract_model(lambda rngs: gtp.MoE(64, 128, num_experts=4, rngs=rngs))
     for fact in gtp.explain(model, recipe).facts:
         assert fact.matmul.startswith(recipe.operands.activation.name)
-        assert fact.matmul.endswith(": grouped, bfloat16 of their values")
+        assert fact.matmul.endswith(": grouped, bfloat16 on dequantized values")
         assert fact.forward and fact.dgrad and fact.wgrad
 
 
@@ -251,7 +251,7 @@ def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
         model = abstract_model(lambda rngs: Matmuls(rngs))
         found = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.MXFP8(matmuls=True)).facts}
         transformed = gtp.explain(model, gtp.NVFP4(matmuls=True)).facts
-    values = "bfloat16 of their values"
+    values = "bfloat16 on dequantized values"
     assert found["fits"] == f"MXFP8: scaled_matmul, but wgrad of tokens that fill no blocks: {values}"
     assert found["ragged"].startswith("MXFP8: scaled_matmul, but forward along 80, dgrad along 48, wgrad")
     assert {fact.matmul for fact in transformed} == {"NVFP4_1D: scaled_matmul"}
@@ -263,9 +263,9 @@ def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
         ("NVIDIA H200", "FP8_E4M3, gradients FP8_E5M2"),
         ("NVIDIA L40S", "FP8_E4M3, gradients FP8_E5M2"),
         ("NVIDIA RTX 6000 Ada Generation", "FP8_E4M3, gradients FP8_E5M2"),
-        ("NVIDIA A100-SXM4-80GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
-        ("NVIDIA RTX A6000", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
-        ("Tesla V100-SXM2-16GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
+        ("NVIDIA A100-SXM4-80GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 on dequantized values"),
+        ("NVIDIA RTX A6000", "FP8_E4M3, gradients FP8_E5M2: bfloat16 on dequantized values"),
+        ("Tesla V100-SXM2-16GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 on dequantized values"),
     ],
 )
 def test_explain_knows_which_gpus_multiply_fp8(kind, matmul):
