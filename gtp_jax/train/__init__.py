@@ -1,4 +1,4 @@
-"""Training on plain pytrees: state, step, evaluation."""
+"""Trains models on plain pytrees: state, step, evaluation."""
 
 from ._check import check as check
 from ._diagnose import Diagnosis as Diagnosis

@@ -1,4 +1,4 @@
-"""A step on the mesh in scope, compared with the same step on one device."""
+"""Compares a step on the mesh in scope with the same step on one device."""
 
 from __future__ import annotations
 
@@ -34,44 +34,48 @@ def check(
     view: View = "global",
     tolerance: float = 1e-4,
 ) -> dict[str, float]:
-    """Computes loss and gradients of a new model on the mesh in scope and on one device, and compares them.
+    """Compares the loss and the gradients of a new model on the mesh in scope with those on one device.
 
-    Use a model in float32 or float64, small enough for one device: in bfloat16 sums in another order differ by up to a
-    few per cent. It finds mistakes in code that is written for a rank's own part (`view="local"`, the `local` of a
-    `gtp_jax.nn.Layer`, a `shard_map` of one's own).
+    This finds mistakes in code that computes on a rank's own part of the arrays (`view="local"`, the `local` of a
+    `gtp_jax.nn.Layer`, your own `shard_map`). Use a model in float32 or float64 that fits on one device. In bfloat16,
+    sums in a different order differ by up to a few percent.
 
     Args:
-        loss: as in `train_step`; so are `has_aux`, `microbatches`, `recipe` and `view`.
+        loss: the loss function, as in `train_step`.
         factory: makes the model, as in `gtp_jax.init`.
-        batch: pytree of arrays.
-        rngs: as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
-        tolerance: largest difference that is let pass, relative to the largest magnitude in a tensor. With a recipe
-            both steps round each weight to the same codes, so that the default serves. With `matmuls=True` a sum in
-            another order may round to another code here and there: take 1e-2. `NVFP4(matmuls=True)` needs
-            `stochastic=False`, as each rank rounds by random bits of its own. With `grad_wire` only ranks round
-            gradients, and one device does not: take 1e-2 for `"bf16"`, and 0.1 for formats.
+        batch: a pytree of arrays.
+        rngs: the random streams, as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
+        has_aux: as in `train_step`.
+        microbatches: as in `train_step`.
+        recipe: as in `train_step`.
+        view: as in `train_step`.
+        tolerance: the largest difference that is accepted, relative to the largest magnitude in a tensor. With a
+            recipe the default suffices, because both steps round each weight to the same codes. With `matmuls=True`
+            use 1e-2, because a sum in a different order may round to a different code. `NVFP4(matmuls=True)` needs
+            `stochastic=False`, because each rank rounds with different random bits. With `grad_wire` use 1e-2 for
+            `"bf16"` and 0.1 for the other formats, because one device does not round gradients.
 
     Returns:
-        The relative difference of each tensor, by name: the loss, what `aux` holds, gradients, and variables that the
-        model has written.
+        The relative difference of each tensor, by name: the loss, the tensors in `aux`, the gradients, and the
+        variables that the model wrote.
 
     Raises:
-        TypeError: if `recipe` is no recipe.
-        ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; naming the first
-            that does.
+        TypeError: if `recipe` is not a recipe.
+        ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; the message names
+            the first one that differs.
     """
     check_loss(loss)
     check_recipe(recipe)
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
-            "`check` compares the mesh in scope with one device, and there is none. Call it in "
+            "`check` compares the mesh in scope with one device, but no mesh is in scope. Call it in "
             "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
         )
     alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
     streams, state = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
     leaves, tree = jax.tree.flatten((state, batch))
-    copies = [_copied(jnp.asarray(leaf)) for leaf in leaves]  # arrays may lie on the devices of the mesh
+    copies = [_copied(jnp.asarray(leaf)) for leaf in leaves]  # arrays may be on the devices of the mesh
 
     def computed() -> dict[str, np.ndarray]:
         state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
@@ -93,9 +97,7 @@ def check(
 
     here = computed()
     if not np.isfinite(here["loss"]):
-        raise ValueError(
-            f"the loss is {here['loss']} on the mesh, so that there is nothing to compare; see `check_ids`."
-        )
+        raise ValueError(f"the loss is {here['loss']} on the mesh, so there is nothing to compare; see `check_ids`.")
     with jax.set_mesh(alone):
         there = computed()
     errors = {name: _difference(here[name], there[name]) for name in ["loss", *(n for n in here if n != "loss")]}
@@ -103,16 +105,16 @@ def check(
         if not error <= tolerance:
             sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
             raise ValueError(
-                f"{name} differs between {sizes} and one device: by {error:.2e} of its largest magnitude, where "
-                f"{tolerance:.0e} is let pass; {sum(not e <= tolerance for e in errors.values())} of {len(errors)} "
-                "tensors differ. Look at code that computes on a rank's own part: `view='local'`, the `local` of a "
+                f"{name} differs between {sizes} and one device: by {error:.2e} of its largest magnitude, but "
+                f"`tolerance` is {tolerance:.0e}; {sum(not e <= tolerance for e in errors.values())} of {len(errors)} "
+                "tensors differ. Check code that computes on a rank's own part: `view='local'`, the `local` of a "
                 "`gtp_jax.nn.Layer`, and each `shard_map`."
             )
     return errors
 
 
 def _copied(leaf: Any) -> Callable[[], Any]:
-    """Returns what makes an array anew, on the devices in scope; a plain number stays as it is."""
+    """Returns a function that makes a copy of an array on the devices in scope; a plain number is returned as is."""
     if not hasattr(leaf, "dtype"):
         return lambda: leaf
     if not is_key(leaf):
@@ -127,7 +129,7 @@ def _path(path: Any) -> str:
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Returns the largest difference, relative to the largest magnitude; NaN differs from all but NaN."""
+    """Returns the largest difference, relative to the largest magnitude; NaN equals only NaN."""
     if not np.issubdtype(one.dtype, np.floating):
         return float(not np.array_equal(one, other))
     if not np.array_equal(np.isnan(one), np.isnan(other)):

@@ -1,4 +1,4 @@
-"""Finds out which sample, rank and layer make a step's loss or gradients not finite."""
+"""Finds the sample, rank and layer that make a step's loss or gradients not finite."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ class Diagnosis:
     """What makes a step not finite.
 
     Attributes:
-        parameter: path of the first parameter that is not finite itself, of which nothing more is asked; or `None`.
-        sample: row of the batch whose loss or gradients alone are not finite; `None` if there is none.
-        rank: coordinates on the mesh axes that shard the batch, of the ranks that computed it.
-        devices: numbers of these ranks' devices.
-        layer: path of the first module whose output or gradient is not finite, with the layer's number in a `Stack`;
-            empty if it is the model itself; `None` if every module's are finite: it is the loss function.
-        kind: `output`, or `gradient`, of the loss with respect to the module's output.
+        parameter: the path of the first parameter that is not finite itself; `None` if all are finite. If it is set,
+            nothing else is.
+        sample: the row of the batch that alone gives a loss or gradients that are not finite; `None` if there is none.
+        rank: the coordinates of the ranks that computed the sample, on the mesh axes that shard the batch.
+        devices: the device numbers of these ranks.
+        layer: the path of the first module whose output or gradient is not finite, with the layer's number in a
+            `Stack`; empty for the model itself; `None` if those of all modules are finite, which leaves the loss
+            function.
+        kind: `output`, or `gradient` for the gradient of the loss with respect to the module's output.
     """
 
     parameter: str | None = None
@@ -55,7 +57,7 @@ class Diagnosis:
         where = " x ".join(f"{axis} {index}" for axis, index in (self.rank or {}).items())
         of_rank = f" of rank {where} (devices {', '.join(map(str, self.devices))})" if where else ""
         if self.layer is None:
-            what = "every layer's output and gradient are finite: look at the loss function, behind the last layer"
+            what = "every layer's output and gradient are finite: look at the loss function, after the last layer"
         elif not self.layer and self.kind == "gradient":
             what = "the model's output is finite, and the gradient that reaches it is not: look at the loss function"
         else:
@@ -75,15 +77,17 @@ def diagnose(
 ) -> Diagnosis:
     """Finds the sample, the rank and the first layer that make the loss or a gradient of a batch NaN or Inf.
 
-    Runs the samples in groups of one a rank, then those of a group alone, repeated on every rank, and the one it finds
-    once more with every module's output and gradient looked at. It compiles two programs; it is for the state that a
-    step returned as it was, and the batch of that step. Arguments as in `train_step`; neither is consumed. Call it in
-    every process.
+    Pass the state that a step returned unchanged, and the batch of that step. Call this in every process. The
+    arguments are those of `train_step`; state and batch are not donated.
+
+    First runs the samples in groups with one sample per rank. Then runs each sample of a group that is not finite
+    alone, repeated on every rank. Then runs the sample that it found once more, and checks the output and the gradient
+    of every module. Compiles two programs.
 
     Raises:
-        ValueError: if the number of rows is no multiple of the number of ranks that shard the batch, or differs from
-            leaf to leaf; if a step has taken the state, or it has no values.
-        TypeError: if `loss` is no function.
+        ValueError: if the number of rows is not a multiple of the number of ranks that shard the batch, or differs
+            between leaves; if a step has taken over the state's arrays, or the state has no values.
+        TypeError: if `loss` is not a function.
     """
     check_loss(loss)
     check_values(state)
@@ -94,7 +98,7 @@ def diagnose(
     ranks = 1 if mesh.empty else degrees(roles.batch)
     rows = _rows_of(batch)
     if rows % ranks:
-        raise ValueError(f"`batch` has {rows} rows; {' * '.join(roles.batch)} = {ranks} ranks do not divide them.")
+        raise ValueError(f"`batch` has {rows} rows, which {' * '.join(roles.batch)} = {ranks} ranks do not divide.")
     request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), seed=seed)
     probes = Probes(state)
 
@@ -131,7 +135,7 @@ def diagnose(
     if sample is None:
         return Diagnosis()
     with probes as observed:
-        # a function of its own, so that it is traced anew
+        # a new function, so that JAX traces it again
         watched = jax.jit(lambda *args: finite(*args))
         jax.block_until_ready(watched(observed, batch, np.asarray([sample] * ranks, np.int32)))
         jax.effects_barrier()
@@ -141,13 +145,13 @@ def diagnose(
 
 
 def _rows_of(batch: Tree) -> int:
-    """Returns the number of examples in a batch, of which each can be taken alone."""
+    """Returns the number of examples in a batch; refuses a batch that cannot be run example by example."""
     check_arrays(batch)
     check_filled(batch)
     check_rows(batch, "whose samples are run one by one")
     arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     if not arrays:
-        raise ValueError("`batch` holds no array with a row for each sample, so that none can be run alone.")
+        raise ValueError("`batch` holds no array with a row for each sample, so no sample can be run alone.")
     return arrays[0].shape[0]
 
 
@@ -161,8 +165,8 @@ def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
 def _first(probes: Probes) -> tuple[str | None, str | None]:
     """Returns the first output or gradient that is not finite in any process.
 
-    The model's own output counts if the gradient that reaches it is not finite either, or nothing else is: logits may
-    be masked with `-inf`, and a loss need not read all that a model returns.
+    The model's own output counts only if its gradient is not finite either, or if nothing else is found, because
+    logits may be masked with `-inf` and a loss need not read everything that a model returns.
     """
     never = np.int32(np.iinfo(np.int32).max)
     fired = probes.fired
@@ -173,7 +177,7 @@ def _first(probes: Probes) -> tuple[str | None, str | None]:
 
 
 def _rank(number: int, axes: Sequence[str], mesh: Any) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the coordinates and the devices of the ranks with a part of the batch."""
+    """Returns the coordinates and the devices of the ranks that hold one part of the batch."""
     if mesh.empty:
         return {}, ()
     axes = [axis for axis in axes if axis in mesh.shape]

@@ -1,4 +1,4 @@
-"""Raises on the host what a compiled step can only flag."""
+"""Raises an error on the host for what a compiled step can only flag."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
-    """Raises if a step's loss, or the norm of its gradients, is not finite. Waits for the step to end.
+    """Raises an error if a step's loss or the norm of its gradients is not finite. Waits for the step to complete.
 
-    The state is as it was before that step, see `train_step`: it may be saved, and the step run again.
+    The step has returned the state unchanged (see `train_step`), so the state can be saved and the step run again.
 
     Args:
-        metrics: as a step returned them.
-        step: its number, for the message.
+        metrics: the metrics that the step returned.
+        step: the number of the step, for the message.
 
     Raises:
-        FloatingPointError: naming what is not finite.
+        FloatingPointError: if the loss or the norm is not finite; the message names which.
     """
     which = "a step" if step is None else f"step {step}"
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):

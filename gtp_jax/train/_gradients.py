@@ -1,4 +1,4 @@
-"""Losses and gradients over the mesh in scope, on global arrays or on each rank's own part."""
+"""Computes losses and gradients over the mesh in scope, on global arrays or on each rank's own part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VIEWS: tuple[View, ...] = ("global", "local")
 
 
 class Request(NamedTuple):
-    """What is computed: arguments of `train_step`, checked."""
+    """What a step computes: the arguments of `train_step`, already checked."""
 
     loss: Loss
     view: View
@@ -48,16 +48,16 @@ class Request(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the whole batch gave.
+    """What the loss and the gradients of a whole batch are.
 
     Attributes:
         total: the loss: a mean over microbatches, or a sum over tokens.
-        tokens: their number, if it is a sum; of the whole batch, or in local view over all ranks, those of an axis that
-            does not shard the batch counted again, as in `total`.
-        gradients: the gradient of `total` with respect to the parameters; each leaf in its parameter's dtype, or in a
-            narrower one that holds the same values, see `uncast`.
-        model_state: other variables of the model, behind the last microbatch.
-        aux: of the loss function.
+        tokens: the number of tokens if `total` is a sum, otherwise `None`. In local view it is summed over all ranks,
+            so that, as in `total`, tokens count once for each rank of an axis that does not shard the batch.
+        gradients: the gradients of `total` with respect to the parameters, each in the dtype of its parameter, or in
+            a narrower one that holds the same values (see `uncast`).
+        model_state: the model's other variables, after the last microbatch.
+        aux: the `aux` of the loss function.
     """
 
     total: jax.Array
@@ -79,7 +79,7 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
 
 
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Returns loss and gradients of a batch, in the view that the request names."""
+    """Returns the loss and the gradients of a batch, in the view of the request."""
     check_filled(batch)
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
@@ -126,7 +126,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Differentiates the loss of global arrays: code means what it means without a mesh."""
+    """Differentiates the loss of global arrays: code means the same as without a mesh."""
     model_def, count = state.model_def, request.microbatches
     model_def.check_mesh()
     with use_roles(model_def.roles):
@@ -139,7 +139,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
-            if count > 1:  # whose states are the carry of a loop
+            if count > 1:  # the loop over microbatches carries the state
                 check_form_kept(model_state, after)
                 _check_addable(returned.aux)
             return returned.total, (returned.tokens, after, returned.aux)
@@ -172,7 +172,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
 
 def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Differentiates the sum of every rank's loss of its own part of the batch, in one `shard_map`."""
+    """Differentiates the sum of all ranks' losses, each of its own part of the batch, in one `shard_map`."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
 
@@ -213,7 +213,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def _rounds(recipe: Recipe | None) -> bool:
-    """Says whether a recipe rounds stochastically."""
+    """Returns whether a recipe rounds stochastically."""
     return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
 
@@ -225,15 +225,16 @@ def _model_of(
     *,
     whole_gradients: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `(params, model_state, key) -> model`, whose weights are quantized here, and gathered over the
-    optimizer's axes, once for all its calls.
+    """Returns a function `(params, model_state, key) -> model`.
+
+    The weights are quantized, and gathered over the optimizer's axes, here: once for all calls of the function.
 
     Args:
-        request: with a recipe or without.
-        state: of the model.
-        params: in local view, what this rank stores.
-        frozen: likewise, of frozen weights.
-        whole_gradients: leave out the sum over the optimizer's axes, as for `placeholders`.
+        request: the request, with or without a recipe.
+        state: the state of the model.
+        params: the parameters; in local view, this rank's part. Those of `state` by default.
+        frozen: the frozen weights; in local view, this rank's part. Those of `state` by default.
+        whole_gradients: whether to leave out the sum of gradients over the optimizer's axes, as for `placeholders`.
     """
     model_def = state.model_def
     params = state.params if params is None else params
@@ -255,41 +256,41 @@ def _model_of(
 
 
 def _sums(returned: Returned) -> Returned:
-    """Refuses a mean, which in local view would be one rank's."""
+    """Refuses a mean, which in local view would be the mean of one rank."""
     if returned.tokens is None:
         raise TypeError(
-            "in `view='local'` a loss returns (sum of token losses, number of tokens), two scalars, of the sequences "
-            "it is given; it returned one scalar, which would be the mean of one rank's. Return both, as "
-            "`gtp_jax.cross_entropy(logits, targets)` does, or take `view='global'`."
+            "in `view='local'` a loss must return two scalars, (sum of token losses, number of tokens), of the "
+            "sequences it is given; it returned one scalar, which would be the mean of one rank. Return both, as "
+            "`gtp_jax.cross_entropy(logits, targets)` does, or use `view='global'`."
         )
     return returned
 
 
 def _check_parameters_have_gradients(state: TrainState) -> None:
-    """Refuses parameters of integers and booleans, which have no gradient."""
+    """Refuses integer and boolean parameters, which have no gradient."""
     for path, parameter in with_paths(state.params):
         if not _is_inexact(parameter):
             raise TypeError(
                 f"the parameter {'.'.join(path)} is {parameter.dtype}, which has no gradient. Hold it in a subclass of "
-                "`nnx.Variable` other than `nnx.Param`: a step keeps those and does not train them."
+                "`nnx.Variable` other than `nnx.Param`: a step keeps these and does not train them."
             )
 
 
 def _check_recipe_pregathers(request: Request) -> None:
     if request.pregathered_layers and request.recipe is None:
         raise ValueError(
-            f"`pregathered_layers` is {request.pregathered_layers!r}, but without a recipe no codes travel that could "
-            "be gathered ahead: no recipe was passed, and none is in scope at the call. Pass a recipe, such as "
+            f"`pregathered_layers` is {request.pregathered_layers!r}, but without a recipe there are no codes to "
+            "gather in advance: no recipe was passed, and none is in scope at the call. Pass a recipe, such as "
             "`gtp_jax.NVFP4()`, call the step under `use_recipe`, or pass `pregathered_layers=0`."
         )
 
 
 def _check_addable(aux: Tree) -> None:
-    """Refuses what is reported of a microbatch and cannot be added up."""
+    """Refuses `aux` values that cannot be summed over microbatches."""
     for path, value in jax.tree_util.tree_leaves_with_path(aux):
         if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_):
             raise TypeError(
-                f"`aux`{jax.tree_util.keystr(path)} is {value.dtype}, of which there is no sum over microbatches. "
+                f"`aux`{jax.tree_util.keystr(path)} is {value.dtype}, which cannot be summed over microbatches. "
                 "Return numbers, such as `jax.random.key_data(key)`, or leave it out."
             )
 
@@ -299,12 +300,12 @@ def _is_inexact(value: jax.Array) -> bool:
 
 
 def _sharded(batch: Tree, roles: Roles) -> Tree:
-    """Returns the batch, divided among the ranks where it can be, so that what is computed of it is."""
+    """Returns the batch, sharded over the ranks if they divide it, so that later values are sharded too."""
     return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
 
 
 def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
-    """Returns an array by microbatch: number m is `batch[m::count]`, so that every mesh has the same examples in it."""
+    """Returns an array split into microbatches: number m is `batch[m::count]`, the same on every mesh."""
     batch = jnp.asarray(batch)
     if batch.ndim == 0 or batch.shape[0] % count:
         raise ValueError(
@@ -319,19 +320,22 @@ def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
     return batch if whole else _held(batch, PartitionSpec(*(None,) * dim, roles.batch))
 
 
-@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # outside of it JAX holds no array made without the mesh
+@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # eagerly, JAX refuses arrays made without the mesh
 def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(batch, spec)
 
 
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """Returns examples by microbatch: number m has `batch[m::count]`, of a rank's part those of the whole batch."""
+    """Returns examples split into microbatches: number m is `batch[m::count]`.
+
+    If each rank splits its own part, its microbatch m is its part of the whole batch's microbatch m.
+    """
     return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
 
 
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns what `local(params, frozen, batch, step)` gives of a batch, on every rank's own part; as it is without a
-    mesh."""
+    """Returns a function of a batch that runs `local(params, frozen, batch, step)` on each rank's own part, or on the
+    whole arrays without a mesh."""
     model_def = state.model_def
     _check_model_state(state)
 
@@ -363,24 +367,24 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
 
 
 def _check_model_state(state: TrainState) -> None:
-    """Refuses variables other than parameters, which local view has no place for.
+    """Refuses a model with variables other than parameters, which local view does not support.
 
     Raises:
-        ValueError: naming some.
+        ValueError: if there are any; the message names the first ones.
     """
     if state.model_state:
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
         raise ValueError(
-            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` every "
-            "rank would write for itself. Take `view='global'`, the default."
+            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` each "
+            "rank would write separately. Use `view='global'`, the default."
         )
 
 
 def _over_all_ranks(values: Tree) -> Tree:
-    """Sums over the whole mesh.
+    """Sums values over the whole mesh.
 
-    Ranks of an axis that does not shard the batch count the same tokens again; as losses, tokens and gradients are all
-    summed so, every quotient is right.
+    Ranks of an axis that does not shard the batch count the same tokens repeatedly. Losses, tokens and gradients are
+    all summed this way, so every quotient is correct.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return lax.psum(values, names) if names else values

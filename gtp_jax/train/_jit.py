@@ -1,4 +1,4 @@
-"""`jax.jit` with XLA options that follow from the mesh in scope at the call."""
+"""Jits functions with XLA options that depend on the mesh in scope at the call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ._memory import check_distinct
 
 
 class Jitted:
-    """A jitted function that is compiled with options chosen when it is called, not when it is built.
+    """A jitted function whose compile options are chosen when it is called, not when it is built.
 
-    Within another trace (an outer `jax.jit`, a `lax.scan` over steps) it is called as it is: options belong to the
-    outermost `jax.jit`.
+    Within another trace (an outer `jax.jit`, a `lax.scan` over steps) the plain function is called, because options
+    belong to the outermost `jax.jit`.
 
     Args:
-        function: what is compiled.
-        options: returns XLA options for the mesh in scope, given the arguments of a call.
-        donate_argnums: as in `jax.jit`.
+        function: the function to compile.
+        options: returns the XLA options for the mesh in scope, given the arguments of a call.
+        donate_argnums: the positions of donated arguments, as in `jax.jit`.
         check: called with the arguments of every call that is not within another trace.
     """
 
@@ -77,5 +77,5 @@ class Jitted:
         return self.jitted(*args).eval_shape(*args)
 
     def _by_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Returns all arguments by place, as donation and checks count them; they may be passed by name."""
+        """Returns all arguments by position, as donation and checks need them; callers may pass them by name."""
         return self._signature.bind(*args, **kwargs).args if kwargs else args

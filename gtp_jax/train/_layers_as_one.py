@@ -19,7 +19,7 @@ Tree = Any
 
 
 def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: ModelDef, params: Tree) -> None:
-    """Warns if an optimizer's update of a `Stack` is not that of a list of its layers."""
+    """Warns if an optimizer updates a `Stack` differently from a list of its layers."""
     counts = model_def.layer_counts
     found = layers_as_one(optimizer, params, counts)
     if not found:
@@ -28,10 +28,10 @@ def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: Mo
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     warnings.warn(
         f"the optimizer treats the layers of a `Stack` as one tensor: its updates of {', '.join(few)}{more} are not "
-        "those of a list of layers, each with arrays of its own. It may compute norms, factors or products of whole "
-        "arrays, or ask for their number of dimensions. Pass `gtp_jax.per_layer(optimizer)` to update every layer by "
-        "itself. Within a chain put `per_layer` around the transformations that see one parameter at a time, not "
-        "around clipping by a global norm. Nothing was changed; to keep one tensor, filter this warning.",
+        "those of a list of layers with separate arrays. It may compute norms, factors or products of whole arrays, "
+        "or read their number of dimensions. Pass `gtp_jax.per_layer(optimizer)` to update each layer separately. "
+        "Within a chain put `per_layer` around the transformations that see one parameter at a time, not around "
+        "clipping by a global norm. Nothing was changed; to keep one tensor, filter this warning.",
         stacklevel=3,
     )
 
@@ -42,12 +42,12 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
     Traces the update twice on abstract arrays: with all layers in one array, and with one layer. A parameter is found
     if the two compute different functions, or if the second reads a reduction over the parameter, or anything else that
     is not elementwise; see [Note: layers in a list and layers in one array]. An optimizer whose update cannot be traced
-    is left for the step to trace.
+    is not reported here: the step traces it and raises its error.
 
     Args:
         optimizer: any optax optimizer.
         params: the parameters, or their shapes.
-        counts: the number of layers of each parameter, by path; 0 outside of a `Stack`.
+        counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
     """
     stacked = {path for path, count in counts.items() if count}
     if not stacked:
@@ -58,7 +58,7 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
         single = _outputs(terms, optimizer, params, counts, one_layer=True)
     except NotPerLayer:
         raise
-    except Exception:  # of any kind: it is code that others wrote
+    except Exception:  # any error: the optimizer is code that others wrote
         return []
     found = set().union(*(value.as_one for value in single.values()))
     for path in whole.keys() | single.keys():
@@ -72,7 +72,7 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
 def _outputs(
     terms: Terms, optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int], *, one_layer=False
 ) -> dict[Path, Value]:
-    """Returns what an update computes, by the paths of updates and of the new state."""
+    """Returns what an update computes, by path in `(updates, new state)`."""
     known = dict.fromkeys(counts, 0) if one_layer else counts
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape[1:] if one_layer and counts[path] else leaf.shape, leaf.dtype)
@@ -94,7 +94,7 @@ def _outputs(
 
 
 def _used(outputs: dict[Path, Value]) -> dict[Path, Value]:
-    """Returns the updates, and what updates of later steps read of the new state."""
+    """Returns the updates, and those values of the new state that updates of later steps read."""
     found = {path: value for path, value in outputs.items() if path[0] == "0"}
     while True:
         read = frozenset().union(*(value.depends for value in found.values()))

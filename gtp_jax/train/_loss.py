@@ -1,4 +1,4 @@
-"""What a loss function returns, checked."""
+"""Calls loss functions and checks what they return."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Returned(NamedTuple):
     """The parts of what a loss function returned.
 
     Attributes:
-        total: a scalar, which is differentiated: a mean, or a sum over tokens.
-        tokens: their number, if `total` is a sum; `None` of a mean.
+        total: the scalar that is differentiated: a mean, or a sum over tokens.
+        tokens: the number of tokens if `total` is a sum; `None` if it is a mean.
         aux: a pytree of arrays; `()` if there is none.
     """
 
@@ -29,15 +29,15 @@ class Returned(NamedTuple):
 
 
 def check_loss(loss: Any) -> None:
-    """Refuses what is no function.
+    """Refuses a loss that is not callable.
 
     Raises:
-        TypeError: saying what came.
+        TypeError: if it is not callable; the message names its type.
     """
     if not callable(loss):
         raise TypeError(
             f"`loss` is a {type(loss).__name__}, which cannot be called; it must be a function of the model and the "
-            "batch, such as `gtp_jax.models.next_token_loss`. Is another argument in its place?"
+            "batch, such as `gtp_jax.models.next_token_loss`. Did you pass another argument in its place?"
         )
 
 
@@ -45,14 +45,15 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
     """Calls a loss function.
 
     Raises:
-        TypeError: if it returns anything but a scalar, or a sum and a number; with `has_aux` a pair of this and a
-            pytree of arrays of numbers; where it is differentiated, if the number has a gradient.
+        TypeError: if it returns anything other than a scalar, or a sum and a number of tokens, or with `has_aux` a
+            pair of one of these and a pytree of arrays; and, when it is differentiated, if the number of tokens has a
+            gradient.
     """
     returned, aux = _called(loss, model, batch), ()
     if has_aux:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
-                "with `has_aux=True`, `loss` returns a pair (loss, aux), of which `loss` is a scalar or (sum of token "
+                "with `has_aux=True`, `loss` must return a pair (loss, aux), where `loss` is a scalar or (sum of token "
                 f"losses, number of tokens); it returned {_described(returned)}."
             )
         returned, aux = returned
@@ -62,9 +63,9 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
     whole: Any = returned
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(whole)) or jnp.shape(whole) != ():
         raise TypeError(
-            "`loss` returns a scalar, such as a mean; or (sum of token losses, number of tokens), two scalars, of "
-            "which a step takes the quotient over the whole batch, as `gtp_jax.cross_entropy(logits, targets)` gives "
-            f"them. It returned {_described(returned)}. If it returns more beside its loss, pass `has_aux=True`."
+            "`loss` must return a scalar, such as a mean; or two scalars, (sum of token losses, number of tokens), "
+            "such as `gtp_jax.cross_entropy(logits, targets)`, whose quotient a step takes over the whole batch. "
+            f"It returned {_described(returned)}. If it returns more than its loss, pass `has_aux=True`."
         )
     return Returned(wide(_float(returned)), None, _arrays(aux))
 
@@ -81,8 +82,11 @@ def _called(loss: Loss, model: Any, batch: Tree) -> Any:
 
 
 def _arrays(aux: Tree) -> Tree:
-    """Returns a pytree of arrays, integers in int32 at least, in which microbatches add them up; refuses by name what
-    cannot be an array."""
+    """Returns a pytree of arrays, with integers in at least int32, in which microbatches are summed.
+
+    Raises:
+        TypeError: if a leaf cannot become an array; the message names it.
+    """
 
     def array(path: Any, leaf: Any) -> jax.Array:
         try:
@@ -98,34 +102,34 @@ def _arrays(aux: Tree) -> Tree:
 
 
 def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree) -> None:
-    """Refuses, ahead of an evaluation, a number of tokens that has a gradient, as a step does: neither is a number.
+    """Refuses, before an evaluation, a number of tokens that has a gradient, as a step does.
 
     Args:
-        total: the loss's first scalar, as a function of the parameters; it is traced and not run.
-        params: of the model.
+        total: the loss's first scalar as a function of the parameters. It is traced but not run.
+        params: the parameters of the model.
 
     Raises:
-        TypeError: saying what to write instead.
+        TypeError: if the number has a gradient; the message says what to return instead.
     """
     try:
         jax.eval_shape(jax.grad(total), params)
     except NumberHasGradient:
         raise
-    except Exception:  # what is only evaluated need not have a gradient
+    except Exception:  # a loss that is only evaluated need not be differentiable
         return
 
 
 def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Returns `total` divided by `tokens`, and 0 of no tokens; `total` itself if it is a mean already.
+    """Returns `total / tokens`, or 0 if there are no tokens; returns `total` if it is already a mean.
 
-    The gradients of a batch that is masked throughout are 0: parameters move only by what the optimizer does of its
-    own, such as weight decay or momentum.
+    If a batch is fully masked, its gradients are 0: parameters then move only by what the optimizer adds, such as
+    weight decay or momentum.
     """
     return total if tokens is None else (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
 
 
 def wide(value: jax.Array) -> jax.Array:
-    """Returns a number in a dtype in which many may be added up: float32 at least, int32 at least."""
+    """Returns a number in a dtype that can accumulate many: at least float32 or int32."""
     if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 32:
         return value.astype(jnp.float32)
     if jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4:
@@ -143,21 +147,21 @@ def _float(value: Any) -> jax.Array:
 
 
 class NumberHasGradient(TypeError):
-    """A loss returned something else than a number of tokens."""
+    """Raised if the second scalar that a loss returned is not a token count, because it has a gradient."""
 
 
 @jax.custom_vjp
 def _number(tokens: jax.Array) -> jax.Array:
-    """Returns a number of tokens; an error if it has a gradient, which the quotient that a step takes leaves out."""
+    """Returns a number of tokens; raises an error when differentiated: a step ignores its gradient."""
     return tokens
 
 
 def _fwd(tokens: jax.Array) -> Any:
     raise NumberHasGradient(
-        f"`loss` returns two scalars, of which a step takes the second, {tokens.dtype}, for the number of tokens; but "
-        "JAX takes it to have a gradient with respect to the parameters. If it is something to report, pass "
-        "`has_aux=True`, for (loss, aux). If it is the number, return `jax.lax.stop_gradient(number)`, or the quotient "
-        "as one scalar."
+        f"`loss` returns two scalars, of which a step uses the second, {tokens.dtype}, as the number of tokens; but it "
+        "has a gradient with respect to the parameters. If it is something to report, return (loss, aux) and pass "
+        "`has_aux=True`. If it is the number of tokens, return `jax.lax.stop_gradient(number)`, or the quotient as one "
+        "scalar."
     )
 
 

@@ -1,4 +1,4 @@
-"""Which arrays of a state still hold their memory, and which share it."""
+"""Checks which arrays of a state still hold their memory, and which share it."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ Tree = Any
 
 
 def check_held(state: Tree, *_: Any) -> None:
-    """Refuses a state whose arrays a step has taken.
+    """Refuses a state whose arrays were donated to a step.
 
     Raises:
-        ValueError: naming one of them.
+        ValueError: if an array was donated; the message names one.
     """
     if not any(_is_held(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return
     path = next(path for path, leaf in with_paths(state) if _is_held(leaf) and leaf.is_deleted())
     raise ValueError(
-        f"`state` was passed to a step before, or its array {'.'.join(path)!r} was donated elsewhere: a step takes "
-        "over the arrays of its state. Go on with the state that the step returned, `state, metrics = step(state, "
-        "batch)`; to keep an old one, copy it before: `jax.tree.map(jnp.copy, state)`."
+        f"`state` was passed to a step before, or its array {'.'.join(path)!r} was donated elsewhere: a step donates "
+        "the arrays of its state. Go on with the state that the step returned, `state, metrics = step(state, batch)`; "
+        "to keep an old state, copy it before the step: `jax.tree.map(jnp.copy, state)`."
     )
 
 
 def check_values(state: Tree, *_: Any) -> None:
-    """Refuses a state that nothing can be computed with: without values, or with arrays that a step has taken.
+    """Refuses a state that has no values, or whose arrays were donated to a step.
 
     Raises:
-        ValueError: naming an array.
+        ValueError: if it is such a state; the message names an array.
     """
     check_held(state)
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return
     path = next(path for path, leaf in with_paths(state) if isinstance(leaf, jax.ShapeDtypeStruct))
     raise ValueError(
-        f"`state` has no values, only shapes and dtypes, such as at {'.'.join(path)!r}: it was made of an abstract "
-        "model. Make it of `gtp_jax.init(...)`, or restore it; without values a step can be traced alone, by its "
-        "methods `lower`, `trace` and `eval_shape`."
+        f"`state` has no values, only shapes and dtypes, such as at {'.'.join(path)!r}: it was made from an "
+        "abstract model. Make it from `gtp_jax.init(...)`, or restore it; without values a step can only be traced, by "
+        "its methods `lower`, `trace` and `eval_shape`."
     )
 
 
 def shared(tree: Tree) -> dict[Path, Path]:
-    """Returns the arrays that share memory with one before them, by path: the path of the first."""
+    """Returns, by path, each array that shares memory with an earlier one, and the path of the first such array."""
     first: dict[Any, Path] = {}
     found = {}
     for path, leaf in with_paths(tree):
@@ -61,22 +61,24 @@ def shared(tree: Tree) -> dict[Path, Path]:
 
 
 def distinct(tree: Tree) -> Tree:
-    """Returns a tree of which no two arrays share memory, as no program can take the same memory twice. Arrays do where
-    one was put into two parameters, such as by `nnx.update(target, nnx.state(model))`."""
+    """Returns a tree in which no two arrays share memory, because a buffer cannot be donated twice.
+
+    Arrays share memory if one was put into two parameters, such as by `nnx.update(target, nnx.state(model))`.
+    """
     copied = shared(tree)
     leaves = [jnp.copy(leaf) if path in copied else leaf for path, leaf in with_paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def check_distinct(tree: Tree) -> None:
-    """Refuses a tree of which two arrays share memory.
+    """Refuses a tree in which two arrays share memory.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if two do; the message names both.
     """
     for path, before in shared(tree).items():
         raise ValueError(
-            f"`state` holds one array twice: {'.'.join(before)!r} and {'.'.join(path)!r}, and a step takes over the "
+            f"`state` holds one array twice: {'.'.join(before)!r} and {'.'.join(path)!r}, and a step donates the "
             "memory of each. Copy one of them with `jnp.copy`; `TrainState.create` does so for a model with one array "
             "in two parameters."
         )

@@ -1,4 +1,4 @@
-"""Sums over microbatches."""
+"""Sums gradients over microbatches."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def over_microbatches(
     addends: Callable[[Tree], Tree] = lambda others: others,
     placed: Callable[[Tree], Tree] = lambda gradients: gradients,
 ) -> tuple[Tree, Tree, Tree, Tree]:
-    """Computes with one microbatch after another, and adds up what they give.
+    """Runs one microbatch after another, and sums their results.
 
-    A gradient whose last operation is a cast to its parameter's dtype is kept in the narrower dtype until it is added,
-    which changes no value.
+    A gradient whose last operation is a cast to its parameter's dtype stays in the narrower dtype until it is added.
+    This changes no value.
 
     Args:
         of_part: `(carried, part, number) -> (gradients, (others, carried))`.
-        carried: what goes from a microbatch to the next, such as variables that the model writes.
-        parts: arrays `(microbatches, ...)`.
-        addends: the form in which `others` are added up.
+        carried: what one microbatch passes to the next, such as variables that the model writes.
+        parts: a pytree of arrays of shape `(microbatches, ...)`.
+        addends: returns the form in which `others` are summed.
         placed: constrains the shardings of gradients.
 
     Returns:
-        The sums of gradients and of the addends, what the last microbatch carried on, and the shapes and dtypes of the
-        `others` of one microbatch.
+        The sums of the gradients and of the addends, what the last microbatch carried, and the shapes and dtypes of
+        the `others` of one microbatch.
     """
     numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0])
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], (parts, numbers)))
@@ -58,13 +58,13 @@ def over_microbatches(
 def as_stored(params: Tree, number: jax.Array) -> Tree:
     """Returns parameters in the memory layout in which they are stored, for the computation of one microbatch.
 
-    XLA chooses the layout of what a loop reads and does not change. If weights are transposed before they travel, it
-    would copy all of them into the transposed layout, in 32 bits, before the loop. On CPUs, where memory is no concern,
-    they are left alone: `jax.export` takes no program with a constraint on layouts.
+    XLA chooses the layout of values that a loop reads but does not change. If weights are transposed before they are
+    sent, XLA would copy all of them into the transposed layout, in 32 bits, before the loop. On CPUs, where memory is
+    no concern, parameters are returned unchanged, because `jax.export` does not support constraints on layouts.
 
     Args:
-        params: arrays.
-        number: the microbatch; with it XLA cannot move the result out of the loop.
+        params: the parameters.
+        number: the number of the microbatch. The result depends on it, so that XLA cannot move it out of the loop.
     """
     if platform() != "gpu":
         return params

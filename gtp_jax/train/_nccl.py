@@ -1,9 +1,9 @@
-"""Finds the NCCL that JAX loads, and the XLA option needed where that NCCL is older than XLA requires.
+"""Finds the NCCL that JAX loads, and sets the XLA option that is needed if it is older than XLA requires.
 
-Within a host, XLA computes all-reduces of up to a few megabytes with kernels of its own. From jaxlib 0.12 on these ask
-NCCL for the addresses of peer buffers through `ncclGetPeerDevicePointer`, which NCCL has from 2.29.2 on. With an older
-NCCL such an all-reduce fails: `ncclGetPeerDevicePointer(...) failed: unhandled system error`. With `COLLECTIVE_KERNELS`
-empty, XLA leaves all-reduces to NCCL, and any NCCL works.
+Within a host, XLA computes all-reduces of up to a few megabytes with its own kernels. Since jaxlib 0.12 these ask NCCL
+for the addresses of peer buffers through `ncclGetPeerDevicePointer`, which NCCL has exported since 2.29.2. With an
+older NCCL such an all-reduce fails: `ncclGetPeerDevicePointer(...) failed: unhandled system error`. If the option
+`COLLECTIVE_KERNELS` is empty, XLA leaves all-reduces to NCCL, and any NCCL works.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 OLDEST_NCCL = "2.29.2"
 
-# The compile option that lists the collectives for which XLA uses kernels of its own; "" for none.
+# The compile option that lists the collectives for which XLA uses its own kernels; "" for none.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 
-# The option's older name. XLA_FLAGS still understands it, but as a compile option it has no effect.
+# The option's older name. XLA_FLAGS still accepts it, but as a compile option it has no effect.
 _OLD_NAME = "xla_gpu_unsupported_use_all_reduce_one_shot_kernel"
 
 _FIRST_JAXLIB = (0, 12)
@@ -33,7 +33,7 @@ class Nccl(NamedTuple):
     """The NCCL of this environment.
 
     Attributes:
-        version: such as `2.29.2`.
+        version: the version, such as `2.29.2`.
         has_peer_pointers: whether it exports the function that XLA's all-reduce kernels call.
     """
 
@@ -43,10 +43,10 @@ class Nccl(NamedTuple):
 
 @functools.cache
 def find_nccl() -> Nccl | None:
-    """Loads the NCCL that JAX's CUDA plugin loads: that of the `nvidia-nccl` package, else the system's.
+    """Loads the NCCL that JAX's CUDA plugin loads: that of the `nvidia-nccl` package, otherwise the system's.
 
     Returns:
-        Its version and what it exports; `None` if there is none. Needs no GPU.
+        The version of NCCL and what it exports; `None` if there is none. Needs no GPU.
     """
     for path in (*_packaged(), "libnccl.so.2"):
         try:
@@ -80,9 +80,9 @@ def _jaxlib() -> tuple[int, ...]:
 
 
 def all_reduce_with_nccl() -> bool:
-    """Makes NCCL compute all-reduces, by XLA_FLAGS, where XLA's kernels would fail and XLA_FLAGS does not name them.
+    """Sets XLA_FLAGS so that NCCL computes all-reduces, if XLA's kernels would fail and XLA_FLAGS does not name them.
 
-    This also covers programs that take no options of ours, such as the all-reduce in `sync_global_devices`. Call it
+    This also covers programs that gtp_jax does not compile, such as the all-reduce in `sync_global_devices`. Call it
     before JAX starts its backend, which reads XLA_FLAGS once.
 
     Returns:
@@ -95,7 +95,7 @@ def all_reduce_with_nccl() -> bool:
 
 
 def decides_collective_kernels(flags: dict[str, str]) -> bool:
-    """Returns whether flags choose XLA's collective kernels, by the option's present name or its older one."""
+    """Returns whether flags choose XLA's collective kernels, under the option's current or older name."""
     return COLLECTIVE_KERNELS in flags or _OLD_NAME in flags
 
 

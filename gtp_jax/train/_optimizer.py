@@ -1,4 +1,4 @@
-"""An optax optimizer as a step calls it."""
+"""Adapts an optax optimizer to the way a step calls it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Tree = Any
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is no optax optimizer.
+    """Refuses an optimizer that is not an optax optimizer.
 
     Raises:
-        TypeError: saying what came.
+        TypeError: if it is not; the message names its type.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        tx = " Of an `nnx.Optimizer` pass what it was made of, its `tx`." if hasattr(optimizer, "tx") else ""
+        tx = " From an `nnx.Optimizer`, pass its `tx`." if hasattr(optimizer, "tx") else ""
         raise TypeError(
             f"`optimizer` is a {type(optimizer).__name__} without `init` and `update`; it must be an optax optimizer, "
             f"such as `optax.adamw(1e-3)`.{tx}"
@@ -28,8 +28,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack`, see `per_layer`, and
-    takes any extra arguments, of which the optimizer gets those that it has."""
+    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack` (see `per_layer`).
+
+    Its update takes any extra arguments, and passes on those that the original update accepts.
+    """
     names = _extra_names(optimizer)
 
     def init(params: Tree) -> Tree:
@@ -47,7 +49,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
                 raise TypeError(
                     f"the optimizer's update needs an argument that a step does not have: {error}. A step passes "
                     "`value`, the loss; `grad`, the gradients; and `value_fn`, the loss as a function of the "
-                    "parameters. For another one write a step of your own with `gtp_jax.loss_and_gradients`."
+                    "parameters. For other arguments write your own step with `gtp_jax.loss_and_gradients`."
                 ) from error
 
     return optax.GradientTransformationExtraArgs(init, update)

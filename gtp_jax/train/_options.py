@@ -1,4 +1,4 @@
-"""XLA options that the train step is compiled with on GPUs, and why."""
+"""Chooses the XLA options that a training step is compiled with on GPUs, and says why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._nccl import COLLECTIVE_KERNELS, OLDEST_NCCL, decides_collective_kernels, 
 
 
 class Option(NamedTuple):
-    """A compile option's value and the reason for it."""
+    """The value of a compile option, and the reason for it."""
 
     value: Any
     reason: str
@@ -24,43 +24,43 @@ _SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 # Measured together on 4 x H200, reference step, against XLA's defaults: 403 ms to 391 ms.
 GPU_OPTIONS: Mapping[str, Option] = {
     _SCHEDULER: Option(
-        True, "collectives start early and end late; by default on only where the estimator below is in use"
+        True, "collectives start early and end late; XLA enables this by default only with the estimator below"
     ),
     _ESTIMATOR: Option(
-        False, "it takes NVLink collectives for faster than they are, and starts them too late to be hidden"
+        False, "it overestimates the speed of NVLink collectives, and starts them too late to be hidden"
     ),
     "xla_gpu_all_gather_combine_threshold_bytes": Option(
-        1 << 31, "all gathers of a layer in one launch; the chain's ties keep layers apart"
+        1 << 31, "launches all gathers of a layer as one; the chain's ties keep layers apart"
     ),
-    _SCATTERS: Option(1 << 31, "likewise for the gradients"),
+    _SCATTERS: Option(1 << 31, "launches all reduce-scatters of a layer as one"),
     # 100 M parameters on an H100: 59.7 to 54.8 ms; 1 B: 139 to 132 (docs/experiments.md)
     "xla_gpu_enable_triton_gemm": Option(
         False,
-        "every matmul is cuBLAS's: Triton's matmuls, which also compute their operands, are slower in a step, and "
+        "cuBLAS computes every matmul: Triton's matmuls, which also compute their operands, are slower in a step, and "
         "convert FP8 operands back to 16 bits",
     ),
 }
 
-# Differences where tp shards activations: the collectives of two axes are in flight at once.
+# What differs if tp shards activations: the collectives of two axes are in flight at once.
 GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     _ESTIMATOR: Option(
-        True, "without, all collectives count as equally long, and a weight's gather is not drawn out beyond a tp one"
+        True, "without it, all collectives count as equally long, and no weight's gather outlasts a tp collective"
     ),
     "xla_gpu_experimental_parallel_collective_overlap_limit": Option(
-        2, "a weight's gather or scatter stays in flight while activations move over tp"
+        2, "a weight's gather or reduce-scatter stays in flight while activations are sent over tp"
     ),
 }
 
-# Differences where matmuls run in FP8. On 2 x H200 the reference step took 279.2 ms without estimator, 276.2 with.
+# What differs if matmuls run in FP8. On 2 x H200 the reference step took 279.2 ms without estimator, 276.2 with.
 GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
-    _ESTIMATOR: Option(True, "without, no matmul is put under the reduce-scatters of backward"),
+    _ESTIMATOR: Option(True, "without it, no matmul overlaps the reduce-scatters of backward"),
 }
 
-# Of a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is made, ahead of
-# any tie: without a limit it reduces those of two units together, late, in nobody's shadow (docs/experiments.md).
+# For a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is computed,
+# before any tie. Without a limit it reduces those of two units together, late and exposed (docs/experiments.md).
 _BYTES_OF_GRADIENT = 2
 
-# Differences where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
+# What differs if NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
 GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
     COLLECTIVE_KERNELS: Option(
         "", f"NCCL computes all-reduces: XLA's kernels fail with jaxlib 0.12 and an NCCL before {OLDEST_NCCL}"
@@ -73,21 +73,21 @@ def compile_options(
 ) -> dict[str, Any]:
     """Returns options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
 
-    What the environment's XLA_FLAGS names is left out: an option of a program would win over it unseen.
+    Leaves out options that XLA_FLAGS in the environment names, because a program's option would silently override them.
 
     Args:
-        platform: what is compiled for.
-        own: options that win over these.
-        tp: degree of the tp axis.
+        platform: the platform to compile for.
+        own: options that take precedence over these.
+        tp: the degree of the tp axis.
         fp8: whether matmuls run in FP8.
-        largest_unit: the elements of which a rank stores the gradients, of the unit with most of a model that
-            `gtp_jax.shard` has sharded and that runs in global view; 0 of other models.
+        largest_unit: for a model that `gtp_jax.shard` has sharded and that runs in global view, the number of gradient
+            elements that a rank stores for the largest unit; 0 for other models.
     """
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     if platform == "gpu" and largest_unit:
         limit = _BYTES_OF_GRADIENT * largest_unit * 17 // 16
-        chosen[_SCATTERS] = Option(limit, "the gradients of one unit in a launch, and no more")
+        chosen[_SCATTERS] = Option(limit, "launches the gradients of one unit, and no more, as one")
     theirs = flags_in_environment()
     if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():
         chosen |= GPU_OPTIONS_WITH_OLD_NCCL

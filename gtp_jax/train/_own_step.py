@@ -1,4 +1,4 @@
-"""Replicas that bring a step of their own."""
+"""Defines the interface of devices that bring their own step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._state import TrainState
 
 
 class BringsStep(Protocol):
-    """Devices on which a step is another program than on one mesh, such as `gtp_jax.Replicas`."""
+    """Devices on which a step is a different program than on one mesh, such as `gtp_jax.Replicas`."""
 
     def own_step(
         self,
@@ -23,14 +23,14 @@ class BringsStep(Protocol):
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
     ) -> Callable[..., tuple[TrainState, dict[str, Any]]] | None:
-        """Returns the step; `None` if it is that of one mesh. Arguments as in `train_step`.
+        """Returns the step, or `None` if the step of one mesh serves. Arguments are as in `train_step`.
 
         Args:
-            request: what is computed.
+            request: what to compute.
             optimizer: any optax optimizer.
             max_grad_norm: scales gradients down to this norm.
             skip_nonfinite: whether to leave out an update that is not finite.
-            options: returns XLA options for the mesh and the recipe in scope.
+            options: returns the XLA options for the mesh and the recipe in scope.
 
         Raises:
             ValueError: if these devices cannot compute what is requested.

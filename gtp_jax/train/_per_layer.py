@@ -1,4 +1,4 @@
-"""Optimizers that see each layer of a `Stack` as arrays of its own."""
+"""Makes optimizers treat each layer of a `Stack` as separate arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tree = Any
 
 
 class NotPerLayer(ValueError):
-    """An update that cannot be mapped over layers."""
+    """Raised if an update cannot be mapped over layers."""
 
 
 class _Scope(NamedTuple):
@@ -36,8 +36,8 @@ def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> It
     """Puts the number of layers of each parameter in scope, for `per_layer`.
 
     Args:
-        counts: the number of layers by the path of the parameter; 0 for a parameter outside of every `Stack`.
-        examined: let `per_layer` pass gradients through, as for whoever examines the transformations around it.
+        counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
+        examined: whether `per_layer` passes gradients through, so that the transformations around it can be examined.
     """
     token = _scope.set(_Scope(counts, examined))
     try:
@@ -53,10 +53,10 @@ def per_layer(
 
     A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. An optimizer that
     computes norms, factors or products of whole arrays (Muon, LAMB, LARS, Adafactor), or that asks for their number of
-    dimensions (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`), takes the layers for one tensor.
-    `per_layer` maps it over the layers with `jax.vmap`. Parameters outside of stacks are updated as without it. The
-    state has the optimizer's own structure: arrays of a stacked parameter have a leading dimension of layers and are
-    sharded like it, counts stay scalars.
+    dimensions (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`), treats the layers as one tensor.
+    `per_layer` maps it over the layers with `jax.vmap`. Parameters outside stacks are updated as without it. The
+    state keeps the optimizer's structure: arrays of a stacked parameter have a leading dimension of layers and are
+    sharded like the parameter, and counts stay scalars.
 
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(optax.contrib.muon(1e-3)))
         state = gtp_jax.TrainState.create(model, optimizer)
@@ -69,8 +69,8 @@ def per_layer(
             pass it for `nnx.Optimizer`, or where you call `init` and `update` yourself.
 
     Raises:
-        ValueError: by `init` and `update`, if the model is not known, or an array is not one of its parameters; if the
-            update or the state of a layer depends on other parameters, such as on the norm of all gradients, or on
+        ValueError: by `init` and `update`, if the model is not known, if an array is not one of its parameters, or if
+            the update or the state of a layer depends on other parameters, such as on the norm of all gradients, or on
             random numbers.
     """
     inner = optax.with_extra_args_support(optimizer)
@@ -79,7 +79,7 @@ def per_layer(
     def init(params: Tree) -> Tree:
         counts = _counts(params, own)
 
-        def one(params: Tree) -> tuple[tuple[()], Tree]:  # as an update that has no updates
+        def one(params: Tree) -> tuple[tuple[()], Tree]:  # in the form of an update, without updates
             return (), inner.init(params)
 
         with layers_in_scope(dict.fromkeys(counts, 0)):
@@ -104,12 +104,12 @@ def per_layer(
 
 
 def _mapped(function: Callable[..., Tree], args: tuple[Tree, ...], like: Tree, counts: Mapping[Path, int]) -> Tree:
-    """Returns what a function of one layer returns for all layers.
+    """Maps a function of one layer over all layers.
 
     Args:
-        function: called with `args`, the layers' dimension left out of each array of a stacked parameter.
-        args: arrays in trees with the parameters' paths.
-        like: what the function returns.
+        function: the function. It gets `args` without the dimension of layers in arrays of stacked parameters.
+        args: trees of arrays whose paths end with those of the parameters.
+        like: the shapes and dtypes of what the function returns.
         counts: the number of layers of each parameter. Stacks of the same length are mapped together.
     """
     leaves, structure = jax.tree.flatten(args)
@@ -147,21 +147,21 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # of an `nnx.Variable`
         if name not in known:
             raise ValueError(
-                f"`per_layer` got an array at {_name(path)!r}, which is no parameter of the model: it knows by a "
-                "parameter's path whether it holds the layers of a `Stack`. Put it around transformations that change "
+                f"`per_layer` got an array at {_name(path)!r}, which is no parameter of the model: it looks up by path "
+                "whether a parameter holds the layers of a `Stack`. Put it around transformations that change "
                 "the tree of parameters, such as `optax.flatten`, not inside."
             )
         if known[name] and jnp.shape(leaf)[:1] != (known[name],):
             raise ValueError(
                 f"`per_layer` got an array of shape {jnp.shape(leaf)} for {_name(path)!r}, a parameter of "
-                f"{known[name]} layers, which are its first dimension. Pass the arrays that the `Stack` stores."
+                f"{known[name]} layers, which must be the first dimension. Pass the arrays that the `Stack` stores."
             )
         found[path] = known[name]
     return found
 
 
 def _counts_within(tree: Tree, counts: Mapping[Path, int]) -> list[int]:
-    """Returns the number of layers that each leaf of a tree holds: that of the parameter it belongs to."""
+    """Returns the number of layers that each leaf of a tree holds, which is that of its parameter."""
     return [of_parameter(path, counts) or 0 for path, _ in with_paths(tree)]
 
 
@@ -171,7 +171,7 @@ def _is_examined() -> bool:
 
 
 def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path, int]) -> None:
-    """Refuses an update or a state of a layer that is a function of more than the layer's own arrays and of scalars."""
+    """Refuses an update or a state of a layer that depends on more than the layer's own arrays and scalars."""
     if not any(counts.values()):
         return
     own = {path: frozenset({path}) for path in counts}
@@ -183,8 +183,8 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
         what = f"the update of {_name(*owner)!r}" if path[0] == "0" else f"the optimizer's {_name(path[1:])!r}"
         if others:
             raise NotPerLayer(
-                f"{what} depends on {_name(others[0])!r}, of which `per_layer` sees one layer at a time. Put what is "
-                "computed of several parameters around it, such as clipping by a global norm: "
+                f"{what} depends on {_name(others[0])!r}, of which `per_layer` sees one layer at a time. Put "
+                "transformations over several parameters, such as clipping by a global norm, around it: "
                 "`optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(...))`."
             )
         if value.random and any(counts[path] for path in owner):

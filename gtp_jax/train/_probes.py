@@ -1,4 +1,4 @@
-"""Looks at the output of every module of a model, and at its gradient, while a program runs."""
+"""Checks the output of every module of a model, and its gradient, while a program runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from flax import nnx
 from ..nn import Stack, split_model
 from ._state import TrainState
 
-# An attribute of modules, for the time of a probe, with their place in the model.
+# An attribute that holds a module's path in the model while it is probed.
 _PATH = "_path_in_model"
 
 
 class Probes:
-    """A context manager, in which modules of a model's classes are traced with probes at their outputs.
+    """A context manager in which the modules of a model are traced with probes at their outputs.
 
-    Each probe is an identity that reports from within the program whether what passes is finite, forward and backward.
-    Probes are numbered as they are traced, which is the order in which a model computes: callbacks of a program arrive
-    in any order. Layers of a `Stack` are unrolled for it.
+    Each probe is an identity that reports from within the program whether its value is finite, in forward and in
+    backward. Probes are numbered in the order of tracing, in which the model computes, because the callbacks of a
+    program arrive in any order. Layers of a `Stack` are unrolled, so that each has its own probes.
 
     Args:
-        state: of the model; without values of its own if it is abstract.
+        state: the state of the model; it may be abstract.
 
     Attributes:
-        fired: numbers of the probes that something not finite passed.
+        fired: the numbers of the probes that saw a value that is not finite.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -44,12 +44,12 @@ class Probes:
             if isinstance(module, Stack):
                 self._lengths[".".join(map(str, (*path, "layers")))] = module.length
                 module.schedule = dataclasses.replace(module.schedule, unroll="full")
-                module.remat = "everything"  # `jax.checkpoint` would trace layers alike once, and number them alike
+                module.remat = "everything"  # `jax.checkpoint` would trace equal layers once, with one number
         self._classes = {type(module) for path, module in nnx.iter_modules(model) if callable(module)}
         self._state = dataclasses.replace(state, model_def=split_model(model).model_def)
 
     def __enter__(self) -> TrainState:
-        """Returns the state, whose model has probes."""
+        """Returns the state of the probed model."""
         originals = {cls: cls.__call__ for cls in self._classes}
         self._own = {cls: vars(cls).get("__call__") for cls in self._classes}
         for cls, call in originals.items():
@@ -64,7 +64,7 @@ class Probes:
                 setattr(cls, "__call__", call)  # noqa: B010
 
     def name(self, number: int) -> tuple[str, str]:
-        """Returns the kind of a probe, `output` or `gradient`, and the module."""
+        """Returns the kind of a probe, `output` or `gradient`, and the path of its module."""
         return self._names[number]
 
     def _probed(self, call: Any) -> Any:
@@ -80,7 +80,7 @@ class Probes:
         return probed
 
     def _layer(self, path: str) -> str:
-        """Returns a module's path, with the number of its layer: how often it has been called."""
+        """Returns a module's path, with the number of its layer, which is the number of earlier calls."""
         layers = next((name for name in self._lengths if path.startswith(name)), None)
         if layers is None:
             return path
@@ -89,7 +89,7 @@ class Probes:
         return f"{layers}[{number}]{path.removeprefix(layers)}"
 
     def _probe(self, x: jax.Array, layer: str) -> jax.Array:
-        """Returns `x`, looked at."""
+        """Returns `x` with a probe on its value and its gradient."""
 
         @jax.custom_vjp
         def probe(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The rows of a batch: one for each example, in every leaf."""
+"""Checks the rows of a batch: each leaf has one row per example."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Tree = Any
 
 
 def check_filled(batch: Tree) -> None:
-    """Refuses a batch of no rows, or of rows without tokens, whose mean loss is not a number."""
+    """Refuses a batch without rows, or with rows without tokens, whose mean loss would be NaN."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if 0 in np.shape(leaf):
             raise ValueError(
                 f"`batch`{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, and so holds nothing. Leave out "
-                "batches without rows; a row that does not count has `weights` of 0."
+                "batches without rows; give rows that must not count `weights` of 0."
             )
 
 
 def check_rows(batch: Tree, cut: str = "that is divided into microbatches or among ranks") -> None:
-    """Refuses a batch that is to be cut into parts and has a leaf whose first dimension does not count its examples.
+    """Refuses a batch that is to be split if the first dimensions of its leaves are not all the number of examples.
 
     Args:
         batch: a pytree of arrays.
-        cut: how it is cut.
+        cut: a clause for the message that says how the batch is split.
     """
     rows = {
         jax.tree_util.keystr(path): np.shape(leaf)[0]
@@ -42,13 +42,13 @@ def check_rows(batch: Tree, cut: str = "that is divided into microbatches or amo
         ]
         reshape = f" If an example has several rows, reshape {', '.join(several)}." if several else ""
         raise ValueError(
-            f"the leaves of a batch {cut} must have equally many rows, one for each example: {sizes}. Let the loss "
-            f"close over what all examples share, such as weights of classes, or repeat it for each example.{reshape}"
+            f"the leaves of a batch {cut} must all have one row for each example: {sizes}. Let the loss close over "
+            f"what all examples share, such as class weights, or repeat it for each example.{reshape}"
         )
 
 
 def check_arrays(batch: Tree) -> None:
-    """Refuses lists of numbers in a batch that is to be cut into parts: they have no rows."""
+    """Refuses lists of numbers in a batch that is to be split, because they have no rows."""
     if listed := numbers_in_lists(batch):
         raise ValueError(listed)
 
@@ -64,7 +64,7 @@ def numbers_in_lists(batch: Tree) -> str:
         if is_list(node):
             name = f"batch{jax.tree_util.keystr(path)}"
             return (
-                f"`{name}` is a list of numbers, which JAX takes for a pytree of {len(jax.tree.leaves(node))} scalars, "
-                f"and not for an array. Pass `jnp.asarray({name})`."
+                f"`{name}` is a list of numbers, which JAX treats as a pytree of {len(jax.tree.leaves(node))} scalars, "
+                f"not as an array. Pass `jnp.asarray({name})`."
             )
     return ""

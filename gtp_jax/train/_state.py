@@ -31,13 +31,13 @@ class TrainState:
     """Parameters, optimizer state, step count and the model's other variables: a pytree of arrays.
 
     Attributes:
-        params: nested dict of the float32 master weights, of logical shapes, sharded as `model_def.specs` say.
-        opt_state: of the optax optimizer, its moments sharded like the parameters they belong to.
-        step: number of updates made, int32.
+        params: a nested dict of the float32 master weights, in logical shapes, sharded by `model_def.specs`.
+        opt_state: the state of the optax optimizer; its moments are sharded like the parameters they belong to.
+        step: the number of updates made, int32.
         model_def: the rest of the model; static.
-        model_state: nested dict of the model's other variables, such as batch statistics and the words and counts of
-            dropout's keys, as the last microbatch left them.
-        frozen: nested dict of the weights that are not trained, as `gtp_jax.freeze` made them; no step changes them.
+        model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
+            and the words and counts of dropout's keys.
+        frozen: a nested dict of the weights that `gtp_jax.freeze` made constant; no step changes them.
     """
 
     params: dict[str, Any]
@@ -52,9 +52,9 @@ class TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`).
 
         Raises:
-            ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; if modules were built
-                under different roles; while JAX traces.
-            TypeError: if `optimizer` is none of optax.
+            ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
+                different roles, or if called while JAX traces.
+            TypeError: if `optimizer` is not an optax optimizer.
         """
         check_optimizer(optimizer)
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
@@ -75,17 +75,17 @@ class TrainState:
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
-            # copies, as a step donates its state, and the model may go on using its own
+            # copies, because a step donates its state while the model may continue to use its own arrays
             step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
         else:
             model_state = jax.tree.map(jnp.copy, model_state)
         return distinct(cls(params, opt_state, step, model_def, model_state, frozen))
 
     def model(self) -> Any:
-        """Returns the model, with these parameters and other variables.
+        """Returns the model with the parameters and the other variables of this state.
 
         Raises:
-            ValueError: if a step has taken the arrays.
+            ValueError: if the arrays were donated to a step.
         """
         check_held(self)
         return self.model_def.model(self.params, self.model_state, self.frozen)
@@ -94,8 +94,8 @@ class TrainState:
 def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
     """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
 
-    What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it, as are several such arrays
-    in one (the history of L-BFGS); the rest is whole.
+    An array of optimizer state that belongs to a parameter and has its shape is sharded like the parameter. So is an
+    array that holds several of these (the history of L-BFGS). All other optimizer state is replicated.
     """
     shapes = jax.eval_shape(of_model(optimizer, model_def).init, params)
     specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -115,11 +115,13 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
 @contextlib.contextmanager
 def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> Iterator[None]:
-    """Refuses a state that was made for another optimizer: with arrays of other shapes or dtypes at once, with the same
-    arrays in another structure if the update within this context fails.
+    """Refuses a state that was made for another optimizer.
+
+    If shapes or dtypes of its arrays differ, it is refused at once. If only its structure differs, it is refused if
+    the update within this context fails.
 
     Raises:
-        ValueError: naming the first array that differs.
+        ValueError: if it is refused; the message names the first array, or the structure, that differs.
     """
     own = jax.eval_shape(of_model(optimizer, state.model_def).init, state.params)
     wanted, found = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
@@ -131,8 +133,8 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
     if path is not None:
         forms = [one.get(path, "no such array") for one in (found, wanted)]
         raise ValueError(
-            f"`state.opt_state` is of another optimizer: at {'.'.join(path)!r} it has {forms[0]}, the optimizer of "
-            f"this step {forms[1]}. {remedy}"
+            f"`state.opt_state` is of another optimizer: at {'.'.join(path)!r} it has {forms[0]}, but the "
+            f"optimizer of this step has {forms[1]}. {remedy}"
         )
     try:
         yield
@@ -141,16 +143,16 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
         if structures[0] == structures[1]:
             raise
         raise ValueError(
-            f"`state.opt_state` is of another optimizer: it is a {structures[0]}, the optimizer of this step keeps a "
-            f"{structures[1]}. {remedy}"
+            f"`state.opt_state` is of another optimizer: it is a {structures[0]}, but the optimizer of this step has "
+            f"a {structures[1]}. {remedy}"
         ) from error
 
 
 def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
-    """Refuses an optimizer whose update gives its state other shapes or dtypes, which no step could be given.
+    """Refuses an optimizer whose update changes the shapes or dtypes of its state, so that no further step could run.
 
     Raises:
-        ValueError: naming the first array that differs.
+        ValueError: if one changes; the message names the first array that differs.
     """
     had, has = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (before, after))
     path = next((path for path in (*had, *has) if had.get(path) != has.get(path)), None)
@@ -163,7 +165,7 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Holds the arrays of a pytree to partitions, of the same structure; without a mesh as they are."""
+    """Constrains the arrays of a pytree to partitions of the same structure; without a mesh, returns them unchanged."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     leaves, structure = jax.tree.flatten(tree)

@@ -1,4 +1,4 @@
-"""The shapes and dtypes of a model's other variables, which a step must not change."""
+"""Checks that a step keeps the shapes and dtypes of a model's other variables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Tree = Any
 
 
 def check_form_kept(before: Tree, after: Tree) -> None:
-    """Refuses a call that gives the model's variables another structure, shape or dtype.
+    """Refuses a call that changes the structure, a shape or a dtype of the model's variables.
 
     Args:
-        before: nested dict of the variables' values before the call.
-        after: the same after it.
+        before: a nested dict of the values of the variables before the call.
+        after: a nested dict of their values after the call.
 
     Raises:
-        ValueError: naming the variables, and what they were and are.
+        ValueError: if one changes; the message names the variables, and their forms before and after.
     """
     had, has = _forms(before), _forms(after)
     changed = [path for path in {**had, **has} if had.get(path) != has.get(path)]
@@ -28,9 +28,9 @@ def check_form_kept(before: Tree, after: Tree) -> None:
         raise ValueError(
             "a loss, or a call in it, changes the form of the model's variables:\n"
             + "\n".join(lines)
-            + "\nA step returns a state of the form that it was given. Create the variable with its final shape and "
-            "dtype, such as `nnx.Variable(jnp.zeros(shape, dtype))`, and keep both when it is written; remove what an "
-            "earlier call has sown with `nnx.pop(model, nnx.Intermediate)`."
+            + "\nA step must return a state of the form that it was given. Create the variable with its final shape "
+            "and dtype, such as `nnx.Variable(jnp.zeros(shape, dtype))`, and keep both when it is written; remove what "
+            "an earlier call has sown with `nnx.pop(model, nnx.Intermediate)`."
         )
 
 
@@ -40,6 +40,6 @@ def _forms(tree: Tree) -> dict[str, str]:
 
 
 def form(leaf: Any) -> str:
-    """Returns the dtype and the shape of an array, as messages write them: `float32[2, 3]`."""
+    """Returns the dtype and the shape of an array as messages show them, such as `float32[2, 3]`."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

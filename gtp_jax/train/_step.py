@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation, over the mesh in scope."""
+"""Makes the optimizer step and the evaluation over the mesh in scope."""
 
 from __future__ import annotations
 
@@ -43,68 +43,73 @@ def train_step(
     replicas: BringsStep | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """Returns a jitted optimizer step. The state is donated.
+    """Returns a jitted optimizer step, which donates its state.
 
-    In global view `loss` is given global arrays: model and loss mean what they mean without a mesh, whatever they
-    compute, and XLA shards what gtp_jax's own modules do not. The gradient is summed over replicas in each microbatch.
-    In local view everything runs inside one `shard_map` over the whole mesh: `loss` is given a rank's own sequences and
-    returns a sum over its tokens; gradients are added up over microbatches, and summed over replicas once. It is for
-    models whose every operation is written for a rank's own part, such as `gtp_jax.models`.
+    In global view `loss` gets global arrays. Model and loss mean the same as without a mesh, whatever they compute,
+    and XLA shards what gtp_jax's modules do not. Gradients are summed over replicas in each microbatch.
 
-    The optimizer runs outside, on global arrays of logical shapes: any optax optimizer will do.
+    In local view everything runs inside one `shard_map` over the whole mesh. `loss` gets a rank's own sequences and
+    returns a sum over their tokens. Gradients are accumulated over microbatches and summed over replicas once. This
+    view is for models whose every operation is written for a rank's own part, such as `gtp_jax.models`.
 
-    A step whose loss, or gradient of any parameter, is NaN or Inf on any device returns the state as it was, bit for
-    bit: parameters, optimizer state, the model's other variables and the step count. A compiled program cannot raise,
-    and a step does not wait for its own result; so `metrics["skipped"]` says it, and `gtp_jax.check_finite(metrics)`
-    raises. It may be called steps later: what was launched meanwhile has used the old state, or, if it was given
-    `skip=metrics["skipped"]` of the step before, has done nothing either.
+    The optimizer runs outside the `shard_map`, on global arrays of logical shapes, so any optax optimizer works.
+
+    If the loss or a gradient is NaN or Inf on any device, the step returns the old state bit for bit: parameters,
+    optimizer state, the model's other variables and the step count. A compiled program cannot raise an error, and a
+    step does not wait for its own result. So `metrics["skipped"]` reports this, and `gtp_jax.check_finite(metrics)`
+    raises an error. It may be called some steps later: steps launched in the meantime used the old state or, if they
+    got `skip=metrics["skipped"]` of the step before them, were skipped too.
 
     Args:
-        loss: `(model, batch) -> loss`: a scalar, such as a mean; or (sum of token losses, number of tokens), two
-            scalars, as `cross_entropy` returns them, so that neither microbatches nor masked tokens change what a token
-            counts. The scalars of several microbatches are averaged. In local view it returns the latter.
-        optimizer: any optax optimizer. Its update is passed `value`, the loss; `grad`, the gradients; and `value_fn`,
-            with which a line search evaluates the loss of the batch, and its gradient, at other parameters. See
-            `per_layer` for one that computes norms or products of whole parameters, if the model has a `Stack`.
-        has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Of several microbatches floats in
-            `aux` are averaged, in float32 at least, and integers added. However many there are, floats come back in
-            the dtype that the loss gave them, and integers in int32 at least. Not in local view.
-        microbatches: parts of the batch, one after the other: number m is `batch[m::microbatches]`. Batch statistics
-            are those of a microbatch, and variables that a model writes go from one to the next.
-        max_grad_norm: scales gradients down to this global L2 norm.
-        skip_nonfinite: leave out an update whose loss, or global L2 norm of gradients, is not finite; a norm that
-            overflows counts. `False` for an optimizer that must see such gradients, as one that scales the loss does.
-        recipe: what is quantized, such as `gtp_jax.NVFP4()`. The default is the recipe in scope (`use_recipe`) when the
-            step is called, not when it is made: one step may be called under several recipes, each of which is
-            compiled with its own XLA options.
-        pregathered_layers: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the
-            microbatches, and reused in all their passes; the others gather in each. They are counted from the first
-            that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
-            these layers' codes whole, 0.504 an element in NVFP4. No number changes.
-        reduce_over_dp: when gradients are summed over dp, or whichever axes the role `optimizer` names: `"each"`
-            reduce-scatters those of every microbatch, under backward, and accumulates what this rank stores; `"last"`,
-            in local view, accumulates whole shards, and reduce-scatters the sum of all microbatches once, behind them.
-            With one microbatch both are the same program.
+        loss: `(model, batch) -> loss`. Returns a scalar, such as a mean, which is averaged over microbatches; or two
+            scalars, (sum of token losses, number of tokens), as `cross_entropy` does, so that each token has the same
+            weight however many microbatches or masked tokens there are. Local view requires the two scalars.
+        optimizer: any optax optimizer. Its update gets `value`, the loss; `grad`, the gradients; and `value_fn`, with
+            which a line search evaluates the loss of the batch, and its gradient, at other parameters. If the model
+            has a `Stack`, see `per_layer` for optimizers that compute norms or products of whole parameters.
+        has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Over several microbatches, floats in
+            `aux` are averaged in at least float32, and integers are added. For any number of microbatches, floats are
+            returned in the dtype that the loss gave them, and integers in at least int32. Not in local view.
+        microbatches: the number of parts of the batch that run one after another; part m is `batch[m::microbatches]`.
+            Batch statistics are those of a microbatch. Variables that the model writes pass from one to the next.
+        max_grad_norm: the global L2 norm to which larger gradients are scaled down.
+        skip_nonfinite: whether to skip an update if its loss or the global L2 norm of its gradients is not finite; a
+            norm that overflows counts. Use `False` for an optimizer that must see such gradients, such as one that
+            scales the loss.
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`. The default is the recipe in scope (`use_recipe`) when
+            the step is called, not when it is made. One step may be called under several recipes; it is compiled for
+            each with that recipe's XLA options.
+        pregathered_layers: the number of layers of each stack, or `"all"`, whose codes are gathered once per step,
+            before the microbatches, and reused in all their passes; the other layers are gathered in each pass.
+            Counted from the first layer that is sent as codes, after a recipe's `high_precision_first`. Each device
+            holds the whole codes of these layers, 0.504 bytes per element in NVFP4. Results do not change.
+        reduce_over_dp: when gradients are summed over dp, or over the axes that the role `optimizer` names. `"each"`
+            reduce-scatters the gradients of every microbatch during backward, and accumulates what this rank stores.
+            `"last"`, in local view only, accumulates whole shards, and reduce-scatters the sum once, after the last
+            microbatch. With one microbatch both are the same program.
         view: `"global"` or `"local"`, see above.
-        seed: of stochastic rounding, of which every step, microbatch and rank has its own bits.
-        replicas: `gtp_jax.Replicas` of unequal tensor-parallel degree, for a run that goes on without some of its
-            devices. The state is on `replicas.core`, the batch has the plan's number of rows, and the view is local:
-            its losses are sums over sequences, which any replica may compute. The step is not traced as a whole: call
-            it outside `jax.jit`. Of a plan without failures the step is that without `replicas`.
-        compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
+        seed: the seed of stochastic rounding, which uses different bits for every step, microbatch and rank.
+        replicas: `gtp_jax.Replicas` of unequal tensor-parallel degree, for a run that continues without some of its
+            devices. The state is on `replicas.core`, and the batch has the plan's number of rows. The view must be
+            local, because its losses are sums over sequences, which any replica can compute. The step is not traced
+            as a whole: call it outside `jax.jit`. If the plan has no failures, the step is the same as without
+            `replicas`.
+        compiler_options: XLA options, which take precedence over those that `compile_options` chooses.
 
     Returns:
-        `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first,
-        a multiple of `microbatches`, and of dp * gtp where a gtp_jax module meets it. `skip` is a bool scalar that
-        leaves out the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
-        microbatches), `grad_norm`, `skipped` (whether the update was left out), `tokens` where `loss` counts them; and
-        `aux`. XLA options are those for the mesh and the recipe in scope at the call.
+        `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
+        is the batch, a multiple of `microbatches`, and of dp * gtp where a gtp_jax module takes it. `skip` is a bool
+        scalar that skips the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
+        microbatches), `grad_norm`, `skipped` (whether the update was skipped), `tokens` if `loss` counts them; and
+        `aux`. XLA options are chosen for the mesh and the recipe in scope at the call.
 
     Raises:
-        ValueError: if `microbatches` is less than 1, `view` or `reduce_over_dp` is another name, or the latter is
-            `"last"` in global view; by `step`, if `microbatches` do not divide the batch, if codes are to be gathered
-            ahead of a model that has none, or if in local view the model has variables other than parameters.
-        TypeError: if `loss` is no function or `optimizer` none of optax; by `step`, if `loss` returns something else.
+        ValueError: if `microbatches` is less than 1, if `view` or `reduce_over_dp` is an unknown name, or if
+            `reduce_over_dp` is `"last"` in global view with several microbatches; by `step`, if `microbatches` does
+            not divide the batch, if codes are to be gathered in advance but there are none, or if in local view the
+            model has variables other than parameters.
+        TypeError: if `loss` is not a function or `optimizer` is not an optax optimizer; by `step`, if `loss` returns
+            anything else than described above.
     """
     check_loss(loss)
     check_optimizer(optimizer)
@@ -149,11 +154,11 @@ def eval_step(
     view: View = "global",
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
-    """Returns a jitted evaluation: `(state, batch) -> metrics`, those of `train_step` without `grad_norm` and
-    `skipped`.
+    """Returns a jitted evaluation `(state, batch) -> metrics`.
 
-    What a call writes to the model's variables is dropped. Dropout and batch statistics are as the loss function has
-    them: call `model.eval()` in it for those of inference. Arguments as in `train_step`.
+    The arguments are those of `train_step`, and so are the metrics, without `grad_norm` and `skipped`. What a call
+    writes to the model's variables is discarded. The loss function decides the mode of dropout and batch statistics:
+    call `model.eval()` in it for inference.
     """
     check_loss(loss)
     check_recipe(recipe)
@@ -180,16 +185,15 @@ def loss_and_gradients(
     view: View = "global",
     seed: int = 0,
 ) -> tuple[jax.Array, Tree]:
-    """Returns the loss of the batch, as `train_step` reports it, and its gradient with respect to `state.params`, for a
-    step of one's own.
+    """Returns the loss of a batch and its gradient with respect to `state.params`, for a step that you write yourself.
 
-    Call it with the mesh in scope, and under `jax.jit`: outside it runs one operation after another. Arguments as in
-    `train_step`. Gradients are rounded stochastically by bits that follow from `seed` and `state.step`: count the
-    latter up after every update, or they will be rounded alike each time. What a call writes to the model's variables
-    is dropped.
+    The loss is the one that `train_step` reports, and the arguments are those of `train_step`. Call this with the mesh
+    in scope and under `jax.jit`; outside `jax.jit` operations run one by one. The random bits of stochastic rounding
+    depend on `seed` and `state.step`: increment `state.step` after every update, or every step will use the same bits.
+    What a call writes to the model's variables is discarded.
 
     Raises:
-        ValueError: on arguments that `train_step` refuses; if a step has taken the state.
+        ValueError: if `train_step` would refuse an argument, or if the state was donated to a step.
     """
     check_loss(loss)
     _check_state(state)
@@ -218,7 +222,7 @@ def _check_view(view: Any, has_aux: bool) -> None:
         raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
     if has_aux and view == "local":
         raise ValueError(
-            "`has_aux` is for `view='global'`: in local view every rank would return what it found in its own part."
+            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part."
         )
 
 
@@ -226,7 +230,7 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
     kinds = () if recipe is None else recipe.kinds
     fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
     tensor = current_roles().tensor
-    known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
+    known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have roles other than those in scope
     units = [a.model_def.largest_unit for a in args if isinstance(a, TrainState) and view == "global"]
     return compile_options(
         platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0)
@@ -251,7 +255,7 @@ def _check_pregathered_layers(pregathered_layers: Any) -> None:
 
 
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
-    """Returns the tokens of the batch, from the sum over all ranks: those of an axis that does not shard it count
-    again."""
+    """Returns the number of tokens of the batch, from the sum over all ranks, which counts tokens again on axes that
+    do not shard the batch."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))

@@ -1,4 +1,4 @@
-"""What each output of an optimizer's update is a function of, read from its jaxpr.
+"""Determines what each output of an optimizer's update is a function of, from its jaxpr.
 
 [Note: layers in a list and layers in one array] A whole-tree norm, such as that of `optax.clip_by_global_norm`, adds up
 one sum per array. The sum over a stacked array is the sum over the arrays of its layers, so the norm is the same for
@@ -44,15 +44,15 @@ _ELEMENTWISE = frozenset(
 
 
 class Value(NamedTuple):
-    """Describes what an array in an update is a function of.
+    """What an array in an update is a function of.
 
     Attributes:
-        term: what it computes of the inputs, whatever the shapes; equal terms are equal functions.
-        owners: the parameters that its elements belong to; none of a scalar for the whole tree.
+        term: identifies the function of the inputs, regardless of their shapes; equal terms are equal functions.
+        owners: the parameters that its elements belong to; empty for a scalar of the whole tree.
         depends: the paths of all inputs that it depends on.
         as_one: the stacked parameters whose layers it treats as one tensor.
-        random: whether random numbers went into it.
-        total: the operation that adds it to other totals, if it is the reduction of whole arrays.
+        random: whether it depends on random numbers.
+        total: the operation that adds it to other totals, if it is a reduction of whole arrays.
         apart: whether it is a vector of totals that are yet to be added.
     """
 
@@ -74,10 +74,10 @@ def input_values(inputs: Any, parameters: Iterable[Path]) -> list[Value]:
 
 
 class Terms:
-    """Reads jaxprs; terms of all jaxprs that one object has read can be compared.
+    """Reads jaxprs. Terms from all jaxprs that one object has read can be compared.
 
     Args:
-        stacked: the parameters of which the arrays hold several layers.
+        stacked: the parameters whose arrays hold several layers.
     """
 
     def __init__(self, stacked: Iterable[Path]) -> None:
@@ -89,7 +89,7 @@ class Terms:
         """Returns the values of a closed jaxpr's outputs.
 
         Args:
-            closed: the jaxpr, of arrays without layers or of stacked ones.
+            closed: the jaxpr, for stacked arrays or for those of one layer.
             inputs: the values of its inputs.
             ndims: the number of dimensions that each parameter has in it.
         """
@@ -135,7 +135,7 @@ class Terms:
         if name == "scatter" and self._is_history(eqn, args[0]):
             return [self._joined(("history",), args)]
         if name in _ELEMENTWISE and whole or not any(value.owners for value in args):
-            if name == "random_bits":  # of any shape: a list of layers would have others in any case
+            if name == "random_bits":  # whatever the shape: layers in a list would draw different ones anyway
                 return [self._joined((name,), args)._replace(random=True)]
             return [self._joined((name, settings, place), args) for place in range(len(eqn.outvars))]
         return [self._opaque((name, settings, place), args) for place in range(len(eqn.outvars))]
@@ -146,7 +146,7 @@ class Terms:
         return [self._joined(("cond",), [which, *values]) for values in zip(*found, strict=True)]
 
     def _added(self, name: str, args: list[Value]) -> Value | None:
-        """Returns the total of totals, if that is what an operation makes."""
+        """Returns the sum of totals if an operation adds totals, otherwise `None`."""
         if name == "concatenate" and args[0].total and all(value.total == args[0].total for value in args):
             return self._sum(args)._replace(apart=True)
         totals = [value for value in args if value.total == ("add" if name == "add_any" else name)]
@@ -164,7 +164,7 @@ class Terms:
         return value._replace(term=frozenset({self._number(operation, value.term)}), total=operation)
 
     def _read(self, value: Value) -> Value:
-        """Returns what an operation that is no sum of totals reads."""
+        """Returns the value as an operation reads it that does not add totals."""
         if value.total is None:
             return value
         alone = value.owners if len(value.owners) == 1 or value.apart else _NONE
@@ -177,20 +177,20 @@ class Terms:
         )
 
     def _is_history(self, eqn: Any, array: Value) -> bool:
-        """Returns whether an operation sets one of several arrays of a parameter's shape that are kept in one."""
+        """Returns whether an operation sets one entry of an array that stacks several arrays of a parameter's shape."""
         operand, _, update = (atom.aval for atom in eqn.invars)
         ndims = {self._ndims[path] for path in array.owners}
         inserted = eqn.params["dimension_numbers"].inserted_window_dims
         return ndims == {update.ndim} and inserted == (0,) and operand.shape[1:] == update.shape
 
     def _opaque(self, operation: tuple[Hashable, ...], args: list[Value]) -> Value:
-        """Returns the value of an operation that is no function of each element alone."""
+        """Returns the value of an operation that is not elementwise."""
         found = self._joined(operation, args)
         if not found.owners & self._stacked:
             return found
         if len(found.owners) == 1:
             return found._replace(as_one=found.as_one | found.owners)
-        return found._replace(term=self._number("of several parameters"))  # as of the whole tree
+        return found._replace(term=self._number("of several parameters"))  # treated as a value of the whole tree
 
     def _joined(self, operation: tuple[Hashable, ...], args: Sequence[Value]) -> Value:
         return Value(

@@ -1,4 +1,4 @@
-"""Gradients before the cast to the dtype of their parameters."""
+"""Returns gradients before the cast to the dtype of their parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tup
     """Traces a function once.
 
     Args:
-        function: as for `uncast`.
+        function: the function, as for `uncast`.
         args: its arguments, or their shapes and dtypes.
 
     Returns:

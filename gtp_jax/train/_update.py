@@ -1,4 +1,4 @@
-"""What an optimizer makes of a state and gradients; nothing, if these are not finite."""
+"""Applies an optimizer to a state and gradients, unless these are not finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tree = Any
 
 
 def never_skip(mesh: Mesh) -> jax.Array:
-    """Returns the flag with which a step is applied if it is finite, whole on every device of a mesh."""
+    """Returns a `skip` of `False`, replicated over a mesh, with which every finite step is applied."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
@@ -43,27 +43,27 @@ def updated(
     """Applies an optimizer to gradients.
 
     The loss and the norm of the gradients are summed over all devices anyway, and a NaN or Inf in any gradient makes
-    the norm NaN or Inf: whether both are finite is the same on every device, at no communication of its own.
+    the norm NaN or Inf. So all devices agree on whether both are finite without further communication.
 
-    What the optimizer makes of parameters with a rule of their own does not count, nor do their gradients in the norm:
-    rules move them here.
+    A parameter with an update rule is moved by its rule: the optimizer's update of it is discarded, and its gradient
+    does not count in the norm.
 
     Args:
-        state: before it.
-        computed: of the batch.
+        state: the state before the update.
+        computed: the loss and the gradients of the batch.
         optimizer: any optax optimizer.
-        max_grad_norm: scales gradients down to this norm.
-        skip_nonfinite: return the old state if the loss or the norm is not finite.
-        skip: a bool, return the old state in any case; `None` for no.
+        max_grad_norm: scales gradients down to this global norm.
+        skip_nonfinite: whether to return the old state if the loss or the norm is not finite.
+        skip: a bool scalar that returns the old state in any case; `None` for never.
         compute: returns loss and gradients of the batch at other parameters, for an optimizer with a line search;
             `None` where the loss cannot be evaluated again.
 
     Raises:
-        ValueError: if the model's variables have another form than those of `state`.
+        ValueError: if the form of the model's variables differs from those of `state`.
 
     Returns:
-        The state after it, the old one if it was skipped; and metrics: `grad_norm`, the L2 norm of the gradients ahead
-        of clipping; `skipped`, whether the update was not applied; and those of rules, such as `expert_load`.
+        The new state, or the old one if the update was skipped; and metrics: `grad_norm`, the L2 norm of the gradients
+        before clipping; `skipped`, whether the update was not applied; and those of rules, such as `expert_load`.
     """
     rules = state.model_def.update_rules
     ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
@@ -74,7 +74,7 @@ def updated(
     specs = state_specs(state.model_def, optimizer, state.params)
 
     def apply() -> TrainState:
-        # within the branch, so that XLA fuses what follows the sums as it does without a branch: not a bit changes
+        # within the branch, so that XLA fuses what follows the sums as without a branch: no bit changes
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -95,10 +95,10 @@ def updated(
     branches = skip_nonfinite or skip is not None
     if branches or not jax.sharding.get_abstract_mesh().empty:
         check_form_kept(state.model_state, computed.model_state)
-    # A branch updates in place. Selecting between old and new, leaf by leaf, took 6 to 18 % more temporary memory.
+    # A branch updates in place. Selecting between old and new leaves took 6 to 18 % more temporary memory.
     after = lax.cond(skipped, lambda: state, apply) if branches else apply()
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
-    # so that the state can be donated, and its partition never drifts
+    # so that the state can be donated, and its partition never changes
     return constrained(after, specs), metrics
 
 
@@ -110,14 +110,14 @@ def _value_fn(
     def value_and_gradient(params: Tree) -> tuple[jax.Array, Tree]:
         if compute is None:
             raise ValueError(
-                "the optimizer evaluates the loss at other parameters, as a line search does, and a step over "
-                "`replicas` of unequal degree computes it once. Take an optimizer without a line search, such as "
+                "the optimizer evaluates the loss at other parameters, as a line search does, but a step over "
+                "`replicas` of unequal degree computes it only once. Use an optimizer without a line search, such as "
                 "`optax.lbfgs(learning_rate, linesearch=None)`."
             )
         if clipped:
             raise ValueError(
-                "the optimizer evaluates the loss at other parameters, as a line search does, which takes gradients "
-                "that are those of the loss; `max_grad_norm` scales them. Pass `max_grad_norm=None`."
+                "the optimizer evaluates the loss at other parameters, as a line search does, which needs the "
+                "gradients of the loss itself, but `max_grad_norm` scales them. Pass `max_grad_norm=None`."
             )
         computed = compute(params)
         return mean(computed.total, computed.tokens), _means(params, computed, rules)
@@ -131,13 +131,13 @@ def _value_fn(
 
 
 def _means(params: Tree, computed: Computed, rules: Mapping[Path, UpdateRule]) -> Tree:
-    """Returns mean gradients, those of parameters with rules 0."""
+    """Returns the mean gradients, with 0 for parameters that have rules."""
     means = mean_gradients(params, computed)
     return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rules})
 
 
 def _metrics(rules: Mapping[Path, UpdateRule], gradients: Mapping[Path, jax.Array]) -> dict[str, jax.Array]:
-    """Returns what rules report, each class of all its parameters at once."""
+    """Returns the metrics that rules report; each class of rules reports once, for all its parameters."""
     found: dict[str, jax.Array] = {}
     for kind in dict.fromkeys(type(rules[path]) for path in gradients):
         own = [path for path in gradients if type(rules[path]) is kind]
@@ -146,7 +146,7 @@ def _metrics(rules: Mapping[Path, UpdateRule], gradients: Mapping[Path, jax.Arra
 
 
 def _with(tree: Tree, values: Mapping[Path, jax.Array]) -> Tree:
-    """Returns a pytree with these leaves in place of those at their paths."""
+    """Returns a pytree with the leaves at these paths replaced."""
     if not values:
         return tree
     leaves = [values.get(path, leaf) for path, leaf in with_paths(tree)]

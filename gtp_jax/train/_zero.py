@@ -1,4 +1,4 @@
-"""When gradients are summed over the axes that divide only what is stored of a weight (ZeRO)."""
+"""Chooses when gradients are summed over the axes that divide weights only in storage (ZeRO)."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ REDUCE_OVER_DP: tuple[ReduceOverDp, ...] = get_args(ReduceOverDp)
 
 
 def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
-    """Refuses another name, and in global view what it has not.
+    """Refuses an unknown name, and in global view a choice that it does not support.
 
     Raises:
-        ValueError: naming what there is.
+        ValueError: if the name is refused; the message lists the choices.
     """
     if name not in REDUCE_OVER_DP:
         raise ValueError(
-            f"`reduce_over_dp` is {name!r}; it must be one of {', '.join(map(repr, REDUCE_OVER_DP))}. Take 'each' for "
-            "gradients that take the least memory, 'last' for the fewest bytes between nodes."
+            f"`reduce_over_dp` is {name!r}; it must be one of {', '.join(map(repr, REDUCE_OVER_DP))}. Use 'each' for "
+            "the least memory for gradients, or 'last' for the fewest bytes between nodes."
         )
     if name == "last" and view == "global" and microbatches > 1:
         raise ValueError(
             "`reduce_over_dp` is 'last', which is for `view='local'`: in global view gradients are summed over dp in "
-            "each microbatch. Take 'each', or `view='local'` if every operation of model and loss is written for it."
+            "each microbatch. Use 'each', or `view='local'` if every operation of model and loss is written for it."
         )
 
 
 def placeholders(params: Tree, layouts: Tree) -> Tree:
-    """Returns parameters of which gradients can be taken that are not yet summed over the optimizer's axes.
+    """Returns stand-ins for parameters, whose gradients are not yet summed over the optimizer's axes.
 
-    In place of what this rank stores of a weight is NaN of its whole shard's shape. What is gathered has been joined
-    already, so that no layer reads it, and XLA makes no array of it; a loss that does gets no number that looks right.
+    Each weight that these axes divide is replaced by NaN in the shape of its whole shard. No layer reads it, because
+    the shards have already been joined and prepared for the gather, and XLA allocates no array for it. A loss that
+    reads it gets NaN instead of a plausible number.
 
     Args:
-        params: this rank's.
-        layouts: same structure, `Layout` or `None` leaves.
+        params: the parameters that this rank stores.
+        layouts: a tree of the same structure, with `Layout` or `None` leaves.
     """
 
     def one(x: jax.Array, layout: Layout | None) -> jax.Array:
@@ -56,7 +57,8 @@ def placeholders(params: Tree, layouts: Tree) -> Tree:
 def sum_shards(gradients: Tree, layouts: Tree) -> Tree:
     """Sums gradients of `placeholders` over the optimizer's axes, in their own dtype.
 
-    Returns those of what this rank stores.
+    Returns:
+        The gradients of the parts that this rank stores.
     """
 
     def one(g: jax.Array, layout: Layout | None) -> jax.Array:

@@ -567,7 +567,7 @@ def test_explain_names_the_weights_whose_products_stay_as_they_are():
     names = [f"blocks.0.{name}" for name in ("batched", "conv.kernel", "scanned", "table", "wide")]
     assert sorted(found.unmultiplied) == names
     assert found.calls[0].multiplied == ("blocks.0.heads.kernel",)
-    assert f"could be computed in the recipe's format: {', '.join(found.unmultiplied)}" in str(found)
+    assert f"that the recipe's format supports: {', '.join(found.unmultiplied)}" in str(found)
 
 
 def test_fp8_matmuls_of_weights_that_tensor_ranks_divide_are_refused():

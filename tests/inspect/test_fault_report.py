@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_is_refused(capsys):
     assert report(memory=needed / 1e9)
     with pytest.raises(ValueError, match="on the device of slot ., but `memory`"):
         report(memory=0.99 * needed / 1e9)
-    with pytest.raises(ValueError, match="and `memory` is"):
+    with pytest.raises(ValueError, match="but `memory` is"):
         report(memory=needed / 1e9, activations=1.0)
     assert main(["plan-faults", "--preset", "tiny", "--failed-devices", "9"]) == 2
     assert "`failed_devices` names 9, which is not a slot" in capsys.readouterr().err

@@ -244,7 +244,7 @@ class Noisy(nnx.Module):
 def test_state_other_than_parameters_is_refused_in_local_view():
     state = gtp.TrainState.create(Noisy(), optax.sgd(1.0))
     step = gtp.train_step(lambda model, batch: (jnp.sum(model.dense(batch)), 1), optax.sgd(1.0), view="local")
-    with pytest.raises(ValueError, match=r"variables other than parameters \(\['mean'\]\).*Take `view='global'`"):
+    with pytest.raises(ValueError, match=r"variables other than parameters \(\['mean'\]\).*Use `view='global'`"):
         step.lower(state, jnp.ones((8, 8)))
 
 
@@ -297,14 +297,18 @@ def test_a_sequence_that_tp_does_not_divide_is_refused(view):
 def test_loss_returns_a_scalar_or_a_sum_and_a_number():
     mean = lambda model, batch: jnp.mean(model(batch["tokens"]))  # noqa: E731
     step_on(mean, 8, 4)
-    with pytest.raises(TypeError, match=r"in `view='local'` a loss returns \(sum of token losses, number of tokens\)"):
+    with pytest.raises(
+        TypeError, match=r"in `view='local'` a loss must return two scalars, \(sum of token losses, number of tokens\)"
+    ):
         step_on(mean, 8, 4, view="local")
-    message = r"`loss` returns a scalar, such as a mean; or \(sum of token losses, .* It returned "
+    message = r"`loss` must return a scalar, such as a mean; or two scalars, \(sum of token losses, .* It returned "
     with pytest.raises(TypeError, match=message + r"ArrayImpl|JitTracer|.* of shapes \(8, 4\)"):
         step_on(lambda model, batch: jnp.sum(model(batch["tokens"]), -1), 8, 4)
     with pytest.raises(TypeError, match=message + r"tuple of shapes \(\(8, 4\), \(\)\)"):
         step_on(lambda model, batch: (jnp.sum(model(batch["tokens"]), -1), jnp.ones(())), 8, 4)
-    with pytest.raises(TypeError, match=r"with `has_aux=True`, `loss` returns a pair \(loss, aux\).*of shapes \(\)"):
+    with pytest.raises(
+        TypeError, match=r"with `has_aux=True`, `loss` must return a pair \(loss, aux\).*of shapes \(\)"
+    ):
         step_on(mean, 8, 4, has_aux=True)
     with pytest.raises(TypeError, match=r"`loss` returns int32, which has no gradient"):
         step_on(lambda model, batch: jnp.sum(batch["tokens"]), 8, 4)
@@ -327,7 +331,7 @@ def test_what_is_no_loss_and_no_optimizer_is_refused_by_name():
     for refused in (lambda o: gtp.train_step(loss, o), lambda o: gtp.TrainState.create(model, o)):
         with pytest.raises(TypeError, match="`optimizer` is a function without `init` and `update`"):
             refused(optax.adamw)
-        with pytest.raises(TypeError, match="`optimizer` is a Optimizer without .*`nnx.Optimizer` pass .* its `tx`"):
+        with pytest.raises(TypeError, match="`optimizer` is a Optimizer without .*`nnx.Optimizer`, pass its `tx`"):
             refused(nnx.Optimizer(model, sgd, wrt=nnx.Param))
     with pytest.raises(TypeError, match="not callable") as raised:
         gtp.eval_step(lambda x, model: loss(model, x))(state, x)

@@ -138,7 +138,7 @@ def test_what_cannot_be_pregathered_is_refused():
         gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(), pregathered_layers=-1)
     with pytest.raises(
         ValueError,
-        match="`pregathered_layers` is 'all', but without a recipe no codes travel that could be gathered ahead",
+        match="`pregathered_layers` is 'all', but without a recipe there are no codes to gather in advance",
     ):
         lowered(None, "all", 1)
     with pytest.raises(

@@ -120,7 +120,10 @@ def test_a_state_that_a_step_has_taken_is_refused(mesh):
 def test_a_state_of_another_optimizer_is_refused(mesh):
     state = state_of(optax.adam(0.1))
     message = r"`state.opt_state` is of another optimizer: {}.*Pass `train_step` the optimizer that `TrainState.create`"
-    arrays, structure = "at '.*' it has .*, the optimizer of this step", "it is a PyTreeDef.*, the optimizer of this"
+    arrays, structure = (
+        "at '.*' it has .*, but the optimizer of this step",
+        "it is a PyTreeDef.*, but the optimizer of this",
+    )
     others = {optax.sgd: arrays, optax.adafactor: arrays, optax.lamb: structure}
     for make, reason in others.items():
         with pytest.raises(ValueError, match=message.format(reason)):

@@ -59,6 +59,6 @@ def test_under_each_recipe_in_scope_one_step_computes_what_the_argument_does():
             _, metrics = ahead(jax.tree.map(jnp.copy, state), x)
             _, wanted = gtp.train_step(squares, OPTIMIZER, microbatches=2)(jax.tree.map(jnp.copy, state), x)
         assert float(metrics["grad_norm"]) == float(wanted["grad_norm"])
-        message = "without a recipe no codes travel that could be gathered ahead: no recipe was passed, and none is in"
+        message = "without a recipe there are no codes to gather in advance: no recipe was passed, and none is in"
         with pytest.raises(ValueError, match=message):
             ahead(state, x)

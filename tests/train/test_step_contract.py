@@ -205,11 +205,9 @@ def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, de
         def traced(loss):
             jax.eval_shape(lambda s, b: gtp.loss_and_gradients(loss, s, b, view=view), state, batch)
 
-        with pytest.raises(
-            TypeError, match=r"takes the second, float32, for the number of tokens.*`has_aux=True`.*stop"
-        ):
+        with pytest.raises(TypeError, match=r"uses the second, float32, as the number of tokens.*`has_aux=True`.*stop"):
             traced(_pair(lambda model, batch: _sum(model, batch) / 7))
-        with pytest.raises(TypeError, match="takes the second, float32, for the number of tokens"):
+        with pytest.raises(TypeError, match="uses the second, float32, as the number of tokens"):
             evaluate = gtp.eval_step(_pair(lambda model, batch: _sum(model, batch) / 7), view=view)
             jax.eval_shape(evaluate, state, batch)
         jax.eval_shape(gtp.eval_step(next_token_loss, view=view), state, batch)

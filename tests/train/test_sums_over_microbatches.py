@@ -170,7 +170,7 @@ def test_what_has_no_sum_is_refused_by_name_in_aux():
     def loss(model, x):
         return jnp.square(model(x).astype(jnp.float32)).mean(), {"key": jax.random.key(0)}
 
-    with pytest.raises(TypeError, match=r"`aux`\['key'\] is key<.*no sum over microbatches.*key_data"):
+    with pytest.raises(TypeError, match=r"`aux`\['key'\] is key<.*cannot be summed over microbatches.*key_data"):
         metrics_of(loss, batch_of(8), 2, has_aux=True)
 
 

@@ -121,9 +121,11 @@ def test_check_names_the_first_tensor_that_differs():
         assert gtp.check(loss, right, on_mesh, microbatches=2) == errors
         with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
             gtp.check(loss, wrong, x)
-        with pytest.raises(ValueError, match="the loss is nan on the mesh, so that there is nothing to compare"):
+        with pytest.raises(ValueError, match="the loss is nan on the mesh, so there is nothing to compare"):
             gtp.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
-    with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
+    with pytest.raises(
+        ValueError, match="compares the mesh in scope with one device, but no mesh is in scope.*set_mesh"
+    ):
         gtp.check(loss, right, x)
 
 
