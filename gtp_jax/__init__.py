@@ -1,4 +1,4 @@
-"""Generalized Tensor Parallelism for JAX: weights are sharded, and gathered just in time."""
+"""Generalized Tensor Parallelism for JAX: weights are sharded and gathered just in time."""
 
 from typing import TYPE_CHECKING
 
@@ -63,12 +63,12 @@ from .train import loss_and_gradients as loss_and_gradients
 from .train import per_layer as per_layer
 from .train import train_step as train_step
 
-# see [Note: names above]: what reports need is imported by the first report
+# see [Note: names above]: `inspect` is imported only when `explain` is first used
 if TYPE_CHECKING:
     from .inspect import explain as explain
 
 ABOVE = {"gtp_jax.inspect": ("explain",)}
-if not TYPE_CHECKING:  # so that they see which names there are
+if not TYPE_CHECKING:  # type checkers would otherwise accept any name
     __getattr__ = look_up(__name__, ABOVE)
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m gtp_jax` is `gtp-jax`."""
+"""Makes `python -m gtp_jax` the same as `gtp-jax`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Reads files that others wrote: bounded in time and memory, nothing outside the folder, nothing a terminal obeys."""
+"""Reads files from untrusted sources.
+
+Time and memory are bounded, no file outside the folder is read, and no control characters reach a terminal.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# The index of the largest published models has some 10 MB and 100,000 tensors.
+# The index of the largest published models has about 10 MB and 100,000 tensors.
 MAX_JSON_BYTES = 32 << 20
 _MAX_VALUES = 2_000_000
 _MAX_DEPTH = 64
@@ -20,11 +23,11 @@ _BRIEF = reprlib.Repr(maxstring=80, maxother=80, maxlong=40, maxlevel=3)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file to read; never waits, as opening a FIFO would.
+    """Opens a regular file for reading. Never blocks, as opening a FIFO could.
 
     Raises:
-        ValueError: if it is something else, a device for instance.
-        OSError: if it is a directory, or cannot be opened.
+        ValueError: if the path is not a regular file, for example a device.
+        OSError: if the path is a directory, or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -39,11 +42,12 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
     """Refuses what is not a regular file.
 
     Args:
-        path: of the file, for the message.
-        mode: its `st_mode`.
+        path: the path of the file, for the message.
+        mode: the `st_mode` of the file.
 
     Raises:
-        IsADirectoryError, ValueError: naming what it is.
+        IsADirectoryError: if it is a directory.
+        ValueError: if it is anything else; the message names what it is.
     """
     if stat.S_ISREG(mode):
         return
@@ -56,8 +60,8 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
     }
     kind = IsADirectoryError if stat.S_ISDIR(mode) else ValueError
     raise kind(
-        f"{printable(os.fspath(path))} is {kinds.get(stat.S_IFMT(mode), 'no regular file')}, and a regular file is "
-        "expected. Give another, or leave it out."
+        f"{printable(os.fspath(path))} is {kinds.get(stat.S_IFMT(mode), 'no regular file')}, but a regular file is "
+        "expected. Give another file, or leave it out."
     )
 
 
@@ -65,12 +69,12 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES) -> A
     """Returns the content of a JSON file.
 
     Args:
-        path: of the file.
-        limit: bytes that it may have.
+        path: the path of the file.
+        limit: the largest allowed size of the file in bytes.
 
     Raises:
-        ValueError: if it is no regular file, too large, or not JSON as `parse_json` takes it.
-        OSError: if it cannot be read.
+        ValueError: if the file is not regular, is too large, or is not JSON that `parse_json` accepts.
+        OSError: if the file cannot be read.
     """
     with open_regular(path) as file:
         text = file.read(limit + 1)
@@ -83,10 +87,10 @@ def parse_json(text: bytes, *, most_values: int = _MAX_VALUES) -> Any:
     """Returns the content of JSON text in UTF-8.
 
     Raises:
-        ValueError: if it is not JSON, has an object with one key twice, more than `most_values` values, or more than 64
-            levels.
+        ValueError: if the text is not JSON, has the same key twice in an object, or has more than `most_values` values
+            or 64 levels.
     """
-    # a value takes some 100 bytes in memory, and as few as 2 in the text
+    # a value takes about 100 bytes in memory, but as few as 2 in the text
     if sum(map(text.count, (b",", b"[", b"{"))) > most_values:
         raise ValueError(f"it holds more than {most_values} values, which is the most that is read")
     try:
@@ -115,49 +119,50 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         ((name, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{brief(name)} is there twice")
+        raise ValueError(f"the key {brief(name)} occurs twice in an object")
     return fields
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file that a foreign file names, which must be a file of the folder.
+    """Returns the path of a file that a foreign file names, which must be in the same folder.
 
-    Links may lead to other files of the folder, and to the `blobs` of Hugging Face's cache, whose snapshots are
-    folders of links to them.
+    Links may lead to other files in the folder, and to the `blobs` of Hugging Face's cache, whose snapshots are folders
+    of links to them.
 
     Args:
-        folder: where the naming file is.
-        name: the file's name, without directories.
+        folder: the folder of the file that contains the name.
+        name: the name of the file, without directories.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the name is not that of a file in this folder, or the file lies elsewhere.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the name is not that of a file in this folder, if it is a link that leads elsewhere, or if it is
+            not a regular file.
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
-        raise ValueError(f"{brief(name)} is not the name of a file in {folder}; names without directories are expected")
+        raise ValueError(f"{brief(name)} is not a file name in {folder}; a name without directories is expected")
     place = folder.resolve()
     try:
         target = (place / name).resolve(strict=True)
-    except RuntimeError as error:  # Python 3.12 reports a loop of links so
-        raise ValueError(f"{folder / name} is a link that leads to itself. Replace it by the file.") from error
+    except RuntimeError as error:  # Python 3.12 reports a loop of links this way
+        raise ValueError(f"{folder / name} is a link that leads to itself. Replace it with the file.") from error
     except OSError as error:
         raise FileNotFoundError(f"{name} is not in {folder} ({error.strerror}). Download it as well.") from error
     blobs = place.parent.parent / "blobs" if place.parent.name == "snapshots" else place
     if not (target.is_relative_to(place) or target.parent == blobs):
         raise ValueError(
-            f"{folder / name} is a link to {printable(str(target))}, outside of the folder. Copy the file into it, or "
-            "give the folder in which it lies."
+            f"{folder / name} is a link to {printable(str(target))}, outside the folder. Copy the file into it, or "
+            "give the folder that contains the file."
         )
     check_regular(folder / name, target.stat().st_mode)
     return target
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Returns text in which escapes stand for what is not printable, so that a terminal shows it and obeys none of it.
+    """Returns text with escapes for unprintable characters, so that a terminal shows them and does not obey them.
 
     Args:
-        text: any.
-        lines: whether it may have several lines; otherwise their ends are escaped too.
+        text: any text.
+        lines: whether to keep newlines and tabs; otherwise these are escaped too.
     """
     if text.isprintable():
         return text
@@ -169,11 +174,11 @@ def _escape(character: str) -> str:
 
 
 def message(error: BaseException) -> str:
-    """Returns an error's message for a terminal: printable, and cut if it is long."""
+    """Returns an error's message for a terminal: printable, and truncated if it is long."""
     text = printable(str(error)[: _MAX_MESSAGE + 1], lines=True)
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
 
 
 def brief(value: Any) -> str:
-    """Returns a foreign value as Python writes it, cut if it is long."""
+    """Returns the `repr` of a foreign value, truncated if it is long."""
     return _BRIEF.repr(value)

@@ -1,9 +1,9 @@
-"""Names of higher rooms, under which users know them in a lower one.
+"""Makes names of higher packages available in lower ones.
 
-[Note: names above] Imports go downward: what a room runs with lies below it. But users write `gtp_jax.nn.MoE`, and
-`MoE` lies in `experts`, above `nn`. Such a name is an address, and `nn` never reads it: it is looked up in the module
-that has it when somebody asks for it, so that importing `nn` imports nothing above it. Type checkers read the imports
-under `TYPE_CHECKING`, which the import contract names one by one as its exceptions.
+[Note: names above] Imports go downward: a package imports only packages below it. But users write `gtp_jax.nn.MoE`,
+and `MoE` is defined in `experts`, above `nn`. `nn` itself never uses such a name. The name is looked up in its own
+module only when a user asks for it, so that importing `nn` imports nothing above it. Type checkers read the imports
+under `TYPE_CHECKING`; the import contract lists each of them as an exception.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 def look_up(package: str, rooms: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Returns a package's `__getattr__`, which finds names of other rooms.
+    """Returns a package's `__getattr__`, which finds names of higher packages.
 
     Args:
-        package: its name, such as `gtp_jax.nn`.
-        rooms: names, by the module that has them.
+        package: the name of the package, such as `gtp_jax.nn`.
+        rooms: the names that each higher package provides, by the name of that package.
     """
     room_of = {name: room for room, names in rooms.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""Random keys as the words that are stored of them; all functions take arrays, tracers and `jax.ShapeDtypeStruct`s."""
+"""Converts random keys to stored words and back. All functions take arrays, tracers and `jax.ShapeDtypeStruct`s."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def is_key(value: Any) -> bool:
 
 
 def key_impl(key: Any) -> Any:
-    """Returns the generator of a key, as `jax.random.wrap_key_data` takes it."""
-    found: list[Any] = []  # `jax.random.key_impl` takes arrays and tracers, not shapes
+    """Returns the PRNG implementation of a key, as `jax.random.wrap_key_data` takes it."""
+    found: list[Any] = []  # `jax.random.key_impl` accepts arrays and tracers, but not shapes
     jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), jax.ShapeDtypeStruct((), key.dtype))
     return found[0]
 
@@ -29,7 +29,7 @@ def key_words(key: Any) -> Any:
 
 
 def as_key(words: Any, impl: Any) -> Any:
-    """Returns the key of a generator with these words."""
+    """Returns the key with these words and this PRNG implementation."""
     if not isinstance(words, jax.ShapeDtypeStruct):
         return jax.random.wrap_key_data(words, impl=impl)
     key = jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=impl), words)
