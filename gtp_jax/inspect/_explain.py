@@ -39,8 +39,8 @@ class WireFact:
         bytes_per_element: the bytes on the wire per logical element.
         matmul: the formats or the dtype of the matmuls, and the kind of matmul that computes them.
         forward: the operands of input times weight; empty if matmul operands are not quantized.
-        dgrad: the operands of gradient times weight; empty likewise.
-        wgrad: the operands of gradient times input; empty likewise.
+        dgrad: the operands of gradient times weight; empty in the same case.
+        wgrad: the operands of gradient times input; empty in the same case.
         reduction: how the gradient is summed over the gtp axis; empty if the axis does not shard the weights.
     """
 
@@ -311,8 +311,8 @@ def _multiplies_codes(group: WeightGroup) -> bool:
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
-    """Returns which products `scaled_matmul` computes on hardware that supports it. It needs a contraction in whole
-    blocks."""
+    """Returns which products `scaled_matmul` computes on hardware that supports it. It needs whole blocks along the
+    contraction."""
     first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None

@@ -10,7 +10,7 @@ from typing import Any
 def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
     """Raises an error if a step's loss or the norm of its gradients is not finite. Waits for the step to complete.
 
-    The step has returned the state unchanged (see `train_step`), so the state can be saved and the step run again.
+    Unless `skip_nonfinite` is off, `train_step` returned the state unchanged: save the state, or run the step again.
 
     Args:
         metrics: the metrics that the step returned.

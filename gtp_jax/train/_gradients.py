@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the loss and the gradients of a whole batch are.
+    """The loss and the gradients of a whole batch.
 
     Attributes:
         total: the loss: a mean over microbatches, or a sum over tokens.

@@ -47,7 +47,7 @@ def check_values(state: Tree, *_: Any) -> None:
 
 
 def shared(tree: Tree) -> dict[Path, Path]:
-    """Returns, by path, each array that shares memory with an earlier one, and the path of the first such array."""
+    """Returns the arrays that share memory with an earlier one, as a dict from their paths to that of the first."""
     first: dict[Any, Path] = {}
     found = {}
     for path, leaf in with_paths(tree):

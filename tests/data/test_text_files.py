@@ -114,9 +114,9 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "device").symlink_to("/dev/zero")
     for name, message in (
-        ("fifo", "is a FIFO, and a regular file is expected"),
+        ("fifo", "is a FIFO, but a regular file is expected"),
         ("loop", "cannot be read: it is a link that leads to itself"),
-        ("device", "is a device, and a regular file is expected"),
+        ("device", "is a device, but a regular file is expected"),
         ("zero\0byte", "cannot be read: embedded null byte"),
     ):
         with pytest.raises(ValueError, match=rf"`data` .*{message}"):

@@ -252,7 +252,7 @@ def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
         found = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.MXFP8(matmuls=True)).facts}
         transformed = gtp.explain(model, gtp.NVFP4(matmuls=True)).facts
     values = "bfloat16 on dequantized values"
-    assert found["fits"] == f"MXFP8: scaled_matmul, but wgrad of tokens that fill no blocks: {values}"
+    assert found["fits"] == f"MXFP8: scaled_matmul, but wgrad where tokens fill no whole blocks: {values}"
     assert found["ragged"].startswith("MXFP8: scaled_matmul, but forward along 80, dgrad along 48, wgrad")
     assert {fact.matmul for fact in transformed} == {"NVFP4_1D: scaled_matmul"}
 
