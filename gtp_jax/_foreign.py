@@ -47,7 +47,7 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
 
     Raises:
         IsADirectoryError: if it is a directory.
-        ValueError: if it is anything else; the message names what it is.
+        ValueError: if it is neither a regular file nor a directory; the message names what it is.
     """
     if stat.S_ISREG(mode):
         return
