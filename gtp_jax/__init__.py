@@ -35,6 +35,7 @@ from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy
 from .nn import freeze as freeze
 from .nn import init as init
+from .nn import lora as lora
 from .nn import run_chain as run_chain
 from .nonuniform import FaultPlan as FaultPlan
 from .nonuniform import Replicas as Replicas

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from ..checkpoint import Checkpoints
 from ..models import (
+    Adapters,
     EvaluationArray,
     ModelConfig,
     Origin,
@@ -77,10 +78,15 @@ def export_llama(
         raise ValueError(f"`shard_bytes` is {shard_bytes}; it must be a whole number of at least 1.")
     checkpoints = Checkpoints(checkpoint, read_only=True)
     manifest = checkpoints.manifest(step)
+    where = f"step {manifest['step']} in {checkpoint}"
+    if Adapters.of(manifest["extra"], where) is not None:
+        raise ValueError(
+            f"{where} is of a run that trained adapters, and has no model with them in it. Export the adapters "
+            "alone with --peft (`gtp_jax.convert.export_peft`), or merge them first: `gtp-jax convert merge`."
+        )
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     check_sizes(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
-    where = f"step {manifest['step']} in {checkpoint}"
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
     tensors = hugging_face_of(config, origin.config.get("model_type")).tensors(config)
     stored = _parameters(evaluation_arrays(checkpoints, manifest), config, tensors, where)

@@ -1,5 +1,8 @@
 """Reference models, one folder per family."""
 
+from ._adapters import Adapters as Adapters
+from ._base import BaseArray as BaseArray
+from ._base import base_arrays as base_arrays
 from ._evaluation import AveragedState as AveragedState
 from ._evaluation import EvaluationArray as EvaluationArray
 from ._evaluation import evaluation_arrays as evaluation_arrays

@@ -15,8 +15,10 @@ from flax import nnx
 
 from ..checkpoint import Checkpoints, checkpoints_in
 from ..mesh import check_mesh_in_scope
-from ..nn import abstract_model, freeze, layout_of
+from ..nn import Frozen, abstract_model, freeze, layout_of
 from ..recipes import Recipe
+from ._adapters import Adapters
+from ._base import FROZEN, BaseArray, base_arrays
 from ._evaluation import EvaluationArray, evaluation_arrays
 from ._families import build, saved_config
 from ._family import ModelConfig
@@ -24,6 +26,11 @@ from ._family import ModelConfig
 # Rows of a matrix that are in memory twice while it is read.
 _ROWS = 4096
 _SHOWN = 8
+
+_DAMAGED = (
+    "{} is damaged: {} is not what was saved. `gtp-jax checkpoint verify` says which files are damaged; take another "
+    "step."
+)
 
 
 def load(
@@ -38,7 +45,8 @@ def load(
     weights is read, if the run has one, which the model then has: the weights that the run evaluates.
 
     Each array is read a few rows at a time and checked against the checkpoint's digest. The whole array is in the
-    host's memory only in the dtype in which devices store it.
+    host's memory only in the dtype in which devices store it. Of a run with adapters the model has them, and is frozen
+    but for them, as values in the dtype of compute, also where the run froze it as codes.
 
     Args:
         path: the directory of a run, or of what `gtp-jax convert import` made.
@@ -59,8 +67,17 @@ def load(
     where = f"step {manifest['step']} in {directory}"
     config = dataclasses.replace(config_of(manifest["extra"], where), dtype=dtype)  # pyright: ignore[reportArgumentType]
     kept = np.dtype(jnp.dtype("float32" if recipe is not None else param_dtype or dtype))
-    model = abstract_model(lambda rngs: build(config, rngs=rngs))
-    _fill(model, evaluation_arrays(checkpoints, manifest), kept, where)
+    adapters = Adapters.of(manifest["extra"], where)
+    if adapters is not None and recipe is not None:
+        raise ValueError(
+            f"`recipe` is {type(recipe).__name__}, and {where} has adapters, which were trained beside the values of "
+            "another base. Leave it out; or merge them first: `gtp-jax convert merge`."
+        )
+    if adapters is None:
+        model = abstract_model(lambda rngs: build(config, rngs=rngs))
+    else:
+        model = abstract_model(lambda rngs: adapters.on(build(config, rngs=rngs), rngs))
+    _fill(model, checkpoints, manifest, kept, where)
     if recipe is None:
         return model
     return freeze(model, recipe, trained=lambda _, variable: layout_of(variable) is None)
@@ -110,27 +127,45 @@ def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
         ) from None
 
 
-def _fill(model: nnx.Module, stored: Mapping[str, EvaluationArray], kept: np.dtype, where: str) -> None:
+def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, Any], kept: np.dtype, where: str) -> None:
     """Puts a checkpoint's arrays into an abstract model.
 
     Raises:
         ValueError: if it has other arrays, or they are damaged.
     """
-    variables = {"/".join(map(str, ("params", *path))): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    wants = {name: v.get_raw_value().shape for name, v in variables.items()}
-    has = {name: array.shape for name, array in stored.items()}
+    variables = {
+        "/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Frozen)))
+    }
+    transposed = {
+        path: layout.rows > layout.cols for path, v in variables.items() if (layout := layout_of(v)) is not None
+    }
+    base = base_arrays(checkpoints.arrays(manifest["step"]), manifest["static"], transposed)
+    has = evaluation_arrays(checkpoints, manifest) | {f"{FROZEN}{path}": array for path, array in base.items()}
+    wants = {f"{FROZEN if isinstance(v, Frozen) else 'params/'}{path}": v for path, v in variables.items()}
+    shapes = ({name: x.shape for name, x in has.items()}, {name: v.get_raw_value().shape for name, v in wants.items()})
     lines = [
-        f"  {name}: {has.get(name, 'no such array')} found, {wants.get(name, 'no such array')} wanted"
-        for name in {**wants, **has}
-        if wants.get(name) != has.get(name)
+        f"  {name}: {shapes[0].get(name, 'no such array')} found, {shapes[1].get(name, 'no such array')} wanted"
+        for name in {**shapes[1], **shapes[0]}
+        if shapes[0].get(name) != shapes[1].get(name)
     ]
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise ValueError(f"{where} has other arrays than its model:\n" + "\n".join([*lines[:_SHOWN], *more]))
-    for name, variable in variables.items():
-        like = variable.get_raw_value()
+    for name, variable in wants.items():
+        like, array = variable.get_raw_value(), has[name]
         dtype = kept if layout_of(variable) is not None else like.dtype
-        variable.set_raw_value(jax.device_put(_read(stored[name], dtype, where), like.sharding))
+        whole = _of_base(array, dtype, where) if isinstance(array, BaseArray) else _read(array, dtype, where)
+        variable.set_raw_value(jax.device_put(whole, like.sharding))
+
+
+def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
+    """Returns an array of a frozen base in another dtype, read a layer at a time."""
+    whole, digests = np.empty(array.shape, dtype), {}
+    for begin in range(0, array.shape[0], array.rows):
+        whole[begin : begin + array.rows] = array.read(begin, digests)
+    if wrong := array.damaged(digests):
+        raise ValueError(_DAMAGED.format(where, wrong[0]))
+    return whole
 
 
 def _read(stored: EvaluationArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
@@ -142,8 +177,5 @@ def _read(stored: EvaluationArray, dtype: jax.typing.DTypeLike, where: str) -> n
         end = min(begin + rows, length)
         whole[begin:end] = stored.read(begin, end)
     if damaged := stored.damaged():
-        raise ValueError(
-            f"{where} is damaged: {', '.join(damaged)} is not what was saved. `gtp-jax checkpoint verify` says which "
-            "files are damaged; take another step."
-        )
+        raise ValueError(_DAMAGED.format(where, ", ".join(damaged)))
     return whole

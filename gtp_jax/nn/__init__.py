@@ -6,6 +6,9 @@ from .._names_above import look_up
 from ..weights import GRAD_REDUCE as GRAD_REDUCE
 from ..weights import GradReduce as GradReduce
 from ..weights import reduction_of as reduction_of
+from ._adapter import Adapter as Adapter
+from ._adapter import drops as drops
+from ._adapter import with_dropout as with_dropout
 from ._array import Param as Param
 from ._attention import Attention as Attention
 from ._attention import CrossAttention as CrossAttention
@@ -26,6 +29,7 @@ from ._init import init as init
 from ._layer import Layer as Layer
 from ._layer import layout_of as layout_of
 from ._layer import partition_of as partition_of
+from ._lora import lora as lora
 from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
@@ -26,6 +27,7 @@ from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree
 from ..ops import layer_norm, rms_norm, save_for_backward
 from ..weights import GradReduce, split_features
+from ._adapter import Adapter
 from ._layer import between_layers, inside_layer
 from ._options import LayerNormDenseOptions
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
@@ -72,6 +74,9 @@ class Dense(WeightOwner):
             `reduction_of`.
         kernel_init: called with the key and the logical shape.
         rngs: the `params` stream is used.
+
+    Attributes:
+        lora: the `Adapter` of `gtp_jax.lora`, or a dict of such by name; `None` without.
 
     Raises:
         ValueError: if a size is not positive, or `units` do not divide the features.
@@ -126,6 +131,7 @@ class Dense(WeightOwner):
         alone = self.names == ("",)
         self.kernel: Any = kernels[""] if alone else nnx.Dict(kernels)
         self.bias: Any = nnx.data(None) if not use_bias else biases[""] if alone else nnx.Dict(biases)
+        self.lora: Any = nnx.data(None)
 
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
@@ -171,14 +177,18 @@ class Dense(WeightOwner):
         """Returns what a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at
         once."""
         self._check_features(x)
-        x, axis = self.prepare(x).astype(self.dtype), self.roles.tensor
+        x, axis, whole = self.prepare(x).astype(self.dtype), self.roles.tensor, self.shards_sequence(x.ndim)
+        low = self._low(x)
+        if self.parallel == "column":  # of a low rank, so that it is gathered at once
+            low = [gather_sequence(own, axis, sequence_parallel=whole) for own in low]
         if axis is not None and self.moves_in_parts(x):
             products = save_for_backward(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
+            lows = zip(*(split_parts(own, axis) for own in low), strict=True) if low else [()] * len(products)
         else:
             if self.parallel == "column":
-                x = gather_sequence(x, axis, sequence_parallel=self.shards_sequence(x.ndim))
-            products = (self.with_weight(lambda w, x: self.product(x, w), x),)
-        return tuple(self._named(split_features(y, self.layouts)) for y in products)
+                x = gather_sequence(x, axis, sequence_parallel=whole)
+            products, lows = (self.with_weight(lambda w, x: self.product(x, w), x),), [low]
+        return tuple(self._named(self._outputs(y, low)) for y, low in zip(products, lows, strict=True))
 
     def from_parts(self, parts: Parts) -> Any:
         """Returns what a call of a row-parallel layer returns, from its input in parts, or from one whole."""
@@ -190,15 +200,47 @@ class Dense(WeightOwner):
         if axis is not None and self.moves_in_parts(x):
             parts = parts if len(parts) > 1 else split_parts(x, axis)
             y = save_for_backward(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
-            return self._named(split_features(y, self.layouts))
+            of_parts = [self._low(part, number) for number, part in enumerate(parts)]
+            # of a low rank, so that it is summed at once, ahead of the product with `b`
+            low = [
+                reduce_scatter_sequence(join_parts(own, axis), axis, sequence_parallel=True)
+                for own in zip(*of_parts, strict=True)
+            ]
+            return self._named(self._outputs(y, low))
         x = self._whole(parts)
-        outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
+        outputs = self._outputs(self.with_weight(lambda w, x: self.product(x, w), x), self._low(x))
         whole = self.shards_sequence(x.ndim)
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """Returns what is multiplied, from the input."""
         return x
+
+    def _low(self, x: jax.Array, part: int = 0) -> list[jax.Array]:
+        """Returns `(..., rank)` of all adapters side by side, in a list of one; an empty one without adapters."""
+        if self.lora is None:
+            return []
+        ranks = self.roles.batch
+        if self.roles.tensor is not None and (self.parallel == "row" or self.shards_sequence(x.ndim)):
+            ranks = (*ranks, self.roles.tensor)
+        pairs = zip(self._adapters(), self.layouts, strict=True)
+        return [jnp.concatenate([one.low(x, layout, ranks, part) for one, layout in pairs if one is not None], axis=-1)]
+
+    def _outputs(self, y: jax.Array, low: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns the kernels' outputs, of the product with the fused weight and what `_low` returned."""
+        outputs = split_features(y, self.layouts)
+        if not low:
+            return outputs
+        adapters = self._adapters()
+        widths = np.cumsum([0 if one is None else one.rank for one in adapters])
+        lows = jnp.split(low[0], widths[:-1], axis=-1)
+        return [
+            y if one is None else y + one.output(own, layout).astype(y.dtype)
+            for y, one, own, layout in zip(outputs, adapters, lows, self.layouts, strict=True)
+        ]
+
+    def _adapters(self) -> list[Adapter | None]:
+        return [self.lora] if self.names == ("",) else [self.lora.get(name) for name in self.names]
 
     def _check_features(self, x: jax.Array) -> None:
         if current_view() != "global":

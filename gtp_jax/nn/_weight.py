@@ -161,7 +161,7 @@ def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Para
     return placed_once(nnx.Param(value, out_sharding=tuple(spec), eager_sharding=eager, **metadata))
 
 
-def placed_once[P: nnx.Param](variable: P) -> P:
+def placed_once[P: nnx.Variable](variable: P) -> P:
     """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not; a
     weight also refuses arrays that would be repeated to fill it.
 

@@ -15,7 +15,7 @@ from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
 from ..hook import recipe_of_step
 from ..mesh import Roles, degrees, use_roles, with_paths
-from ..nn import groups_of, keys_of, shards_of, with_groups
+from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
 from ..weights import ModulePath, forget_after, prepare
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
@@ -135,7 +135,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         @forget_after()
         def one(params: Tree, model_state: Tree, part: Tree, number: Any) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
-            model = model_of(params, model_state, key)
+            model = model_of(params, model_state, key, _dropout_key(request, state, number))
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
@@ -187,7 +187,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
                 if _rounds(request.recipe)
                 else None
             )
-            model = model_of(params, {}, key)
+            model = model_of(params, {}, key, _dropout_key(request, state, number, step))
             returned = _sums(evaluate(request.loss, model, part, has_aux=False))
             check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
@@ -217,6 +217,15 @@ def _rounds(recipe: Recipe | None) -> bool:
     return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
 
+def _dropout_key(
+    request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
+) -> jax.Array | None:
+    """Returns the words of a microbatch's dropout in adapters, the same on every rank; `None` without any."""
+    if not drops(state.model_def.variables):
+        return None
+    return rounding_key(request.seed, state.step if step is None else step, number)
+
+
 def _model_of(
     request: Request,
     state: TrainState,
@@ -225,7 +234,7 @@ def _model_of(
     *,
     whole_gradients: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function `(params, model_state, key) -> model`.
+    """Returns a function `(params, model_state, key, dropout) -> model`.
 
     The weights are quantized, and gathered over the optimizer's axes, here: once for all calls of the function.
 
@@ -241,15 +250,22 @@ def _model_of(
     frozen = state.frozen if frozen is None else frozen
     model = model_def.model(params, state.model_state, frozen)
     groups = groups_of(model, request.recipe)
+
+    def plain_model(params: Tree, model_state: Tree, dropout: jax.Array | None) -> Any:
+        model = model_def.model(params, model_state, frozen, read_only=True)
+        return model if dropout is None else with_dropout(model, dropout)
+
     if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
-        return lambda params, model_state, key=None: model_def.model(params, model_state, frozen, read_only=True)
+        return lambda params, model_state, key=None, dropout=None: plain_model(params, model_state, dropout)
     stored = lax.stop_gradient(shards_of(model))
     prepared = prepare(groups, stored, request.pregathered_layers, request.rounded)
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
-    def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
+    def model_of(
+        params: Tree, model_state: Tree, key: jax.Array | None = None, dropout: jax.Array | None = None
+    ) -> Any:
         keys = None if key is None else keys_of(key, groups)
-        model = model_def.model(params, model_state, frozen, read_only=True)
+        model = plain_model(params, model_state, dropout)
         return with_groups(model, decided, prepared, keys, placeholders=whole_gradients, rounded=request.rounded)
 
     return model_of

@@ -1,4 +1,4 @@
-"""`gtp-jax convert`: models from and to Hugging Face's files."""
+"""`gtp-jax convert`: models from and to Hugging Face's files, and adapters into models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import checkpoints_in
-from ...convert import EXPORT_DTYPES, Converted, export_llama, import_llama
+from ...convert import EXPORT_DTYPES, Converted, export_llama, export_peft, import_llama, merge_adapters
 from ...hlo import quantity
 
 _EXAMPLES = """\
@@ -16,6 +16,8 @@ examples:
   gtp-jax convert import Meta-Llama-3-8B/ llama     then: gtp-jax train --preset 8b --from llama ...
   gtp-jax convert export gtp-run exported           the latest step, in bfloat16
   gtp-jax convert export gtp-run exported-fp4 --step 100 --dtype nvfp4
+  gtp-jax convert export --peft lora-run adapter    the adapters of `gtp-jax train --lora`
+  gtp-jax convert merge lora-run merged             then: gtp-jax convert export merged exported
 
 One tensor is in memory at a time. A directory that is written appears at the end, complete.
 """
@@ -36,9 +38,21 @@ files that the model was imported with.
 
 mxfp8 and nvfp4 quantize the linear layers of attention and MLP and leave embedding, norms and head in bfloat16, in the
 layout of NVIDIA ModelOpt. The tokenizer of a model that was not imported with one is for you to copy.
+
+--peft writes the adapters of a run of `gtp-jax train --lora` alone, in float32: adapter_model.safetensors and
+adapter_config.json, which PEFT loads onto the model that the run started from.
+"""
+
+_MERGE = """\
+Makes a checkpoint at step 0 of a run of `gtp-jax train --lora`: float32 parameters, the adapters added to their
+kernels. It is a model as an import makes one, to generate, train and export.
+
+Where the run froze its model as codes (--recipe), adapters are added to the values that the codes stand for, beside
+which they were trained.
 """
 
 _GB = 10**9
+_SHARD_GB = 5
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -63,9 +77,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     exporter.add_argument("source", type=Path, metavar="CHECKPOINT_DIR", help="of a run, or its checkpoints")
     exporter.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
     exporter.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
-    exporter.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of weights (default: bfloat16)")
-    exporter.add_argument("--shard-gb", type=_size, default=5.0, metavar="X", help="most GB of a file (default: 5)")
+    exporter.add_argument("--dtype", choices=EXPORT_DTYPES, help="of weights (default: bfloat16)")
+    exporter.add_argument("--shard-gb", type=_size, metavar="X", help="most GB of a file (default: 5)")
+    exporter.add_argument("--peft", action="store_true", help="write the adapters of a run alone, for PEFT")
     exporter.set_defaults(run=_export)
+    merger = verbs.add_parser("merge", help="adapters into their model", description=_MERGE, **shared)
+    merger.add_argument("source", type=Path, metavar="RUN", help="of `gtp-jax train --lora`, or its checkpoints")
+    merger.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
+    merger.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
+    merger.set_defaults(run=_merge)
     return parser
 
 
@@ -85,10 +105,34 @@ def _import(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     source = checkpoints_in(args.source)
-    shard_bytes = max(1, int(args.shard_gb * _GB))
-    done = export_llama(source, args.out, step=args.step, dtype=args.dtype, shard_bytes=shard_bytes, progress=True)
-    print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {args.dtype}")
+    if args.peft:
+        return _export_peft(args, source)
+    dtype = args.dtype or "bfloat16"
+    shard_bytes = max(1, int((args.shard_gb or _SHARD_GB) * _GB))
+    done = export_llama(source, args.out, step=args.step, dtype=dtype, shard_bytes=shard_bytes, progress=True)
+    print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {dtype}")
     print(f"wrote {_tensors(done)} to {args.out}, and {_others(done)}")
+    return 0
+
+
+def _export_peft(args: argparse.Namespace, source: Path) -> int:
+    given = [flag for flag, value in (("--dtype", args.dtype), ("--shard-gb", args.shard_gb)) if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: adapters are written in float32, in one file. Leave out what --peft has not."
+        )
+    done = export_peft(source, args.out, step=args.step)
+    print(f"step {done.step} in {source}: adapters of {', '.join(done.targets)}, trained beside {done.values}")
+    print(f"wrote {done.tensors} tensors to {args.out}: adapter_model.safetensors, adapter_config.json")
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    source = checkpoints_in(args.source)
+    done = merge_adapters(source, args.out, step=args.step)
+    kernels = "1 kernel" if done.kernels == 1 else f"{done.kernels} kernels"
+    print(f"step {done.step} in {source}: the adapters of {kernels} are added to the values of {done.values}")
+    print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step 0")
     return 0
 
 

@@ -32,6 +32,7 @@ examples:
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
   gtp-jax train --preset 1b --num-layers 12       any size is a flag
   gtp-jax train --from llama --data books/        go on training a model that `gtp-jax convert import` made
+  gtp-jax train --from llama --lora 8             adapters of rank 8, beside the model as it is
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, except in the last layers and some modules
   gtp-jax train --config run.yaml --lr 0.001      settings from a file, except for one

@@ -1,5 +1,6 @@
 """Defines settings as dataclasses, whose fields are flags of commands and keys of a saved configuration."""
 
+from ._adapter_options import AdapterOptions as AdapterOptions
 from ._execution import Execution as Execution
 from ._expert_options import ExpertOptions as ExpertOptions
 from ._faults import Faults as Faults

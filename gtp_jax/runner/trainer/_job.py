@@ -64,6 +64,7 @@ class Job:
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
+        trained: number of parameters that the step changes.
         origin: the Hugging Face model that the parameters come from, and the run's tokenizer, which every checkpoint
             keeps.
     """
@@ -82,6 +83,7 @@ class Job:
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: hlo.Memory
+    trained: int
     origin: Origin = Origin()
 
     def evaluated_state(self, state: TrainState) -> TrainState:
@@ -154,8 +156,10 @@ def prepare(
                 "or start another run with another --out."
             )
     elif config.from_ is not None:
-        params, origin = start_from(Path(config.from_), like, config.tokenizer)
-        state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
+        base = like if config.adapters is None else TrainState.create(_abstract_base(model), optax.identity())
+        params, origin = start_from(Path(config.from_), base, config.tokenizer)
+        started = dataclasses.replace(base, params=params).model()
+        state = TrainState.create(config.adapt(started, nnx.Rngs(config.seed)), optimizer)
     else:
         watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
@@ -185,9 +189,13 @@ def _with_tokenizer(origin: Origin, file: Path) -> Origin:
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
     """Returns a state of shapes, as a checkpoint would be restored to, and the optimizer."""
-    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
+    abstract = abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     optimizer = optimizer_of(config, abstract)
     return TrainState.create(abstract, optimizer), optimizer
+
+
+def _abstract_base(model: ModelConfig) -> nnx.Module:
+    return abstract_model(lambda rngs: build(model, rngs=rngs))
 
 
 def compile_step(
@@ -207,7 +215,7 @@ def compile_step(
         return meshes.held_out_loader(rows, config.batch)
 
     train = meshes.loader(corpus.rows(config.seq, config.seed), config.batch, config.execution.microbatches)
-    recipe = config.quantization.to_recipe()
+    recipe = config.step_recipe
     loss = family_of(model).loss
     step = train_step(
         loss,
@@ -245,6 +253,7 @@ def compile_step(
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),
+        trained=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
     )
 
 

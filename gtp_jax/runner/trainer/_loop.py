@@ -213,7 +213,7 @@ class _Loop:
         job = self._job
         if job.meshes.plan is not None and not job.meshes.plan.uniform:
             return ""
-        recipe = self._config.quantization.to_recipe()
+        recipe = self._config.step_recipe
         options: Any = {"recipe": recipe, "view": "local", "seed": self._config.seed}
         try:
             found = str(diagnose(job.loss, self._state, job.train.at(position), **options))
@@ -292,6 +292,8 @@ class _Loop:
             job, recipe = self._job, self._config.quantization.to_recipe()
             extra = {**self._text, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
             extra |= saved_evaluation(self._state.opt_state)
+            if self._config.adapters is not None:
+                extra |= self._config.adapters.extra()
             loss = self._held_out.get(step)
             target.save(step, self._state, extra, loss=loss, recipe=recipe, files=job.origin.files)
         self._interrupt.saved(time.perf_counter() - began)

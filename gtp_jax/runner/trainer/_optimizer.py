@@ -64,9 +64,11 @@ def optimizer_of(config: TrainConfig, model: nnx.Module) -> optax.GradientTransf
 
 
 def _parts(model: nnx.Module) -> _Parts:
-    # Matrices are what is gathered; norm scales, also those of a stack of layers, biases and routers are not.
+    # Matrices are what is gathered, and adapters; norm scales, also those of a stack of layers, biases and routers are
+    # not.
     model_def = split_model(model)[0]
     layouts, rules = model_def.layouts, model_def.update_rules
+    adapters = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
     is_leaf = lambda x: not isinstance(x, dict)  # noqa: E731
     listed = with_paths(layouts, is_leaf=is_leaf)
     kinds = [
@@ -75,7 +77,7 @@ def _parts(model: nnx.Module) -> _Parts:
     ]
     structure = jax.tree.structure(layouts, is_leaf=is_leaf)
     return _Parts(
-        jax.tree.map(lambda layout: layout is not None, layouts, is_leaf=is_leaf),
+        jax.tree.unflatten(structure, [layout is not None or path in adapters for path, layout in listed]),
         jax.tree.unflatten(structure, kinds),
         jax.tree.unflatten(structure, [path not in rules for path, _ in listed]),
     )

@@ -80,8 +80,14 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
     rows = [
         (f"gtp-jax generate {run} {speak[0]}", speak[1]),
         (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
-        (f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"),
     ]
+    if config.adapters is None:
+        rows.append((f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"))
+    else:
+        rows += [
+            (f"gtp-jax convert export --peft {run} {shlex.quote(f'{root}-peft')}", "the adapters alone, for PEFT"),
+            (f"gtp-jax convert merge {run} {shlex.quote(f'{root}-merged')}", "a model without adapters"),
+        ]
     if not config.faults.any:
         rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
     width = max(len(command) for command, _ in rows)
@@ -127,6 +133,7 @@ def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -
     rows = [
         ("steps", f"{outcome.step} of {job.config.steps}"),
         ("parameters", f"{job.model.param_count():,} on {_devices(job.meshes)} devices"),
+        *([("trainable", _trained(job))] if job.config.adapters is not None else []),
     ]
     losses = [record["loss"] for record in records if "loss" in record]
     held_out = [record["held_out"] for record in records if "held_out" in record]
@@ -151,6 +158,14 @@ def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -
         if jax.default_backend() == "gpu":
             rows.append(("", f"{tflops_per_device(job, outcome.tokens_per_s):.1f} TFLOP/s a device"))
     return rows
+
+
+def _trained(job: Job) -> str:
+    adapters = job.config.adapters
+    assert adapters is not None
+    return (
+        f"{job.trained:,} parameters, of adapters of rank {adapters.rank}, alpha {adapters.alpha:g}; the rest is frozen"
+    )
 
 
 def _verdict(held_out: float, unigram: float) -> str:

@@ -40,7 +40,15 @@ from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
-from ._start import check_recipe_fits, check_same_model, check_same_optimizer, check_terms, started_from, vocab_size_of
+from ._start import (
+    check_fits,
+    check_same_adapters,
+    check_same_model,
+    check_same_optimizer,
+    check_terms,
+    started_from,
+    vocab_size_of,
+)
 from ._tracker import check_trackers
 from ._train_flags import TrainConfig
 from ._watch import Supervision
@@ -132,7 +140,7 @@ def _start(
     with use_roles(config.parallelism.roles):
         meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
     check_terms(model, corpus)
-    check_recipe_fits(config.quantization, model, meshes.mesh)
+    check_fits(config, model, meshes.mesh)
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles):
             watch.doing("compile")
@@ -190,6 +198,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
         config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": out})
         check_same_model(before, config, settings)
         check_same_optimizer(before, config)
+        check_same_adapters(before, config)
         changes = config.changes(before)
     else:
         config = from_settings(TrainConfig, started_from(settings))

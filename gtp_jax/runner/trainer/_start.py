@@ -17,6 +17,7 @@ from ...inspect import explain
 from ...mesh import of_all_processes
 from ...models import (
     TOKENIZER_FILE,
+    Adapters,
     LlamaConfig,
     ModelConfig,
     Origin,
@@ -30,7 +31,7 @@ from ...models import (
 from ...nn import abstract_model
 from ...ops import check_ids
 from ..data import Corpus, same_tokenizer
-from ..flags import Quantization, flag_of, knobs, sizes_of
+from ..flags import flag_of, knobs, sizes_of
 from ._tokenizer import name_of_tokenizer, read_origin
 from ._train_flags import BYTE_TOKENS, TrainConfig, names_file
 
@@ -140,6 +141,11 @@ def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
     directory, checkpoints = opened(source)
     content = checkpoints.manifest()
     where = f"step {content['step']} in {directory}"
+    if Adapters.of(content["extra"], where) is not None:
+        raise ValueError(
+            f"{where} is of a run that trained adapters. Merge them into their model, and start from that: `gtp-jax "
+            f"convert merge {source} {source}-merged`. To go on with the run, give --resume --out {source}."
+        )
     sizes = sizes_of(config_of(content["extra"], where))
     flags = _flags()
     lines = [
@@ -217,6 +223,26 @@ def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
         )
 
 
+def check_same_adapters(before: TrainConfig, config: TrainConfig) -> None:
+    """Checks that a run goes on with what it trains.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if before.adapters != config.adapters:
+        raise ValueError(
+            f"a resumed run keeps what it trains: {_said(before.adapters)}, not {_said(config.adapters)}. Leave out "
+            "--lora and what begins with it, or start another run with another --out."
+        )
+
+
+def _said(adapters: Adapters | None) -> str:
+    if adapters is None:
+        return "the model itself"
+    targets = "all projections" if adapters.targets is None else " ".join(adapters.targets)
+    return f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, dropout {adapters.dropout:g} on {targets}"
+
+
 def _flags() -> dict[str, str]:
     """Returns the flags of a run by the names of their fields."""
     return {field.name: flag_of(field) for field in knobs(TrainConfig)}
@@ -245,14 +271,17 @@ def check_terms(model: ModelConfig, corpus: Corpus) -> None:
         )
 
 
-def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
-    """Checks that a model, sharded over a mesh, has what a recipe names.
+def check_fits(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
+    """Checks that a model, sharded over a mesh, has what the recipe and the adapters of a run name.
 
     Raises:
-        ValueError: naming the module, the layers or the format that do not fit.
+        ValueError: naming the module, the layers, the format or the projection that do not fit.
     """
     with jax.set_mesh(mesh):
-        explain(abstract_model(lambda rngs: build(model, rngs=rngs)), quantization.to_recipe())
+        if config.adapters is None:
+            explain(abstract_model(lambda rngs: build(model, rngs=rngs)), config.quantization.to_recipe())
+        else:
+            abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
 
 
 def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:

@@ -9,14 +9,18 @@ import math
 from pathlib import Path
 from typing import TypeGuard
 
+from flax import nnx
+
 from ... import __version__
 from ..._foreign import read_json
 from ...mesh import check_degrees
-from ...models import PRESETS, ModelConfig, preset_of
+from ...models import PRESETS, Adapters, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
+from ...recipes import Recipe
 from ..data import DOCUMENTS, PACKINGS, STREAM, TOKEN_DTYPES
 from ..flags import (
     VERSION_KEY,
+    AdapterOptions,
     Execution,
     ExpertOptions,
     Faults,
@@ -99,6 +103,7 @@ class TrainConfig:
     )
     sizes: ModelSizes = piece(ModelSizes)
     experts: ExpertOptions = piece(ExpertOptions)
+    adapted: AdapterOptions = piece(AdapterOptions)
     quantization: Quantization = piece(Quantization)
     data: tuple[str, ...] = knob(
         (),
@@ -265,6 +270,8 @@ class TrainConfig:
             raise ValueError("`eval_every` is 0, so that nothing is evaluated. Leave --eval-data out, or give another.")
         if self.preset is None and self.from_ is None:
             object.__setattr__(self, "preset", _PRESET)
+        if self.adapters is not None:
+            self._check_adapters()
         self.base  # noqa: B018  checks that sizes and experts fit one another
         if self.average is not None and self.average >= 1:
             raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
@@ -282,6 +289,47 @@ class TrainConfig:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
+
+    def _check_adapters(self) -> None:
+        if self.from_ is None:
+            raise ValueError(
+                f"`lora` is {self.adapted.lora}, and adapters are for a model that has been trained. Give one with "
+                "--from, which `gtp-jax convert import` or `gtp-jax train` made, or leave --lora out."
+            )
+        if self.faults.any:
+            raise ValueError(
+                f"`lora` is {self.adapted.lora}, and devices have failed: a frozen model is not divided among replicas "
+                "of unequal degree. Leave --failed-devices and --replica-batches out, or --lora."
+            )
+        for name in ("pregathered_layers", "grad_wire"):
+            if value := getattr(self.quantization, name):
+                raise ValueError(
+                    f"`{name}` is {value!r}, and with --lora the weights that travel are frozen: they are quantized "
+                    f"once, and have no gradients. Leave --{name.replace('_', '-')} out."
+                )
+
+        if any(kind.operands is not None and kind.operands.stochastic for kind in self.quantization.to_recipe().kinds):
+            raise ValueError(
+                f"`recipe` is {self.quantization.summary}, which rounds gradients stochastically, and a frozen weight "
+                "has no key for that. Take one without matmuls, such as nvfp4, or mxfp8-matmuls with --lora."
+            )
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained; `None` if the model itself is."""
+        return self.adapted.adapters
+
+    @property
+    def step_recipe(self) -> Recipe | None:
+        """What a step quantizes: nothing if the model is frozen."""
+        return self.quantization.to_recipe() if self.adapters is None else None
+
+    def adapt[M: nnx.Module](self, model: M, rngs: nnx.Rngs) -> M:
+        """Returns the model that is trained: frozen as the recipe has it and with adapters, if there are to be any."""
+        if self.adapters is None:
+            return model
+        recipe = self.quantization.to_recipe()
+        return self.adapters.on(model, rngs, recipe if any(kind.wire for kind in recipe.kinds) else None)
 
     def virtual_devices(self, processes: int) -> int:
         """Returns how many virtual CPU devices the degrees need; where they leave gtp open, 8 or the next that fits.

@@ -1,0 +1,139 @@
+"""A checkpoint of a run with adapters: what is added to which array of its base."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ..checkpoint import Checkpoints
+from ..mesh import make_mesh
+from ..models import (
+    Adapters,
+    BaseArray,
+    EvaluationArray,
+    ModelConfig,
+    Origin,
+    base_arrays,
+    build,
+    config_of,
+    evaluation_arrays,
+)
+from ..nn import Dense, abstract_model, layout_of, weight_owners
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The matrices of low rank beside a kernel, or beside a stack of kernels.
+
+    Attributes:
+        a, b: as the run evaluates them.
+    """
+
+    a: EvaluationArray
+    b: EvaluationArray
+
+    def read(self, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `(features in, rank)` and `(rank, features out)`.
+
+        Args:
+            layer: which; `None` of what is not stacked.
+        """
+        if layer is None:
+            return self.a.read(0, self.a.shape[0]), self.b.read(0, self.b.shape[0])
+        return self.a.read(layer, layer + 1)[0], self.b.read(layer, layer + 1)[0]
+
+    def damaged(self) -> list[str]:
+        """Returns the names of stored arrays that were read otherwise than they were saved; all layers must have been
+        read. The next reading is another one."""
+        return [*self.a.damaged(), *self.b.damaged()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A checkpoint of a run with adapters, of which nothing is in memory.
+
+    Attributes:
+        checkpoints: of the run.
+        step: that is read.
+        config: sizes of the model.
+        adapters: what `gtp_jax.lora` was given.
+        origin: where the model comes from.
+        base: its arrays by path, joined by slashes.
+        beside: adapters by the path of their kernel.
+    """
+
+    checkpoints: Checkpoints
+    step: int
+    config: ModelConfig
+    adapters: Adapters
+    origin: Origin
+    base: dict[str, BaseArray]
+    beside: dict[str, Adapter]
+
+    @property
+    def values(self) -> str:
+        """What adapters were trained beside, in words: formats and dtypes of their kernels."""
+        found = [self.base[path] for path in self.beside]
+        kinds = [f"{x.format.name} codes" if x.format is not None else x.parts[""].dtype for x in found]
+        return " and ".join(sorted(set(kinds)))
+
+    def check(self, names: list[str]) -> None:
+        """Refuses arrays that were read otherwise than they were saved.
+
+        Raises:
+            ValueError: naming their files.
+        """
+        if names:
+            raise ValueError(self.checkpoints.damage_report(self.step, names))
+
+
+def read_adapted(directory: str | Path, step: int | None) -> Adapted:
+    """Opens a checkpoint of a run with adapters.
+
+    Raises:
+        FileNotFoundError: if there is no such step.
+        ValueError: if it has no adapters, or is damaged.
+    """
+    checkpoints = Checkpoints(directory, read_only=True)
+    manifest = checkpoints.manifest(step)
+    where = f"step {manifest['step']} in {directory}"
+    config, adapters = config_of(manifest["extra"], where), Adapters.of(manifest["extra"], where)
+    if adapters is None:
+        raise ValueError(
+            f"{where} has no adapters: it is a model itself, which `gtp-jax convert export` writes as it is. Give a "
+            "run of `gtp-jax train --lora`."
+        )
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+        model = abstract_model(lambda rngs: adapters.on(build(config, rngs=rngs), rngs))
+    stored, trained = checkpoints.arrays(manifest["step"]), evaluation_arrays(checkpoints, manifest)
+    transposed = {
+        _joined(path): layout.rows > layout.cols
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+        if (layout := layout_of(variable)) is not None
+    }
+    beside: dict[str, Adapter] = {}
+    for path, owner in weight_owners(model).items():
+        if isinstance(owner, Dense) and owner.lora is not None:
+            for name in owner.names:
+                below = (name,) if name else ()
+                at = f"params/{_joined((*path, 'lora', *below))}"
+                if f"{at}/a" in trained:
+                    beside[_joined((*path, "kernel", *below))] = Adapter(trained[f"{at}/a"], trained[f"{at}/b"])
+    base = base_arrays(stored, manifest["static"], transposed)
+    origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
+    lacking = sorted(beside.keys() - base.keys())
+    if lacking or not beside:
+        raise ValueError(
+            f"{where} lacks arrays of its model: {', '.join(lacking) or 'all adapters'}. Take another step."
+        )
+    base = {path: array for path, array in base.items() if not path.endswith("/words")}
+    return Adapted(checkpoints, manifest["step"], config, adapters, origin, base, beside)
+
+
+def _joined(path: Any) -> str:
+    return "/".join(map(str, path))

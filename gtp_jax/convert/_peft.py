@@ -1,0 +1,85 @@
+"""Exports adapters as PEFT stores them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..models import ModelConfig, hugging_face_of
+from ._adapted import read_adapted
+from ._fresh import fresh_directory
+from ._safetensors import Entry, Writer
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHT = ".weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """Adapters that were exported.
+
+    Attributes:
+        config: sizes of the model.
+        step: of the run.
+        tensors: how many.
+        targets: the names of the projections, as Hugging Face has them.
+        values: of what kind the kernels were that they were trained beside, in words.
+    """
+
+    config: ModelConfig
+    step: int
+    tensors: int
+    targets: tuple[str, ...]
+    values: str
+
+
+def export_peft(checkpoint: str | Path, out: str | Path, *, step: int | None = None) -> Exported:
+    """Writes the adapters of a run as PEFT's `PeftModel.from_pretrained` reads them, in float32.
+
+    Args:
+        checkpoint: the directory of checkpoints of the run.
+        out: a new or an empty directory.
+        step: which step; the latest by default.
+
+    Raises:
+        FileNotFoundError: if there is no such step.
+        ValueError: if it has no adapters, is damaged, or is of a model that Hugging Face does not store; if `out` is
+            not empty.
+    """
+    run = read_adapted(checkpoint, step)
+    adapters, model_type = run.adapters, run.origin.config.get("model_type")
+    arrays: dict[str, np.ndarray] = {}
+    targets: dict[str, None] = {}
+    for tensor in hugging_face_of(run.config, model_type).tensors(run.config):
+        adapter = run.beside.get(tensor.path)
+        if adapter is not None:
+            name = tensor.name.removesuffix(_WEIGHT)
+            targets[name.rpartition(".")[2]] = None
+            for letter, matrix in zip("AB", adapter.read(tensor.layer), strict=True):
+                arrays[f"base_model.model.{name}.lora_{letter}{_WEIGHT}"] = matrix.T.astype(np.float32)
+    run.check([name for adapter in run.beside.values() for name in adapter.damaged()])
+    fields: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": run.origin.config.get("_name_or_path"),
+        "r": adapters.rank,
+        "lora_alpha": int(adapters.alpha) if float(adapters.alpha).is_integer() else adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "target_modules": list(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+    }
+    entries = [Entry(name, "F32", array.shape) for name, array in arrays.items()]
+    with fresh_directory(Path(out)) as directory:
+        with Writer(directory / _WEIGHTS, entries, {"format": "pt"}) as writer:
+            for array in arrays.values():
+                writer.write(array)
+        (directory / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    return Exported(run.config, run.step, len(entries), tuple(targets), run.values)

@@ -1,0 +1,56 @@
+"""The adapters of a run, as its checkpoints describe them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from flax import nnx
+
+from ..nn import lora
+from ..recipes import Recipe
+
+_EXTRA = "lora"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Arguments of `gtp_jax.lora`.
+
+    Attributes:
+        rank, alpha, targets, dropout: as there.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | None = None
+    dropout: float = 0.0
+
+    def on[M: nnx.Module](self, model: M, rngs: nnx.Rngs, recipe: Recipe | None = None) -> M:
+        """Returns the model with these adapters, and frozen but for them."""
+        options: Any = {"targets": self.targets, "dropout": self.dropout, "recipe": recipe}
+        return lora(model, self.rank, self.alpha, rngs=rngs, **options)
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the fields to save in a checkpoint's `extra`."""
+        return {_EXTRA: dataclasses.asdict(self)}
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], where: str) -> Self | None:
+        """Returns the adapters that a checkpoint was saved with; `None` without.
+
+        Raises:
+            ValueError: if they are described as by no version.
+        """
+        fields = extra.get(_EXTRA)
+        if fields is None:
+            return None
+        try:
+            targets = fields["targets"]
+            return cls(**{**fields, "targets": None if targets is None else tuple(targets)})
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"{where} has adapters that are described as {fields!r}, which this version does not know ({error}). "
+                "Take the version that wrote it."
+            ) from None

@@ -1,0 +1,58 @@
+"""Adapters of low rank in words, as command lines and files of settings have them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...models import Adapters
+from ._knobs import as_tuple, check_knobs, knob
+
+_GROUP = "adapters"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """What is trained in place of the model, if anything is; see `gtp_jax.lora`.
+
+    Raises:
+        ValueError: if a value is out of range, or there are options of adapters and no rank.
+    """
+
+    lora: int | None = knob(
+        None, _GROUP, "train adapters of this rank, and freeze the model of --from, as --recipe has it", metavar="RANK"
+    )
+    lora_alpha: float | None = knob(
+        None, _GROUP, "alpha: their scale is alpha / rank (default: twice the rank)", kind=float, above=0, metavar="X"
+    )
+    lora_dropout: float = knob(
+        0.0, _GROUP, "the share of their input that is dropped in training", kind=float, metavar="P"
+    )
+    lora_targets: tuple[str, ...] = knob(
+        (),
+        _GROUP,
+        "projections that have one, such as query mlp.down (default: all of attention and MLP)",
+        kind=str,
+        metavar="PATTERN",
+        nargs="+",
+    )
+
+    def __post_init__(self) -> None:
+        as_tuple(self, "lora_targets")
+        check_knobs(self)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"`lora_dropout` is {self.lora_dropout}; it must be a number of at least 0 and below 1.")
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in ("lora_alpha", "lora_dropout", "lora_targets")
+            if getattr(self, name)
+        ]
+        if self.lora is None and given:
+            raise ValueError(f"{', '.join(given)}: only adapters have that. Give their rank, such as --lora 8.")
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters; `None` if the model itself is trained."""
+        if self.lora is None:
+            return None
+        alpha = 2.0 * self.lora if self.lora_alpha is None else float(self.lora_alpha)
+        return Adapters(self.lora, alpha, self.lora_targets or None, float(self.lora_dropout))

@@ -1,0 +1,314 @@
+"""Adapters of low rank: what they compute, what a step computes of the base (nothing), and what is refused."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.models import Llama, LlamaConfig
+from gtp_jax.nn import abstract_model
+from gtp_jax.train import never_skip
+
+RANK, ALPHA, VOCAB, BATCH, LENGTH = 3, 6, 48, 8, 6
+# heads and hidden features that tp 3 divides unevenly
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    intermediate_size=40,
+    dtype="float64",
+)
+MESHES = {
+    "gtp 8": dict(gtp=8),
+    "gtp 4 x tp 2": dict(gtp=4, tp=2),
+    "tp 3": dict(tp=3),
+    "dp 2 x gtp 2": dict(dp=2, gtp=2),
+}
+PROJECTIONS = ("qkv/query", "qkv/key", "qkv/value", "out", "up/gate", "up/up", "down")
+
+
+def scope(name):
+    if name is None:
+        return contextlib.nullcontext()
+    devices = jax.devices()[: int(np.prod(list(MESHES[name].values())))]
+    return jax.set_mesh(gtp.make_mesh(**MESHES[name], devices=devices))
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"], vocab_size=VOCAB)
+
+
+def batch_of(seed=0):
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    return {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+
+
+def with_b(model):
+    """Other values than zeros in every `b`, the same on every mesh."""
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "b":
+            shape = v.get_value().shape
+            value = np.random.default_rng(sum(map(ord, "/".join(map(str, path))))).normal(0, 0.3, shape)
+            set_at(model, path, jax.device_put(value, v.get_value().sharding))
+    return model
+
+
+def set_at(model, path, value):
+    for key in path[:-1]:
+        model = model[key] if isinstance(model, nnx.Dict) else getattr(model, key)
+    getattr(model, path[-1]).set_raw_value(value)
+
+
+def adapted(rngs, **options) -> Any:
+    return gtp.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, rngs=rngs, **options)
+
+
+def layers_of(model) -> Any:
+    return model.blocks.layers
+
+
+def dense_of(model, name):
+    block = layers_of(model)
+    layer, _, kernel = name.partition("/")
+    return getattr(block.attention if layer in ("qkv", "out") else block.mlp, layer), kernel
+
+
+@functools.cache
+def found_on(name, view):
+    with scope(name):
+        state = gtp.TrainState.create(with_b(gtp.init(adapted, nnx.Rngs(0))), optax.sgd(0.1))
+        value, gradients = jax.jit(lambda state: gtp.loss_and_gradients(loss, state, batch_of(), view=view))(state)
+        return float(value), jax.tree.map(np.asarray, gradients)
+
+
+@functools.cache
+def merged_gradients():
+    """The loss of the model with merged kernels and, by the chain rule, the gradients of adapters; without a mesh."""
+    model = with_b(gtp.init(adapted, nnx.Rngs(0)))
+    plain = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+    factors = {}
+    for name in PROJECTIONS:
+        layer, kernel = dense_of(model, name)
+        own = layer.lora[kernel] if kernel else layer.lora
+        target, _ = dense_of(plain, name)
+        variable = target.kernel[kernel] if kernel else target.kernel
+        a, b = np.asarray(own.a.get_value()), np.asarray(own.b.get_value())
+        variable.set_raw_value(variable.get_value() + ALPHA / RANK * a @ b)
+        factors[name] = a, b
+
+    def mean(model):
+        total, count = loss(model, batch_of())
+        return total / count
+
+    value, gradients = nnx.jit(nnx.value_and_grad(mean))(plain)
+    found = {}
+    for name, (a, b) in factors.items():
+        layer, kernel = dense_of(gradients, name)
+        of_kernel = np.asarray((layer.kernel[kernel] if kernel else layer.kernel).get_value())
+        scaled = ALPHA / RANK * of_kernel
+        found[name] = scaled @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ scaled
+    return float(value), found
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "view"),
+    [(None, "local"), ("gtp 8", "local"), ("gtp 4 x tp 2", "local"), ("gtp 4 x tp 2", "global"), ("tp 3", "local")],
+)
+def test_loss_and_gradients_are_those_of_merged_kernels_on_every_mesh(mesh, view):
+    wanted, factors = merged_gradients()
+    value, gradients = found_on(mesh, view)
+    assert value == pytest.approx(wanted, rel=1e-12)
+    layers = gradients["blocks"]["layers"]
+    assert set(gradients) == {"blocks"}
+    for name in PROJECTIONS:
+        layer, _, kernel = name.partition("/")
+        own = layers["attention" if layer in ("qkv", "out") else "mlp"][layer]["lora"]
+        own = own[kernel] if kernel else own
+        for one, other in zip((own["a"], own["b"]), factors[name], strict=True):
+            assert np.abs(other).max() > 1e-6
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * max(1, np.abs(other).max()))
+
+
+def test_before_the_first_step_outputs_are_equal_bit_for_bit_and_a_is_kaiming_uniform():
+    with scope("gtp 4 x tp 2"):
+        plain = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+        model = gtp.lora(plain, RANK, ALPHA, rngs=nnx.Rngs(5))
+        tokens = batch_of()["tokens"]
+        wanted, found = (nnx.jit(lambda model, tokens: model(tokens))(one, tokens) for one in (plain, model))
+        np.testing.assert_array_equal(found, wanted)
+        a = np.asarray(layers_of(model).mlp.down.lora.a.get_value())
+    bound = 40**-0.5
+    assert a.shape == (2, 40, RANK) and bound * 0.9 < np.abs(a).max() <= bound and np.std(a) > 0.5 * bound
+    assert not np.array_equal(a[0], a[1])
+    assert not np.asarray(layers_of(model).mlp.down.lora.b.get_value()).any()
+    assert layers_of(plain).mlp.down.lora is None  # left as it was
+
+
+def test_matrices_are_sharded_over_tp_like_the_kernels_side_and_else_whole():
+    with scope("gtp 4 x tp 2"):
+        layers = layers_of(abstract_model(adapted))
+        spec = lambda v: tuple(v.get_raw_value().sharding.spec)  # noqa: E731
+        query, down = layers.attention.qkv.lora["query"], layers.mlp.down.lora
+        assert [spec(query.a), spec(query.b)] == [(None, None, None), (None, None, "tp")]
+        assert [spec(down.a), spec(down.b)] == [(None, "tp", None), (None, None, None)]
+        assert (query.a.get_raw_value().shape, query.b.get_raw_value().shape) == ((2, 32, RANK), (2, RANK, 32))
+
+
+@pytest.mark.parametrize("mesh", ["gtp 8", "dp 2 x gtp 2"])
+def test_a_step_reduces_the_gradients_of_adapters_alone(mesh):
+    with scope(mesh):
+        optimizer = optax.adam(1e-3)
+        state = gtp.TrainState.create(abstract_model(adapted), optimizer)
+        step: Any = gtp.train_step(loss, optimizer, view="local")
+        text = step.lower(state, batch_of(), never_skip(jax.sharding.get_mesh())).compile().as_text()
+    adapters = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
+    moments = [a for a in jax.tree.leaves(state.opt_state) if a.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(state.params)) == 28
+    found = hlo.collectives(text)
+    assert not [c for c in found if c.kind in ("reduce-scatter", "all-to-all")]
+    reduced = sum(c.operand_bytes * c.times for c in found if c.kind == "all-reduce")
+    assert adapters <= reduced <= adapters + 64  # and the loss, the tokens
+    assert [c for c in found if c.kind == "all-gather"]  # the base travels
+
+
+def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
+    recipe = gtp.FP8()
+    with scope("gtp 4 x tp 2"):
+        model = gtp.init(
+            lambda rngs: gtp.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, recipe=recipe, rngs=rngs), nnx.Rngs(0)
+        )
+        kernel = layers_of(model).mlp.down.kernel
+        assert isinstance(kernel.get_value(), gtp.QuantizedArray)
+        logits = nnx.jit(lambda model, tokens: model(tokens))(with_b(model), batch_of()["tokens"])
+        # added to a model that has been frozen before, which stays as it is
+        again = gtp.freeze(
+            gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0)), recipe, trained=nnx.PathContains("head")
+        )
+        again = gtp.lora(again, RANK, ALPHA, rngs=nnx.Rngs(3))
+        own = layers_of(again).mlp.down.kernel.get_value()
+        assert np.array_equal(np.asarray(own.codes), np.asarray(kernel.get_value().codes))
+    plain = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+    for name in PROJECTIONS:
+        coded, key = dense_of(model, name)
+        target, _ = dense_of(plain, name)
+        kernel, own = (coded.kernel[key], coded.lora[key]) if key else (coded.kernel, coded.lora)
+        value = gtp.dequantize(kernel.get_value(), jnp.float32).swapaxes(1, 2)
+        value = np.asarray(value, np.float64) + ALPHA / RANK * np.asarray(own.a.get_value()) @ np.asarray(
+            own.b.get_value()
+        )
+        (target.kernel[key] if key else target.kernel).set_raw_value(jnp.asarray(value))
+    wanted = nnx.jit(lambda model, tokens: model(tokens))(plain, batch_of()["tokens"])
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+
+
+@functools.cache
+def dropped(mesh, view, steps=2, seed=0, microbatches=1):
+    """Losses of the same parameters and the same batch in steps of learning rate 0, and of an evaluation."""
+    with scope(mesh):
+        model = with_b(gtp.init(lambda rngs: adapted(rngs, dropout=0.5), nnx.Rngs(0)))
+        state = gtp.TrainState.create(model, optax.sgd(0.0))
+        step = gtp.train_step(loss, optax.sgd(0.0), view=view, seed=seed, microbatches=microbatches)
+        evaluated = float(gtp.eval_step(loss, view=view)(state, batch_of())["loss"])
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, batch_of())
+            losses.append(float(metrics["loss"]))
+        return losses, evaluated
+
+
+def test_dropout_is_of_a_step_and_of_nothing_else():
+    losses, evaluated = dropped("gtp 4 x tp 2", "local")
+    without, _ = merged_gradients()
+    assert evaluated == pytest.approx(without, rel=1e-12)  # nothing is dropped
+    assert len({*losses, evaluated}) == 3
+    assert dropped("gtp 4 x tp 2", "global")[0] == pytest.approx(losses, rel=1e-12)
+    assert dropped("gtp 4 x tp 2", "local", seed=1)[0] != losses
+
+
+def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
+    layer = gtp.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
+    layer.lora.b.set_raw_value(jnp.ones((2, 4)))
+    x = jnp.ones((4, 64))
+
+    def added(key):
+        return gtp.nn.with_dropout(layer, key)(x) - base
+
+    base = layer(x) - layer.lora.output(layer.lora.low(x, layer.layouts[0], (), 0), layer.layouts[0])
+    keys = jax.random.bits(jax.random.key(0), (512, 2), jnp.uint32)
+    found = jax.jit(jax.vmap(added))(keys)
+    wanted = layer(x) - base
+    np.testing.assert_allclose(np.mean(found, axis=(0, 1)), wanted[0], atol=0.05 * np.abs(wanted).max() + 0.02)
+    assert np.std(found) > 0.01
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+
+MOE = LlamaConfig(
+    vocab_size=48,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=16,
+    num_experts=2,
+)
+
+
+def llama(config=CONFIG) -> Any:
+    return Llama(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (llama, dict(rank=0), "`rank` is 0; it must be a whole number of at least 1"),
+        (llama, dict(alpha=0), "`alpha` is 0; it must be a number above 0, such as twice the rank"),
+        (llama, dict(dropout=1.0), "`dropout` is 1.0; it must be a number of at least 0 and below 1"),
+        (llama, dict(targets="query"), "`targets` is 'query'; it must be a list of patterns, such as"),
+        (llama, dict(targets=["q_proj"]), "`targets` has 'q_proj', which matches no projection. There are blocks"),
+        (llama, dict(targets=["embed"]), "`targets` has 'embed', which matches embed, a Embed. Adapters are for"),
+        (lambda: llama(MOE), dict(targets=["mlp"]), "matches blocks.layers.mlp.down, a GroupedDense. Adapters are for"),
+        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain has no layer of type gtp_jax.Dense, which alone takes adapters"),
+        (
+            lambda: gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0)),
+            {},
+            "blocks.layers.attention.qkv has an adapter already. Call `gtp_jax.lora` once",
+        ),
+        (lambda: abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), {}, "the model is abstract, so that there is"),
+    ],
+)
+def test_mistakes_are_named(make, options, message):
+    options = {"rank": 2, "alpha": 4, **options}
+    with pytest.raises(ValueError) as refused:
+        gtp.lora(make(), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
+    assert message in str(refused.value)
+
+
+def test_targets_choose_projections_and_by_default_all_but_heads():
+    paths = lambda model: {  # noqa: E731
+        ".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    }
+    some = paths(gtp.lora(llama(), 2, 2, targets=["value", "mlp.down"], rngs=nnx.Rngs(0)))
+    assert some == {
+        f"blocks.layers.{name}.{part}" for name in ("attention.qkv.lora.value", "mlp.down.lora") for part in "ab"
+    }
+    assert len(paths(gtp.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
+    assert len(paths(gtp.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone

@@ -1,0 +1,156 @@
+"""`gtp-jax train --lora` on an import: it resumes, generates, merges, and is exported for PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from convert.hugging_face import CONFIG, random_tensors, write_model
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.convert import import_llama
+from gtp_jax.models import load
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import read_log
+
+from .runs import small, write_text
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+HF = {**CONFIG, "vocab_size": 256, "num_hidden_layers": 2, "_name_or_path": "someone/tiny"}
+GREEDY = ["--max-new-tokens=4", "--temperature=0", "--tokenizer=bytes"]
+LORA = ["--lora=3", "--lora-dropout=0.2", "--tokenizer=bytes", "--lr=0.01", "--warmup=0"]
+
+
+def records(out):
+    return [(r["step"], r["loss"]) for r in read_log(out / "log.jsonl") if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A text, an import, and a run of 4 steps on gtp 4 x tp 2."""
+    folder = tmp_path_factory.mktemp("lora")
+    text = write_text(folder / "text", documents=8)
+    write_model(folder / "hf", {name: x * 0.1 for name, x in random_tensors(HF).items()}, HF)
+    import_llama(folder / "hf", folder / "imported")
+    flags = [*small(text, folder / "run", steps=4, save_every=2, gtp=4, tp=2), f"--from={folder / 'imported'}", *LORA]
+    assert main(["train", *flags]) == 0
+    return folder
+
+
+def test_only_adapters_are_trained_and_the_report_says_how_many(made):
+    report = (made / "run/report.txt").read_text()
+    rank, layers, wide, query, key, hidden = 3, 2, 64, 128, 64, 160
+    each = [(wide, query), (wide, key), (wide, key), (query, wide), (wide, hidden), (wide, hidden), (hidden, wide)]
+    count = layers * rank * sum(i + o for i, o in each)
+    assert f"{count:,} parameters, of adapters of rank 3, alpha 6; the rest is frozen" in report
+    leaves = Checkpoints(made / "run/checkpoints", read_only=True).manifest()["leaves"]
+    assert sum(int(np.prod(leaf["shape"])) for name, leaf in leaves.items() if name.startswith("params/")) == count
+    imported = Checkpoints(made / "imported", read_only=True).manifest()["leaves"]
+    for name, leaf in imported.items():  # nothing has changed the base
+        assert leaves[name.replace("params/", "frozen/", 1)]["digest"] == leaf["digest"]
+
+
+def test_it_resumes_with_the_same_losses(made, tmp_path):
+    shutil.copytree(made / "run", tmp_path / "run")
+    assert main(["train", "--resume", "--step=2", f"--out={tmp_path / 'run'}"]) == 0
+    assert records(tmp_path / "run")[-2:] == records(made / "run")[-2:]
+
+
+def test_it_generates_and_merged_weights_have_its_logits(made, tmp_path, capsys):
+    run, merged = made / "run", tmp_path / "merged"
+    assert main(["generate", str(run), "--prompt", "def ", *GREEDY]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("def ")
+    assert main(["convert", "merge", str(run), str(merged)]) == 0
+    said = capsys.readouterr().out
+    assert "step 4 in" in said and "the adapters of 7 kernels are added to the values of float32" in said
+    assert main(["generate", str(merged), "--prompt", "def ", *GREEDY]) == 0
+    assert capsys.readouterr().out == text
+    tokens = np.arange(12).reshape(1, 12)
+    with jax.set_mesh(gtp.make_mesh(tp=2, devices=jax.devices()[:2])):
+        found, wanted, base = (
+            np.asarray(jax.jit(lambda model: model(tokens))(load(one, dtype="float32")))
+            for one in (merged, run, made / "imported")
+        )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    assert np.abs(base - wanted).max() > 1e-2 * np.abs(wanted).max()
+
+
+def test_peft_finds_its_names_and_shapes(made, tmp_path, capsys):
+    assert main(["convert", "export", "--peft", str(made / "run"), str(tmp_path / "peft")]) == 0
+    assert "adapters of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in capsys.readouterr().out
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert {**config, **dict(r=3, lora_alpha=6, lora_dropout=0.2, peft_type="LORA", bias="none")} == config
+    assert config["base_model_name_or_path"] == "someone/tiny" and len(config["target_modules"]) == 7
+    tensors = safetensors.numpy.load_file(tmp_path / "peft/adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * 2
+    layer = "base_model.model.model.layers.1"
+    assert tensors[f"{layer}.self_attn.q_proj.lora_A.weight"].shape == (3, 64)
+    assert tensors[f"{layer}.self_attn.q_proj.lora_B.weight"].shape == (128, 3)
+    assert tensors[f"{layer}.mlp.down_proj.lora_A.weight"].shape == (3, 160)
+    # what PEFT adds to a weight is what a merge has added
+    assert main(["convert", "merge", str(made / "run"), str(tmp_path / "merged")]) == 0
+    assert main(["convert", "export", str(tmp_path / "merged"), str(tmp_path / "hf"), "--dtype=float32"]) == 0
+    after, before = (safetensors.numpy.load_file(path / "model.safetensors") for path in (tmp_path / "hf", made / "hf"))
+    for name, value in before.items():
+        kernel = name.removesuffix(".weight")
+        a, b = (tensors.get(f"base_model.model.{kernel}.lora_{letter}.weight") for letter in "AB")
+        added = 0 if a is None or b is None else 2 * b @ a
+        np.testing.assert_allclose(after[name], np.asarray(value, np.float32) + added, rtol=0, atol=1e-6)
+
+
+def test_a_base_of_codes_is_merged_into_the_values_of_its_codes(made, tmp_path, capsys):
+    text, out = made / "text", tmp_path / "run"
+    flags = small(text, out, steps=1, eval_every=0, save_every=1, gtp=8)
+    start = [f"--from={made / 'imported'}", "--lora=2", "--lora-targets", "down", "--recipe=mxfp8", "--tokenizer=bytes"]
+    assert main(["train", *flags, *start]) == 0
+    assert main(["convert", "merge", str(out), str(tmp_path / "merged")]) == 0
+    assert "the adapters of 1 kernel are added to the values of MXFP8 codes" in capsys.readouterr().out
+    tokens = np.arange(8).reshape(1, 8)
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        found, wanted = (
+            np.asarray(jax.jit(lambda model: model(tokens))(load(one, dtype="float32")))
+            for one in (tmp_path / "merged", out)
+        )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_mistakes_are_named(made, tmp_path, capsys):
+    run, imported = made / "run", made / "imported"
+    flags = [*small(made / "text", tmp_path / "out"), "--tokenizer=bytes"]
+    for arguments, message in (
+        (
+            ["train", *flags, "--lora=2"],
+            "`lora` is 2, and adapters are for a model that has been trained. Give one with",
+        ),
+        (["train", *flags, "--lora-alpha=2"], "--lora-alpha: only adapters have that. Give their rank"),
+        (["train", *flags, f"--from={imported}", "--lora=0"], "`lora` is 0; it must be a whole number of at least 1"),
+        (["train", *flags, f"--from={imported}", "--lora=2", "--lora-dropout=1"], "`lora_dropout` is 1.0; it must be"),
+        (["train", *flags, f"--from={imported}", "--lora=2", "--lora-targets", "q"], "which matches no projection"),
+        (["train", *flags, f"--from={imported}", "--lora=2", "--grad-wire=mxfp8"], "`grad_wire` is 'mxfp8', and with"),
+        (
+            ["train", *flags, f"--from={imported}", "--lora=2", "--recipe=nvfp4-matmuls"],
+            "`recipe` is nvfp4-matmuls, which rounds gradients stochastically",
+        ),
+        (["train", *flags, f"--from={run}"], "is of a run that trained adapters. Merge them into their model"),
+        (
+            ["train", "--resume", f"--out={run}", "--lora=4"],
+            "a resumed run keeps what it trains: adapters of rank 3, alpha 6, dropout 0.2 on all projections, not",
+        ),
+        (["convert", "export", str(run), str(tmp_path / "x")], "is of a run that trained adapters, and has no model"),
+        (["convert", "merge", str(imported), str(tmp_path / "x")], "has no adapters: it is a model itself"),
+        (["convert", "export", "--peft", "--dtype=float32", str(run), str(tmp_path / "x")], "--dtype: adapters are"),
+        (
+            ["generate", str(run), "--prompt=a", "--recipe=fp8", *GREEDY],
+            "has adapters, which were trained beside",
+        ),
+    ):
+        assert main(arguments) == 2
+        assert message in " ".join(capsys.readouterr().err.split()), arguments
+    assert not (tmp_path / "x").exists() and not (tmp_path / "out").exists()
