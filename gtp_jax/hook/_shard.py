@@ -99,6 +99,7 @@ def shard[M: nnx.Module](
     roles = current_roles() if roles is None else roles
     _check_roles(roles)
     variables = _variables(model)
+    _refuse_frozen(variables, min_size)
     own = _of_own_layers(model)
     is_weight = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and _is_weight(v, min_size)  # noqa: E731
     if not any(map(is_weight, variables.values())):
@@ -150,6 +151,22 @@ def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
         return False
     own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
+
+
+def _refuse_frozen(variables: dict[tuple[Any, ...], nnx.Variable], min_size: int) -> None:
+    """Refuses a model of which stock layers have been frozen: their weights are no parameters any more."""
+    for path, v in variables.items():
+        value = v.get_raw_value()
+        if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
+            raise ValueError(
+                f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so that it is no `nnx.Param` "
+                "to shard. Call `gtp_jax.shard` first, and then add adapters: what is frozen stays sharded."
+            )
+
+
+def _size(value: Any) -> int:
+    floating = hasattr(value, "shape") and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return math.prod(value.shape) if floating else 0
 
 
 def _of_own_layers(model: nnx.Module) -> set[int]:

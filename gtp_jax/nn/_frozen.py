@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Frozen(GatheredOnUse):
     Of a weight that was frozen as codes it holds a `QuantizedArray`, of the matrix that is multiplied: output features
     first. `gtp_jax.dequantize(kernel.get_value())` returns its values.
     """
+
+    constant = True  # by which `gtp_jax.shard` knows it
 
     def get_value(self, **index: Any) -> Any:
         """Returns what it holds.
@@ -120,7 +123,11 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
 
 
 def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
-    found: Any = Frozen.from_metadata(value, {**variable.get_metadata(), **metadata})
+    kept = variable.get_metadata()
+    placement = kept.get("placement")
+    if placement is not None and type(variable) is placement.kind:  # `gtp_jax.shard` goes on gathering it
+        kept = {**kept, "placement": dataclasses.replace(placement, kind=Frozen)}
+    found: Any = Frozen.from_metadata(value, {**kept, **metadata})
     if metadata:  # codes are of another shape, as `partition_of` knows
         of_array = None if isinstance(value, QuantizedArray) else tuple(partition_of(found))
         found.set_metadata(out_sharding=of_array)

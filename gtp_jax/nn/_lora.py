@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +12,10 @@ import jax.core
 import jax.numpy as jnp
 from flax import nnx
 
+from ..layout import Layout
 from ..mesh import check_mesh_in_scope, current_view
 from ..recipes import EXCLUDED, Recipe, matches
+from ._adapted_linear import AdaptedLinear, check_stock, layout_of_stock, places_of
 from ._adapter import Adapter
 from ._dense import Dense
 from ._frozen import freeze
@@ -33,7 +35,9 @@ def lora[M: nnx.Module](
     recipe: Recipe | None = None,
     rngs: nnx.Rngs,
 ) -> M:
-    """Returns the model with an adapter on each projection of its `Dense` layers, and with all else frozen.
+    """Returns the model with an adapter on each projection, and with all else frozen.
+
+    Projections are those of `Dense`, and of Flax's `nnx.Linear` and `nnx.LinearGeneral`; `gtp_jax.shard` comes first.
 
     `x @ kernel` becomes `x @ kernel + alpha / rank * dropout(x) @ a @ b`. Each projection has an adapter of its own,
     also where several share a matmul (query, key and value; gate and up). `a` begins Kaiming-uniform and `b` as zeros,
@@ -55,8 +59,9 @@ def lora[M: nnx.Module](
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if an argument is out of range; if a pattern matches no projection, or weights that are not those
-            of a `Dense`, such as those of experts; if the model has adapters already; as `freeze`.
+        ValueError: if an argument is out of range; if a pattern matches no projection, or weights that are none, such
+            as those of experts; if a layer of Flax's is in several places, or its kernel is stacked; if the model has
+            adapters already; as `freeze`.
     """
     _check(rank, alpha, dropout)
     check_mesh_in_scope()
@@ -70,29 +75,25 @@ def lora[M: nnx.Module](
         )
     adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # with variables of its own
     lengths = {path: stack.length for path, stack in stacks_of(adapted).items()}
-    owners, makers = weight_owners(adapted), []
-    for path, names in sorted(_chosen(adapted, targets).items(), key=lambda item: tuple(map(str, item[0]))):
-        layer = owners[path]
-        assert isinstance(layer, Dense)
-        inside = [length for start, length in lengths.items() if path[: len(start)] == start]
-        dtype = jnp.promote_types(layer.dtype, jnp.float32)
-        options: Any = {"length": inside[0] if inside else None, "dtype": dtype}
-        makers += [
-            (layer, name, functools.partial(Adapter, layout, rank, alpha / rank, dropout, **options))
-            for name, layout in zip(layer.names, layer.layouts, strict=True)
-            if name in names
-        ]
+    chosen = _chosen(adapted, targets)
+    if recipe is not None and any(place.holder is not None for place in chosen):
+        raise ValueError(
+            f"`recipe` is {type(recipe).__name__}, and {'.'.join(chosen[0].words)} is a layer of Flax's, whose weight "
+            "is not frozen as codes. Leave it out."
+        )
 
     def make(rngs: nnx.Rngs) -> nnx.List:
-        return nnx.List([maker(rngs=rngs) for _, _, maker in makers])
+        made = []
+        for place in chosen:
+            inside = [length for start, length in lengths.items() if place.path[: len(start)] == start]
+            length, dtype = inside[0] if inside else None, jnp.promote_types(place.dtype, jnp.float32)
+            made.append(Adapter(place.layout, rank, alpha / rank, dropout, length=length, dtype=dtype, rngs=rngs))
+        return nnx.List(made)
 
     traced = isinstance(jnp.zeros(()), jax.core.Tracer)
     made = make(rngs) if traced or current_view() != "global" else init(make, rngs)
-    for (layer, name, _), adapter in zip(makers, made, strict=True):
-        if layer.names == ("",):
-            layer.lora = adapter
-        else:
-            layer.lora = nnx.Dict({**({} if layer.lora is None else layer.lora), name: adapter})
+    for place, adapter in zip(chosen, made, strict=True):
+        place.put(adapter)
     if recipe is None and not any(_is_of_base(v) for _, v in nnx.to_flat_state(nnx.state(adapted))):
         return adapted
     return freeze(adapted, recipe)
@@ -111,9 +112,45 @@ def _check(rank: Any, alpha: Any, dropout: Any) -> None:
         raise ValueError(f"`dropout` is {dropout!r}; it must be a number of at least 0 and below 1.")
 
 
-def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> Mapping[Any, set[str]]:
-    """Returns the names of the kernels that get adapters, by path of their layer."""
-    projections: dict[tuple[str, ...], tuple[Any, str]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an adapter goes.
+
+    Attributes:
+        words: path of the projection, by which patterns know it.
+        path: of its layer.
+        layer: a `Dense`, or a layer of Flax's.
+        name: of the kernel of a `Dense`; empty if it is alone.
+        layout: of the kernel.
+        dtype: of the layer.
+        holder: what holds a layer of Flax's; `None` for a `Dense`.
+    """
+
+    words: tuple[str, ...]
+    path: tuple[Any, ...]
+    layer: Any
+    name: str
+    layout: Layout
+    dtype: Any
+    holder: Any = None
+
+    def put(self, adapter: Adapter) -> None:
+        """Puts an adapter there."""
+        if self.holder is not None:
+            key, around = self.path[-1], AdaptedLinear(self.layer, adapter)
+            if isinstance(self.holder, nnx.List | nnx.Dict):
+                self.holder[key] = around
+            else:
+                setattr(self.holder, key, around)
+        elif self.name:
+            self.layer.lora = nnx.Dict({**(self.layer.lora or {}), self.name: adapter})
+        else:
+            self.layer.lora = adapter
+
+
+def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
+    """Returns the projections that get adapters, in the order of their paths."""
+    found: dict[tuple[str, ...], _Place] = {}
     others: dict[tuple[str, ...], str] = {}
     for path, owner in weight_owners(model).items():
         words = tuple(map(str, path))
@@ -121,24 +158,46 @@ def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> Mapping[Any, se
             others[words] = owner.name
             continue
         if owner.lora is not None:
-            raise ValueError(
-                f"{'.'.join(words) or owner.name} has an adapter already. Call `gtp_jax.lora` once, with all `targets`."
-            )
-        projections |= {(*words, name) if name else words: (path, name) for name in owner.names}
-    if not projections:
+            _refuse_another(words, owner.name)
+        for name, layout in zip(owner.names, owner.layouts, strict=True):
+            own = (*words, name) if name else words
+            found[own] = _Place(own, path, owner, name, layout, owner.dtype)
+    shared: dict[int, tuple[str, ...]] = {}
+    for path, holder, layer in places_of(model):
+        words = tuple(map(str, path))
+        if isinstance(holder, AdaptedLinear):
+            _refuse_another(words[:-1], type(layer).__name__)
+        found[words] = _Place(words, path, layer, "", layout_of_stock(layer), layer.param_dtype, holder)
+        first = shared.setdefault(id(layer), words)
+        if first != words:
+            others[words] = f"layer that is {'.'.join(first)} too"
+    if not found:
         raise ValueError(
-            f"the {type(model).__name__} has no layer of type gtp_jax.Dense, which alone takes adapters. Give stock "
-            "layers adapters of Flax's, `nnx.LoRA` around them, ahead of `gtp_jax.shard` or behind it."
+            f"the {type(model).__name__} has no layer that takes adapters: no gtp_jax.Dense within it, no nnx.Linear "
+            "and no nnx.LinearGeneral. A layer that is a model itself is put into one: `nnx.Sequential(layer)`."
         )
     if targets is None:
-        chosen = [words for words in projections if not any(matches(pattern, words) for pattern in EXCLUDED)]
+        chosen = [words for words in found if not any(matches(pattern, words) for pattern in EXCLUDED)]
+        _refuse_shared(chosen, others)
     else:
-        chosen = _matching(targets, projections, others)
-    found: dict[Any, set[str]] = {}
+        chosen = _matching(targets, found, others)
     for words in chosen:
-        path, name = projections[words]
-        found.setdefault(path, set()).add(name)
-    return found
+        if found[words].holder is not None:
+            check_stock(found[words].layer, ".".join(words))
+    return [found[words] for words in sorted(chosen)]
+
+
+def _refuse_another(words: Sequence[str], name: str) -> None:
+    raise ValueError(f"{'.'.join(words) or name} has an adapter already. Call `gtp_jax.lora` once, with all `targets`.")
+
+
+def _refuse_shared(chosen: Sequence[tuple[str, ...]], others: Mapping[tuple[str, ...], str]) -> None:
+    for words in chosen:
+        if words in others:
+            raise ValueError(
+                f"{'.'.join(words)} is a {others[words]}, so that it is no projection of its own. Name others in "
+                "`targets`."
+            )
 
 
 def _matching(
@@ -154,8 +213,8 @@ def _matching(
         if other is not None:
             raise ValueError(
                 f"`targets` has {pattern!r}, which matches {'.'.join(other)}, a {others[other]}. Adapters are for "
-                "projections of gtp_jax.Dense alone: weights of experts, embeddings and arrays have none. Let the "
-                "pattern name projections."
+                "projections alone, of gtp_jax.Dense and of Flax's linear layers, each in one place: weights of "
+                "experts, embeddings and arrays have none. Let the pattern name projections."
             )
         if not any(matches(pattern, words) for words in projections):
             known = [".".join(words) for words in projections]

@@ -257,7 +257,7 @@ def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
 
 class Plain(nnx.Module):
     def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(8) * rngs.params.count[...])
 
 
 MOE = LlamaConfig(
@@ -286,7 +286,7 @@ def llama(config=CONFIG) -> Any:
         (llama, dict(targets=["q_proj"]), "`targets` has 'q_proj', which matches no projection. There are blocks"),
         (llama, dict(targets=["embed"]), "`targets` has 'embed', which matches embed, a Embed. Adapters are for"),
         (lambda: llama(MOE), dict(targets=["mlp"]), "matches blocks.layers.mlp.down, a GroupedDense. Adapters are for"),
-        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain has no layer of type gtp_jax.Dense, which alone takes adapters"),
+        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain has no layer that takes adapters: no gtp_jax.Dense within it, no"),
         (
             lambda: gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0)),
             {},

@@ -1,0 +1,152 @@
+"""`gtp.lora` on stock layers that `gtp.shard` has sharded: what it computes, and in which order it is called."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+
+WIDTH, VOCAB, LENGTH = 32, 48, 6
+F64: Any = dict(param_dtype=jnp.float64, dtype=jnp.float64)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs, **F64)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs, **F64)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs, **F64)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs, **F64)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs, **F64)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def batch_of():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, LENGTH + 1)).astype(np.int32)
+    return {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+
+
+def adapted(model) -> Any:
+    return gtp.lora(model, 2, 6, rngs=nnx.Rngs(1))
+
+
+def sharded(rngs):
+    return gtp.shard(Model(rngs), "layers.*", min_size=64)
+
+
+def trained(model, optimizer, steps=3):
+    state = gtp.TrainState.create(model, optimizer)
+    step = gtp.train_step(loss, optimizer)
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch_of())
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
+def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
+    optimizer = optax.sgd(0.5)
+    wanted, params = trained(adapted(Model(nnx.Rngs(0))), optimizer)
+    assert wanted[2] < wanted[1] < wanted[0]
+    assert set(params["layers"]["0"]["attention"]) == {"query", "key", "value", "out"} and set(params) == {"layers"}
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        found, others = trained(adapted(sharded(nnx.Rngs(0))), optimizer)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+        # JAX's attention, which Flax's layer calls, has its softmax in float32
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
+
+    plain = Model(nnx.Rngs(0))
+    total, count = loss(plain, batch_of())
+    np.testing.assert_allclose(wanted[0], total / count, rtol=1e-13)  # `b` begins as zeros
+    for number, layer in enumerate(plain.layers):
+        for path, own in (("up", params["layers"][str(number)]["up"]), ("down", params["layers"][str(number)]["down"])):
+            kernel = getattr(layer, path).kernel
+            kernel[...] = kernel[...] + 3 * own["adapter"]["a"] @ own["adapter"]["b"]
+        for name, own in params["layers"][str(number)]["attention"].items():
+            kernel = getattr(layer.attention, name).kernel
+            kernel[...] = kernel[...] + jnp.reshape(3 * own["adapter"]["a"] @ own["adapter"]["b"], kernel[...].shape)
+    model = adapted(Model(nnx.Rngs(0)))
+    nnx.update(model, params_of(model, params))
+    np.testing.assert_allclose(model(batch_of()["tokens"]), plain(batch_of()["tokens"]), rtol=0, atol=1e-6)
+
+
+def params_of(model, params):
+    found = []
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        value = params
+        for key in path:
+            value = value[str(key)]
+        found.append((path, v.replace(jnp.asarray(value))))
+    return nnx.from_flat_state(found)
+
+
+def test_the_base_stays_sharded_and_has_no_gradient(x64):
+    optimizer = optax.sgd(0.1)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        state = gtp.TrainState.create(adapted(sharded(nnx.Rngs(0))), optimizer)
+        kernel = state.frozen["layers"]["0"]["up"]["base"]["kernel"]
+        assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+        step = gtp.train_step(loss, optimizer)
+        found = hlo.collectives(step.lower(state, batch_of()).compile().as_text())  # pyright: ignore[reportFunctionMemberAccess]
+    assert not [c for c in found if c.kind == "reduce-scatter"] and [c for c in found if c.kind == "all-gather"]
+    adapters = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
+    reduced = sum(c.operand_bytes * c.times for c in found if c.kind == "all-reduce" and c.group == 8)
+    assert adapters <= reduced <= adapters + 64
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs):
+        self.one = nnx.Linear(8, 8, rngs=rngs)
+        self.other = self.one
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.fork(split=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Shared, {}, "is a layer that is one too, so that it is no projection of its own"),
+        (Scanned, {}, "layers is an nnx.Linear that has a kernel of shape (2, 8, 8), stacked by a scan or a `Stack`"),
+        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear has no layer that takes adapters"),
+        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key has an adapter already"),
+        (Model, dict(recipe=gtp.FP8()), "`recipe` is FP8, and layers.0.attention.key is a layer of Flax's"),
+    ],
+)
+def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
+    with pytest.raises(ValueError) as refused:
+        gtp.lora(make(nnx.Rngs(0)), 2, 4, rngs=nnx.Rngs(0), **options)
+    assert message in str(refused.value)
+
+
+def test_sharding_behind_adapters_is_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError) as refused:
+        gtp.shard(adapted(Model(nnx.Rngs(0))), "layers.*", min_size=64)
+    assert "has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`" in str(refused.value)
+    assert "Call `gtp_jax.shard` first, and then add adapters" in str(refused.value)
