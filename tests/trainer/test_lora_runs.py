@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from convert.hugging_face import CONFIG, random_tensors, write_model
+from convert.hugging_face import CONFIG, QWEN2, random_tensors, write_model
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -121,6 +122,45 @@ def test_a_base_of_codes_is_merged_into_the_values_of_its_codes(made, tmp_path, 
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("way", ["--average=0.5", "--optimizer=schedule-free"])
+def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_path, way):
+    """Beside layers with biases, which are frozen: a Qwen2."""
+    hf = {**QWEN2, "vocab_size": 256, "num_hidden_layers": 2}
+    tensors = {name: x * 0.1 for name, x in random_tensors(hf).items()}
+    write_model(tmp_path / "hf", tensors, hf)
+    import_llama(tmp_path / "hf", tmp_path / "imported")
+    run = tmp_path / "run"
+    flags = small(made / "text", run, steps=4, save_every=4, sample_tokens=4, gtp=4, tp=2)
+    assert main(["train", *flags, f"--from={tmp_path / 'imported'}", "--lora-targets", "query", way, *LORA]) == 0
+    arrays = Checkpoints(run / "checkpoints", read_only=True).arrays()
+    of = {name: array.read(0, array.shape[0]) for name, array in arrays.items() if "/query/" in name}
+    wanted = {}
+    for letter in "ab":
+        (trained,) = (x for name, x in of.items() if name.startswith("params/") and name.endswith(f"query/{letter}"))
+        kind = "average" if "average" in way else "z"
+        (beside,) = (x for name, x in of.items() if f"/{kind}/" in name and name.endswith(f"query/{letter}"))
+        wanted[letter] = beside if kind == "average" else (trained - (1 - 0.9) * beside) / 0.9
+        assert np.abs(wanted[letter] - trained).max() > 1e-5
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        model: Any = load(run, dtype="float32")
+        adapter = model.blocks.layers.attention.qkv.lora["query"]
+        for letter in "ab":
+            found = np.asarray(getattr(adapter, letter).get_value())
+            np.testing.assert_allclose(found, wanted[letter], rtol=0, atol=1e-7)
+    assert main(["convert", "export", "--peft", str(run), str(tmp_path / "peft")]) == 0
+    peft = safetensors.numpy.load_file(tmp_path / "peft/adapter_model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    np.testing.assert_allclose(peft[f"base_model.model.{name}.lora_A.weight"], wanted["a"][1].T, rtol=0, atol=1e-7)
+    assert main(["convert", "merge", str(run), str(tmp_path / "merged")]) == 0
+    assert main(["convert", "export", str(tmp_path / "merged"), str(tmp_path / "out"), "--dtype=float32"]) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
+    merged = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    added = 2 * (wanted["a"][1] @ wanted["b"][1]).T
+    before = np.asarray(tensors[f"{name}.weight"], np.float32)
+    np.testing.assert_allclose(merged[f"{name}.weight"], before + added, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(merged[f"{name}.bias"], np.asarray(tensors[f"{name}.bias"], np.float32))
+
+
 def test_mistakes_are_named(made, tmp_path, capsys):
     run, imported = made / "run", made / "imported"
     flags = [*small(made / "text", tmp_path / "out"), "--tokenizer=bytes"]
@@ -142,6 +182,10 @@ def test_mistakes_are_named(made, tmp_path, capsys):
         (
             ["train", "--resume", f"--out={run}", "--lora=4"],
             "a resumed run keeps what it trains: adapters of rank 3, alpha 6, dropout 0.2 on all projections, not",
+        ),
+        (
+            ["train", "--resume", f"--out={run}", "--recipe=fp8"],
+            "a resumed run keeps the base that it has frozen, and its recipe with it: bf16, not fp8. Leave --recipe",
         ),
         (["convert", "export", str(run), str(tmp_path / "x")], "is of a run that trained adapters, and has no model"),
         (["convert", "merge", str(imported), str(tmp_path / "x")], "has no adapters: it is a model itself"),

@@ -88,7 +88,7 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
             (f"gtp-jax convert export --peft {run} {shlex.quote(f'{root}-peft')}", "the adapters alone, for PEFT"),
             (f"gtp-jax convert merge {run} {shlex.quote(f'{root}-merged')}", "a model without adapters"),
         ]
-    if not config.faults.any:
+    if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the model itself
         rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
     width = max(len(command) for command, _ in rows)
     return "\n".join(["", "next:", *(f"  {command:{width}}   {what}" for command, what in rows)])

@@ -224,7 +224,7 @@ def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
 
 
 def check_same_adapters(before: TrainConfig, config: TrainConfig) -> None:
-    """Checks that a run goes on with what it trains.
+    """Checks that a run goes on with what it trains, and with the base that it has frozen.
 
     Raises:
         ValueError: naming both.
@@ -233,6 +233,12 @@ def check_same_adapters(before: TrainConfig, config: TrainConfig) -> None:
         raise ValueError(
             f"a resumed run keeps what it trains: {_said(before.adapters)}, not {_said(config.adapters)}. Leave out "
             "--lora and what begins with it, or start another run with another --out."
+        )
+    if config.adapters is not None and before.quantization != config.quantization:
+        raise ValueError(
+            "a resumed run keeps the base that it has frozen, and its recipe with it: "
+            f"{before.quantization.summary}, not {config.quantization.summary}. Leave --recipe and its options out, or "
+            "start another run with another --out."
         )
 
 
