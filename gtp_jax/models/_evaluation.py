@@ -113,8 +113,10 @@ class EvaluationArray:
         return parts[0] if len(parts) == 1 else _of(parts[0], parts[1], self._b1)
 
     def damaged(self) -> list[str]:
-        """Returns the names of the arrays that differ from what was saved; all their rows must have been read. Rows that
-        are read later start a new digest."""
+        """Returns the names of the arrays that differ from what was saved; all their rows must have been read.
+
+        Rows that are read later start a new digest.
+        """
         wrong = [array.name for array in self._read if self._digests[array.name].text() != array.digest]
         self._digests.clear()
         return wrong
