@@ -310,7 +310,7 @@ class WithLoadOfAll(nnx.Module):
     ("changes", "error", "message"),
     [
         ({"view": "global"}, ValueError, "code in `view='global'`, which may mix all examples of a batch"),
-        ({"loss": mean_loss}, TypeError, "it returned one scalar, which would be the mean of one rank's"),
+        ({"loss": mean_loss}, TypeError, "it returned one scalar, which would be the mean of one rank"),
         (
             {"factory": WithState},
             ValueError,
