@@ -13,7 +13,7 @@ from ...hlo import quantity
 
 _EXAMPLES = """\
 examples:
-  gtp-jax convert import Meta-Llama-3-8B/ llama     then: gtp-jax train --preset 8b --from llama ...
+  gtp-jax convert import Meta-Llama-3-8B/ llama     then: gtp-jax train --from llama ...
   gtp-jax convert export gtp-run exported           the latest step, in bfloat16
   gtp-jax convert export gtp-run exported-fp4 --step 100 --dtype nvfp4
   gtp-jax convert export --peft lora-run adapter    the adapters of `gtp-jax train --lora`
