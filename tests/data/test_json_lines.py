@@ -59,6 +59,8 @@ def test_a_field_of_another_name_is_asked_for(tmp_path):
     assert list(read_text([path], text_field="content").documents) == [b"a"]
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: there is no field 'text'; it has id, content\. .*--te"):
         list(read_text([path]).documents)
+    with pytest.raises(ValueError, match=r"or write conversations as `messages`, objects with `role` and `content`\."):
+        list(read_text([path]).documents)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def refused(capsys, *flags: str) -> str:
         (dict(batch=6), "`batch` is 6, which is not divisible by dp * gtp * microbatches = 1 * 4 * 1 = 4. Take 4"),
         (dict(microbatches=4), "`batch` is 8, which is not divisible by dp * gtp * microbatches = 1 * 4 * 4 = 16."),
         (dict(core_tp=3, min_tp=2), "--min-tp, --core-tp: this applies only to a run with failed devices. Add --fail"),
-        (dict(data="/nowhere"), "`data` /nowhere does not exist. Give a text file, or a directory of text files."),
+        (dict(data="/nowhere"), "`data` /nowhere does not exist. Give a file, or a directory of files."),
         (dict(data="/proc/self/mem"), "`data` /proc/self/mem cannot be read: "),  # noqa: E501
         (dict(seq=20_000), "to train on, but one batch of 8 sequences of 20000 needs 160001. Give more text"),
         (dict(tokenizer="/nowhere.json"), "`tokenizer` /nowhere.json is not a file."),

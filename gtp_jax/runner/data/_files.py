@@ -39,7 +39,7 @@ def is_directory(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError as error:
-        raise ValueError(f"`data` {path} does not exist. Give a text file, or a directory of text files.") from error
+        raise ValueError(f"`data` {path} does not exist. Give a file, or a directory of files.") from error
     except (OSError, ValueError) as error:  # a ValueError for a zero byte
         reason = "it is a link that leads to itself" if getattr(error, "errno", 0) == errno.ELOOP else str(error)
         raise ValueError(f"`data` {path} cannot be read: {reason}. Give another path.") from error

@@ -76,7 +76,10 @@ def text_in(field: str) -> Callable[[dict[str, Any]], bytes]:
             names = [printable(str(name)) for name in list(record)[:_SHOWN_FIELDS]]
             more = f" and {len(record) - _SHOWN_FIELDS} more" if len(record) > _SHOWN_FIELDS else ""
             has = f"it has {', '.join(names)}{more}" if names else "it has none"
-            raise ValueError(f"there is no field {field!r}; {has}. Name the field of the text with --text-field.")
+            raise ValueError(
+                f"there is no field {field!r}; {has}. Name the field of the text with --text-field, or write "
+                "conversations as `messages`, objects with `role` and `content`."
+            )
         return as_document(record[field], field)
 
     return text_of
