@@ -57,6 +57,15 @@ def test_the_nearest_word_is_named(words, message, capsys):
     assert message in refused(capsys, *words)
 
 
+def test_a_message_fits_a_terminal_below_a_long_usage(capsys):
+    lines = refused(capsys, "train", "--stpes", "5").splitlines()
+    assert (
+        lines[:2] == ["usage: gtp-jax train [-h] ...", "`gtp-jax train --help` lists the options."] and len(lines) == 3
+    )
+    assert "[--spike SIGMAS]" not in refused(capsys, "train", "--optimizer", "adam")
+    assert "--step N" in refused(capsys, "convert", "export", "--stpe", "5")  # a short one is whole
+
+
 def test_values_that_look_like_flags_are_values(capsys):
     args = parser().parse_args(["checkpoint", "show", "--step=3", "--", "--stp"])
     assert (str(args.directory), args.step) == ("--stp", 3)

@@ -29,6 +29,7 @@ from . import (
 )
 from ._errors import EXPECTED, explanation
 from ._parser import Parser
+from ._warnings import plain_warnings
 
 _EXAMPLES = """\
 examples:
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif has_gpu():
         all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
-        code = args.run(args)
+        with plain_warnings(args.command):
+            code = args.run(args)
         sys.stdout.flush()
         return code
     except EXPECTED as error:

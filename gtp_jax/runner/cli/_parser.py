@@ -16,6 +16,9 @@ from ..._foreign import printable
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 
 
+_USAGE_LINES = 12  # of a longer usage a terminal shows the end, and the message is lost below it
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses unknown words; the message shows the usage of the command that got them, and the nearest known word.
 
@@ -44,8 +47,11 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage and a message, and exits with status 2."""
-        super().error(printable(message))
+        """Prints the usage, of a long one the begin, and a message, and exits with status 2."""
+        usage = self.format_usage()
+        if usage.count("\n") > _USAGE_LINES:
+            usage = f"usage: {self.prog} [-h] ...\n`{self.prog} --help` lists the options.\n"
+        self.exit(2, f"{usage}{self.prog}: error: {printable(message)}\n")
 
     def _flags_in(self, words: Sequence[str]) -> Iterable[str]:
         """Returns the words that argparse treats as long flags, without those of a subcommand."""
