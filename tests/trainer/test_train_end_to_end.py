@@ -116,6 +116,7 @@ def test_no_text_is_shown_where_none_is_wanted(run):
     printed = run[1]
     assert not re.search(r"^  \| ", printed, re.MULTILINE) and "what the model writes" not in printed
     assert "\nnext:\n" in printed
+    assert re.search(r"^  what a step communicates, in bfloat16:\n    gtp-jax inspect --", printed, re.MULTILINE)
 
 
 def test_finished_run_can_be_extended_and_says_what_changed(run, capsys):

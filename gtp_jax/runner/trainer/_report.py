@@ -90,8 +90,7 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
         ]
     if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the model itself
         rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
-    width = max(len(command) for command, _ in rows)
-    return "\n".join(["", "next:", *(f"  {command:{width}}   {what}" for command, what in rows)])
+    return "\n".join(["", "next:", *(f"  {what}:\n    {command}" for command, what in rows)])
 
 
 def _inspected(config: TrainConfig, mesh: Mesh) -> str:
