@@ -168,16 +168,17 @@ class TrainConfig:
     schedule: str | None = knob(
         None,
         "training",
-        "the learning rate after the warm-up: down to a tenth along a cosine or a line, in the last fifth of the steps "
-        "(wsd: warm-up, stable, decay), or constant (default: cosine, with schedule-free constant)",
+        "the learning rate after the warm-up: it falls to a tenth along a cosine or a line, stays and falls over "
+        "the last fifth of the steps (wsd: warm-up, stable, decay), or is constant (default: cosine; with "
+        "schedule-free, constant)",
         kind=str,
         choices=SCHEDULES,
     )
     average: float | None = knob(
         None,
         "training",
-        "evaluate an average of the weights over the steps, in which a step counts this much less with each one behind "
-        "it, 0.999 for instance; samples, exports and `gtp-jax generate` take it too (default: the weights themselves)",
+        "evaluate an exponential moving average of the weights, with this decay a step, such as 0.999; samples, "
+        "exports and `gtp-jax generate` take it too (default: the weights themselves)",
         kind=float,
         above=0,
         metavar="DECAY",
@@ -228,8 +229,8 @@ class TrainConfig:
     eval_data: tuple[str, ...] = knob(
         (),
         "output",
-        "files and directories to evaluate on beside the held-out text, each a text with a loss of its own; without a "
-        "path: none any more, of a resumed run",
+        "files and directories to evaluate on beside the held-out text, each a text with a loss of its own; with no "
+        "path, a resumed run evaluates on no more such texts",
         kind=str,
         metavar="PATH",
         nargs="*",
@@ -242,7 +243,7 @@ class TrainConfig:
         (),
         "output",
         "write what log.jsonl has for TensorBoard (to tensorboard/ in --out) or Weights & Biases (to wandb/, offline "
-        "unless WANDB_MODE says otherwise) too; without a name: no more, of a resumed run",
+        "unless WANDB_MODE says otherwise) too; with no name, a resumed run stops writing them",
         kind=str,
         choices=TRACKERS,
         nargs="*",
