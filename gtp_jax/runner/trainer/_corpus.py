@@ -88,8 +88,8 @@ def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
     if longer := int((lengths > seq + 1).sum()):
         warnings.warn(
             f"{longer} of {len(lengths)} conversations are longer than `seq`, {seq}, and are cut: what is behind "
-            f"a cut does not see what was said before. The longest has {int(lengths.max())}; raise --seq, or leave "
-            "them out.",
+            f"a cut does not see what was said before. The longest has {int(lengths.max())} tokens; raise --seq, or "
+            "leave them out.",
             stacklevel=3,
         )
 
