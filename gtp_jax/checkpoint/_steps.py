@@ -103,7 +103,7 @@ def no_step(directory: str) -> FileNotFoundError:
     return FileNotFoundError(
         f"no checkpoint in {directory}: "
         + ("no such directory" if missing else "it holds no complete step")
-        + ". Give the directory that an earlier run saved to, or start without restoring."
+        + ". Give the directory that a run or an import has saved to."
     )
 
 

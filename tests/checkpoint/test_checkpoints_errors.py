@@ -122,7 +122,10 @@ def test_no_checkpoint_is_an_error_that_says_where(tmp_path, plain):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}/none: no such directory. Give the"):
         Checkpoints(tmp_path / "none").restore(state)
     assert not (tmp_path / "none").exists()
-    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}: it holds no complete step. Give the"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"no checkpoint in {tmp_path}: it holds no complete step. Give the directory that a run or",
+    ):
         Checkpoints(tmp_path).restore(state)
 
 
@@ -190,6 +193,7 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_call_that_takes_one(
             "save_params": lambda: checkpoints.save_params(step, {}),
             "restore": lambda: checkpoints.restore(state, step),
             "restore_params": lambda: checkpoints.restore_params(state, step),
+            "restore_part": lambda: checkpoints.restore_part({}, "average/", step),
             "set_aside_after": lambda: checkpoints.set_aside_after(step),
             "arrays": lambda: checkpoints.arrays(step),
             "manifest": lambda: checkpoints.manifest(step),
