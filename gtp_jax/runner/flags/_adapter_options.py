@@ -22,15 +22,15 @@ class AdapterOptions:
         None, _GROUP, "train adapters of this rank, and freeze the model of --from, as --recipe has it", metavar="RANK"
     )
     lora_alpha: float | None = knob(
-        None, _GROUP, "alpha: their scale is alpha / rank (default: twice the rank)", kind=float, above=0, metavar="X"
+        None, _GROUP, "scale what adapters add by X / RANK (default: twice the rank)", kind=float, above=0, metavar="X"
     )
     lora_dropout: float = knob(
-        0.0, _GROUP, "the share of their input that is dropped in training", kind=float, metavar="P"
+        0.0, _GROUP, "the share of an adapter's input that is dropped in training", kind=float, metavar="P"
     )
     lora_targets: tuple[str, ...] = knob(
         (),
         _GROUP,
-        "projections that have one, such as query mlp.down (default: all of attention and MLP)",
+        "projections that get an adapter, such as query mlp.down (default: all of attention and MLP)",
         kind=str,
         metavar="PATTERN",
         nargs="+",
