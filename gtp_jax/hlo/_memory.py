@@ -24,6 +24,7 @@ class Memory:
         activations_bytes: the rest of the temporary memory at its peak: saved activations, gathered weights and
             workspace.
         output_bytes: the results that do not reuse the memory of an argument.
+        frozen_bytes: the weights that are not trained, as values or as codes.
         peak_bytes: the sum of all of these, which the program needs.
     """
 
@@ -33,6 +34,7 @@ class Memory:
     gradients_bytes: int
     activations_bytes: int
     output_bytes: int
+    frozen_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -43,6 +45,7 @@ class Memory:
         rows = [
             ("weights", self.weights_bytes, "shards, as the optimizer holds them"),
             ("optimizer", self.optimizer_bytes, "moments and counters, sharded the same way"),
+            *([("frozen", self.frozen_bytes, "weights that are not trained")] if self.frozen_bytes else []),
             ("batch", self.other_bytes, "and other arguments"),
             ("gradients", self.gradients_bytes, "one shard per weight"),
             ("activations", self.activations_bytes, "saved for backward; gathered weights, workspace"),
@@ -61,24 +64,26 @@ def bytes_per_device(tree: Any) -> int:
     return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
 
 
-def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = ()) -> Memory:
+def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = (), frozen: Any = ()) -> Memory:
     """Returns the memory of a compiled step.
 
     Args:
         compiled: the compiled step, whose arguments include `params` and `opt_state`.
         params: a pytree of the parameters: arrays or `jax.ShapeDtypeStruct`s with shardings.
         opt_state: the same for the optimizer state.
+        frozen: the same for the weights that are not trained.
 
     Raises:
         ValueError: if the arguments of the step are smaller than that state, which was then not among them.
     """
     stats: Any = compiled.memory_analysis()
-    weights, optimizer = bytes_per_device(params), bytes_per_device(opt_state)
-    other = stats.argument_size_in_bytes - weights - optimizer
+    weights, optimizer, constant = (bytes_per_device(tree) for tree in (params, opt_state, frozen))
+    other = stats.argument_size_in_bytes - weights - optimizer - constant
     if other < 0:
         raise ValueError(
-            f"the step's arguments take {stats.argument_size_in_bytes} bytes per device, but `params` and `opt_state` "
-            f"take {weights + optimizer}. Pass the state that the step was lowered with, with the same shardings."
+            f"the step's arguments take {stats.argument_size_in_bytes} bytes per device, but `params`, "
+            f"`opt_state` and `frozen` take {weights + optimizer + constant}. Pass the state that the step was lowered "
+            "with, with the same shardings."
         )
     gradients = min(weights, stats.temp_size_in_bytes)
     return Memory(
@@ -88,6 +93,7 @@ def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = ()) -
         gradients_bytes=gradients,
         activations_bytes=stats.temp_size_in_bytes - gradients,
         output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        frozen_bytes=constant,
     )
 
 

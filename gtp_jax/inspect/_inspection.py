@@ -175,7 +175,7 @@ def inspect(options: InspectOptions) -> Inspection:
         parameters=_parameters(state),
         wire=wire,
         exchanges=found,
-        memory=hlo.memory(compiled, params=state.params, opt_state=state.opt_state),
+        memory=hlo.memory(compiled, params=state.params, opt_state=state.opt_state, frozen=state.frozen),
         collectives=tuple(hlo.collectives(module)),
         flops=hlo.step_flops(
             matmul_params=config.matmul_params(),

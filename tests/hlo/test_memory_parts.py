@@ -44,6 +44,16 @@ def test_parts_are_those_of_the_state_and_add_up_to_the_peak():
     assert found.peak_bytes == whole - stats.alias_size_in_bytes
 
 
+def test_frozen_weights_have_a_part_of_their_own():
+    compiled, w, x = step_and_state()
+    without = hlo.memory(compiled, params=(), opt_state=(w,))
+    found = hlo.memory(compiled, params=(), opt_state=(w,), frozen={"w": w})
+    assert (found.weights_bytes, found.frozen_bytes) == (0, SIZE * SIZE * 4 // 8)
+    assert found.other_bytes == hlo.bytes_per_device(x) == without.other_bytes - found.frozen_bytes
+    assert found.peak_bytes == without.peak_bytes
+    assert "\nfrozen" in found.table() and "\nfrozen" not in without.table()
+
+
 def test_bytes_of_a_leaf_are_those_of_its_shard():
     mesh = cpu_mesh(dp=2, gtp=4)
     tree = {"cut": array(mesh, (16, 8), P("gtp"), jnp.bfloat16), "whole": array(mesh, (5,), P(), jnp.float32)}
@@ -54,7 +64,7 @@ def test_bytes_of_a_leaf_are_those_of_its_shard():
 
 def test_state_of_another_step_is_refused():
     compiled, w, _ = step_and_state()
-    with pytest.raises(ValueError, match="`params` and `opt_state`.*Pass the state that the step was lowered with"):
+    with pytest.raises(ValueError, match="`params`, `opt_state` and `frozen`.*Pass the state that the step was"):
         hlo.memory(compiled, params=[w] * 20)
 
 

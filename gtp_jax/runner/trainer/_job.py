@@ -279,4 +279,4 @@ def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.
     takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
     if takes_state is None:  # on a process with no part of the state
         return hlo.Memory(0, 0, 0, 0, 0, 0)
-    return hlo.memory(takes_state, params=state.params, opt_state=state.opt_state)
+    return hlo.memory(takes_state, params=state.params, opt_state=state.opt_state, frozen=state.frozen)
