@@ -1,57 +1,63 @@
-"""The life of a weight: how each is gathered, quantized and multiplied, and how its gradient is reduced.
+"""Quantizes and gathers weights, and reduces their gradients.
 
 [Note: life of a weight]
-Functions take what is decided (`WeightGroup`, static, compared by value) and arrays, never modules. No Flax here: `nn`
-extracts a `Structure` from a model (`nn.groups_of`), and puts the values made here into its variables.
+Functions here take arrays and the decisions about them (`WeightGroup`, static, compared by value), never modules. This
+package does not use Flax: `nn` extracts a `Structure` from a model (`nn.groups_of`), and puts the values made here into
+the model's variables.
 
-| state | type | the transition to it | when |
+| state | type | made by | when |
 |---|---|---|---|
 | stored | an array of logical shape, sharded as its `Layout` says, over dp too (ZeRO) | a constructor | between steps |
 | decided | `WeightGroup`, by path and `Layers` | `resolve(structure, recipe)` | per trace |
-| prepared | `Stretch`es of `Wire`s, beside the array (`Stored`) | `prepare(groups, stored)` | per step |
-| on the wire | a `Wire`: `Kernels`, `Packed` (of `prepare`), `StoredCodes` (frozen) | `wires_of` | per layer |
-| cast and joined | `Part`, of `Kernels` alone | `Wire.ready(groups)` | forward; a chain keeps it for backward |
+| prepared | `Stretch`es of `Wire`s, next to the array (`Stored`) | `prepare(groups, stored)` | per step |
+| on the wire | a `Wire`: `Kernels`, `Packed` (from `prepare`), `StoredCodes` (frozen) | `wires_of` | per layer |
+| cast and joined | `Part`, made from `Kernels` only | `Wire.ready(groups)` | forward; a chain keeps it for backward |
 | gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | per pass, before its layer |
-| gradient | of the gathered weight, or in its slot | the layer's backward | |
+| gradient | that of the gathered weight, or of its slot | the layer's backward | |
 | reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | one layer late |
 | gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
-`straight_through` makes of a gather a function of the shards, whatever is gathered in their place; `gathered` is the
-whole way for a layer outside a chain.
+`straight_through` makes the result of a gather differentiable with respect to the shards, whatever is gathered instead
+of them. `gathered` does everything from the wire to the gradient of the shards, for a layer outside a chain.
 
-Less usual states:
+Less common states:
 
-- *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own in place of a
-  `Packed`; see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
-- *Frozen*: ranks store codes, or arrays in the dtype in which they travel, and no master. `frozen_wires` sends them;
-  they have no gradient (`refuse_gradient`).
-- *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` moves nothing.
-- *Placeholder* (`Holds.PLACEHOLDER`, of `reduce_over_dp="last"`): gradients are taken of arrays of NaN that have the
-  shapes of whole shards, and what was joined before is gathered. They are summed over dp after the last microbatch.
-- *Rounded* (`Holds.ROUNDED`, of unequal replicas): the stored array has values of the dtype in which it travels.
+- *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own instead of a `Packed`;
+  see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
+- *Frozen*: ranks store codes, or arrays in the dtype of the wire, and no masters. `frozen_wires` returns what is sent.
+  Frozen weights have no gradient (`refuse_gradient`).
+- *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` does not
+  communicate.
+- *Placeholder* (`Holds.PLACEHOLDER`, with `reduce_over_dp="last"`): gradients are taken with respect to arrays of NaN
+  with the shapes of whole shards, while the shards that were joined before are gathered. The gradients are summed over
+  dp after the last microbatch.
+- *Rounded* (`Holds.ROUNDED`, for unequal replicas): the values of the stored array are rounded to the dtype of the
+  wire.
 - *Replaced* (`Holds.REPLACED`): user code put another array into the variable, such as a noisy weight or the one inside
-  `nnx.remat`. What was prepared is of the old one; the new one is prepared where it is used, and keeps its keys.
-- *Of any shape* (`WeightGroup.array`): a matrix on the wire, whose rows the ranks divide; no recipe quantizes it.
-- *In global view* what is every rank's own is a global array (`ranks_spec`). One wrapper, `in_view`, calls what is
-  written for a rank there, with the partitions that `specs` of a wire, or of `Stored`, tells.
+  `nnx.remat`. What was prepared belongs to the old array. The new one is prepared where it is used, with the same keys
+  of stochastic rounding.
+- *Of any shape* (`WeightGroup.array`): an array that is a matrix on the wire, whose rows the ranks divide. No recipe
+  quantizes it.
+- *In global view*, values that differ from rank to rank form a global array (`ranks_spec`). One wrapper, `in_view`,
+  calls functions written for local view there, with the partitions that a wire's, or a `Stored`'s, `specs` returns.
 
-Further types of this room that others hold: `Shards`, one array a kernel, and `FusedWeights`, by name (aliases);
-`Beside`, a `Stored` as metadata of its variable; `CallKeys`, a module's keys of stochastic rounding; `FrozenAs`, what
-was decided when a weight was frozen; `Apart`, stacked codes of which each layer's is an array of its own; `Reduction`,
-what a name of `GradReduce` means.
+Other types of this package that other packages hold: `Shards`, one array per kernel, and `FusedWeights`, fused weights
+by name (aliases); `Beside`, a `Stored` as metadata of its variable; `CallKeys`, a module's keys of stochastic rounding;
+`FrozenAs`, the formats decided when a weight was frozen; `Apart`, stacked codes with one array per layer; `Reduction`,
+the dtypes that a name of `GradReduce` stands for.
 
-Types of other rooms on the way:
+Types of other packages that are used here:
 
-- `layout.Layout`: how a kernel is divided, stored and used; `layout.ArrayLayout`: the same of an array of any shape;
-  `layout.Split`: what tensor ranks own of a dimension, in a `Layout`.
-- `mesh.Roles`: what each axis of the mesh is for, of which a layout is made.
-- `recipes.Recipe`: what travels and is multiplied in which format, by path.
-- `formats.WireFormat` and `Format`: what codes are written in; `formats.Operands`: the formats of a matmul.
-- `formats.QuantizedArray`: a matrix as codes. `formats.PackPlan`, of `Piece`s and `Section`s: where codes lie in a
-  `Packed`, below the wire.
-- `ops.SlottedWeight`: a gathered weight with zeros, where its gradient goes in another dtype.
+- `layout.Layout`: how a kernel is divided, stored and used; `layout.ArrayLayout`: the same for an array of any shape;
+  `layout.Split`: which part of a dimension each tensor rank owns, in a `Layout`.
+- `mesh.Roles`: the purpose of each axis of the mesh, from which layouts are made.
+- `recipes.Recipe`: the formats in which weights travel and are multiplied, by path.
+- `formats.WireFormat` and `Format`: the formats of codes; `formats.Operands`: the formats of a matmul.
+- `formats.QuantizedArray`: a matrix as codes. `formats.PackPlan`, with its `Piece`s and `Section`s: the positions of
+  codes in a `Packed`.
+- `ops.SlottedWeight`: a gathered weight with zeros that receive its gradient in another dtype.
 - `chain.Stage`: a layer's weights and these transitions as arrays and functions, run by a `chain.Schedule`;
-  `chain.Outputs`: what a layer returns beside its activation.
+  `chain.Outputs`: what a layer returns besides its activation.
 """
 
 from ._codes import StoredCodes as StoredCodes

@@ -1,7 +1,7 @@
-"""Codes of weights as they are stored, where no master exists, and as they travel.
+"""Converts the codes of weights without masters between their stored form and the buffer that is sent.
 
-Stored, they are arrays of the weight's logical shape, rows of the gathered matrix first, sharded like its shards: so
-they mean the same on every mesh, and no device needs another's to lay out the buffer that it sends.
+Stored codes are arrays of the weight's logical shape, in the order `(rows, cols)` of the gathered matrix, sharded like
+the weight. They thus mean the same on every mesh, and each device fills the buffer that it sends from its own codes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ._wire import FusedWeights, Wire
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernels",), meta_fields=("members",))
 @dataclasses.dataclass(frozen=True)
 class StoredCodes(Wire):
-    """This rank's codes of a layer's weights, or of a stack of layers', as they are stored.
+    """This rank's stored codes of the weights of a layer or of a stack of layers.
 
     Attributes:
-        kernels: of each fused weight, its kernels.
-        members: names of the fused weights, in order.
+        kernels: the kernels of each fused weight.
+        members: the names of the fused weights, in order.
     """
 
     kernels: tuple[tuple[QuantizedArray, ...], ...]
@@ -38,7 +38,7 @@ class StoredCodes(Wire):
 
     @property
     def format(self) -> Format:
-        """Returns that of all of them."""
+        """The format of all codes."""
         return self.kernels[0][0].format
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
@@ -46,17 +46,17 @@ class StoredCodes(Wire):
         return pack_codes(self, [groups[name].layouts for name in self.members]).gather(groups)
 
     def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> StoredCodes:
-        """Returns the partitions of the codes of each kernel."""
+        """Returns the partitions of each kernel's codes."""
         layouts = [groups[name].layouts for name in self.members]
         kernels = tuple(tuple(codes_specs(one, self.format, int(stacked)) for one in own) for own in layouts)
         return StoredCodes(kernels, self.members)
 
 
 def pack_codes(stored: StoredCodes, fused: Fused) -> Packed:
-    """Returns the codes of one layer as they travel: what `pack_all` makes of the masters, bit for bit.
+    """Returns the codes of one layer in the buffer that is sent, bit for bit what `pack_all` makes of the masters.
 
     Args:
-        stored: of one layer.
+        stored: the stored codes of one layer.
         fused: the layouts of each member's kernels.
     """
     weights = list(zip(stored.kernels, fused, strict=True))
@@ -79,11 +79,12 @@ def pack_codes(stored: StoredCodes, fused: Fused) -> Packed:
 
 
 def codes_of(packed: Packed, layouts: Sequence[Layout]) -> tuple[QuantizedArray, ...]:
-    """Returns a fused weight's kernels, alone in a buffer, as they are stored: the inverse of `pack_codes`.
+    """Returns the codes of a fused weight's kernels in their stored form: the inverse of `pack_codes`.
 
     Args:
-        packed: of one layer, or of a stack of layers; of shards that are whole blocks.
-        layouts: of its kernels.
+        packed: a buffer of this weight alone, of one layer or of a stack of layers, whose shards consist of whole
+            blocks.
+        layouts: the layouts of its kernels.
     """
     plan, form = plan_of([layouts], packed.format), packed.format
     lead, count = packed.array.shape[:-1], layouts[0].matrices
@@ -109,7 +110,13 @@ def codes_of(packed: Packed, layouts: Sequence[Layout]) -> tuple[QuantizedArray,
 
 
 def codes_specs(layout: Layout, form: Format, ahead: int = 0) -> QuantizedArray:
-    """Returns the partitions of stored codes, with so many leading dimensions (a stack of layers)."""
+    """Returns the partitions of stored codes.
+
+    Args:
+        layout: the layout of the kernel.
+        form: the format of the codes.
+        ahead: the number of leading dimensions, 1 for a stack of layers.
+    """
     lead, matrix = (None,) * ahead, tuple(layout.matrix_spec)
     return QuantizedArray(
         PartitionSpec(*lead, *matrix),  # pyright: ignore[reportArgumentType]
@@ -121,7 +128,7 @@ def codes_specs(layout: Layout, form: Format, ahead: int = 0) -> QuantizedArray:
 
 
 def _matrices(kernels: Sequence[QuantizedArray], layouts: Sequence[Layout]) -> list[QuantizedArray]:
-    """Returns a layer's kernels; of experts, every expert's kernels in turn."""
+    """Returns the kernels of a layer; in a layer of experts, the kernels of one expert after another."""
     if len(layouts[0].shape) == 2:
         return list(kernels)
     return [jax.tree.map(lambda a, i=expert: a[i], x) for expert in range(layouts[0].matrices) for x in kernels]

@@ -1,19 +1,20 @@
-"""The sum of gradients by an all-to-all, added up in float32. Called inside a `shard_map`.
+"""Sums gradients by an all-to-all followed by a float32 sum. Called inside a `shard_map`.
 
-A reduce-scatter adds on its way, and rounds every partial sum to the dtype on the wire. Here each rank sends every
-other its share of the gradient, in fewer bits, and adds what arrives in float32: one rounding a rank, and none of a
-sum. So does ZeRO++ (arXiv 2306.10209), in a hierarchy of nodes; within one host a single level will do.
+A reduce-scatter adds in transit, and rounds every partial sum to the dtype of the wire. Here, each rank sends every
+other rank its share of the gradient in fewer bits, and adds the shares that arrive in float32: each rank's gradient is
+rounded once, and sums are not rounded. ZeRO++ (arXiv 2306.10209) does the same in a hierarchy of nodes; within one
+host, a single level is enough.
 
-A rank's own share goes the same way as the others', so that no rank's sequences count more exactly than another's.
+A rank's own share is rounded as well, so that no rank's sequences count more precisely than another's.
 
 [Note: error]
-Rounding is to the nearest: at most 2**-8 of an element in bfloat16 and 2**-4 in E4M3, whose smallest number is 2**-18
-of the largest that the scale admits. Of a gradient that is bfloat16 already, as `grad_reduce="bf16"` leaves it,
-bfloat16 loses nothing. FP8 and MXFP8 lose 2.7 % of random normal gradients in the L2 norm, which is the same for 2
-ranks and for 8 as errors and sums grow alike; a bfloat16 reduce-scatter loses 0.17 % where it rounds but once
-(`gtp-jax bench collectives --gtp 8`, column `error`, on virtual CPU devices). Not being stochastic the rounding is not
-unbiased: numbers just above a power of two are drawn to it from farther than those below, and normal ones come out
-smaller by 0.1 % in the mean (`tests/recipes/test_gradient_exchange.py`).
+Values are rounded to the nearest: the error is at most 2**-8 of an element in bfloat16 and 2**-4 in E4M3, whose
+smallest number is 2**-18 of the largest that the scale allows. bfloat16 loses nothing of a gradient that is bfloat16
+already, as with `grad_reduce="bf16"`. FP8 and MXFP8 lose 2.7 % of random normal gradients in the L2 norm, for 2 ranks
+and for 8, because errors and sums grow at the same rate. A bfloat16 reduce-scatter that rounds only once loses 0.17 %
+(`gtp-jax bench collectives --gtp 8`, column `error`, on virtual CPU devices). The rounding is not stochastic, and
+therefore biased: a power of two attracts numbers above it from a greater distance than numbers below it. Normal
+numbers are 0.1 % smaller on average (`tests/recipes/test_gradient_exchange.py`).
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _Send = Callable[[jax.Array], jax.Array]
 def exchange_gradients(
     gradients: Sequence[Float[jax.Array, "... _ _"]], fused: Sequence[Sequence[Layout]], wire: Format | np.dtype
 ) -> list[jax.Array]:
-    """Returns `reduce_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
+    """Reduces the gradients of several fused weights like `reduce_gradient`, by one all-to-all and a sum in float32.
 
-    Its derivative, where a gradient is differentiated again, is that of the sum: straight through the rounding.
+    If the result is differentiated again, its derivative is that of the sum: rounding counts as the identity.
 
     Args:
-        gradients: each of its fused weight's shape.
-        fused: the layouts of each one's kernels; all with the same axes, of more than one rank.
-        wire: a format whose blocks have one row, or a dtype of 16 bits. The amax of a format that has one is of a
-            rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
+        gradients: the gradients, each of its fused weight's shape.
+        fused: the layouts of each weight's kernels; all have the same axes, with more than one rank.
+        wire: a format whose blocks have one row, or a dtype of 16 bits. If the format has an amax, it is that of one
+            rank's share of a matrix, rounded up so that the scale is a power of two, and is sent after the codes.
     """
     ranks, axes = fused[0][0].ranks, fused[0][0].axes
     unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
@@ -70,7 +71,7 @@ def exchange_gradients(
 
 
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
-    """Returns all ranks' shares of this rank's rows, of each weight, in float32."""
+    """Sends shares in a dtype; returns, for each weight, all ranks' shares of this rank's rows in float32."""
     flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
     wide = moved_in_bits(send, jnp.concatenate(flat, axis=1)).astype(jnp.float32)
     ends = np.cumsum([x.shape[1] for x in flat])
@@ -78,7 +79,7 @@ def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[j
 
 
 def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
-    """Returns the same, of codes."""
+    """Sends shares as codes; returns the same as `_rounded`."""
     plan = _plan(parts)
     given = [quantizable(part) for part in parts]
     if not form.has_amax:
@@ -93,7 +94,7 @@ def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax
     received = send(jnp.concatenate([pack(given, form, own, plan), behind], axis=1))
     codes, behind = jnp.split(received, [plan.bytes(form)], axis=1)
     amax = lax.bitcast_convert_type(jnp.reshape(behind, (ranks, -1, 4)), jnp.float32)
-    # a plan has one amax for all ranks: the one with a scale of 1, ahead of each rank's own
+    # `unpack` takes one amax for all ranks: decode with a scale of 1, then multiply by each rank's own scale
     values = unpack(codes, form, jnp.full(sum(matrices), form.element_max, jnp.float32), plan)
     scales = jnp.split(amax / form.element_max, np.cumsum(matrices)[:-1], axis=1)
     return [
@@ -103,7 +104,7 @@ def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax
 
 
 def _plan(parts: Sequence[jax.Array]) -> PackPlan:
-    """Returns a piece a matrix: what one rank sends another."""
+    """Returns the plan of the buffer that one rank sends another, with one piece per matrix."""
     return PackPlan(
         tuple(
             Piece(

@@ -1,4 +1,4 @@
-"""Weights of which ranks store what travels, and no master."""
+"""Stores and sends frozen weights: ranks store what is sent, and no masters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ._quantize import Bundle, pack_all
 from ._ranks import in_view
 from ._wire import Kernels, Wire
 
-# What ranks store of the kernels of each module, by its path: codes, or arrays in the dtype in which they travel.
+# What ranks store of each module's kernels, by the module's path: codes, or arrays in the dtype of the wire.
 Kept = Mapping[ModulePath, tuple[Any, ...]]
 
 
 class FrozenAs(NamedTuple):
-    """What was decided about a weight when it was frozen; see `WeightGroup`."""
+    """The formats that were decided for a weight when it was frozen; see `WeightGroup`."""
 
     wire: Format | None
     operands: Operands | None
 
 
 def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
-    """Returns what ranks store of weights from now on, each with a format, in place of masters; in the view in scope.
+    """Returns the codes that ranks store from now on instead of masters, in the view in scope.
 
     Args:
-        groups: of the weights, as `resolve` returns them.
-        masters: this rank's shards, or what it stores of them, with the leading dimension of a stack or without; in
-            global view whole arrays.
+        groups: the decisions about the weights, as `resolve` returns them; each weight has a format.
+        masters: this rank's shards, or the parts of them that it stores, with or without the leading dimension of a
+            stack; in global view, whole arrays.
     """
     if not groups:
         return []
@@ -60,8 +60,8 @@ def _format(group: WeightGroup) -> Format:
 
 
 def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
-    """Returns what a rank sends of frozen weights, those of a stack or of one module: codes that travel in one buffer
-    together, and arrays."""
+    """Returns the wires of the frozen weights of a stack or of one module: first codes, one wire per buffer, then
+    arrays."""
     together: dict[ModulePath, list[ModulePath]] = {}
     for path, group in groups.items():
         if group.wire is not None:
@@ -73,7 +73,7 @@ def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[W
 
 @jax.custom_vjp
 def refuse_gradient(kept: Any) -> Any:
-    """Returns what is frozen; an error if anyone differentiates it."""
+    """Returns its argument; raises an error when differentiated."""
     return kept
 
 

@@ -1,18 +1,18 @@
-"""Shards to a gathered weight, and its gradient back to shards. Called inside a `shard_map`.
+"""Gathers shards to a fused weight, and reduces its gradient to shards. Called inside a `shard_map`.
 
 [Note: the fused weight]
-A layer may hold several kernels that meet the same input (query, key, value; gate and up). Their shards are laid one
-after another and travel in one gather. Where shards are whole rows, in multiples of a block, the gathered weight holds,
-rank after rank, every kernel's rows:
+A layer may hold several kernels that multiply the same input (query, key, value; gate and up). Their shards are
+concatenated and sent in one gather. If shards are whole rows, in multiples of a block, the gathered weight contains the
+rows of all kernels from rank 0, then those from rank 1, and so on:
 
     (ranks, rows of kernel 0 | rows of kernel 1 | ..., features_in)
 
-with its first two dimensions joined to one. It goes into one matmul as it is, with no copy. `split_features` then takes
-the kernels' outputs apart in the activation. In a layer of experts, each rank's part holds the kernels of one expert
+with the first two dimensions joined. One matmul multiplies it as it is, without a copy. `split_features` then splits
+the activation into the kernels' outputs. In a layer of experts, each rank's part contains the kernels of one expert
 after another, and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 
-Other shards (columns; rows that are no multiple of a block; those of which each tensor rank takes its part) are put in
-order first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
+Other shards (columns; rows that are not a multiple of a block; weights of which each tensor rank takes a part) are
+reordered first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ Shards = tuple[jax.Array, ...]
 def gather_weight(
     shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
 ) -> Float[jax.Array, "*fused rows features_in"]:
-    """Returns the fused weight of a layer, from this rank's shards.
+    """Returns the fused weight of a layer, gathered from all ranks' shards.
 
     Args:
-        shards: one array a kernel, each of its layout's `shard_shape`; or of its `stored_shape`, which is first joined
-            to a shard.
+        shards: one array per kernel, of its layout's `shard_shape`, or of its `stored_shape`, which is first joined to
+            a shard.
         layouts: the kernels' layouts; see `layouts_of_kernels`.
         dtype: the dtype on the wire and in the matmul.
 
     Returns:
-        `(rows, features_in)`, or of experts `(ranks, experts, rows, features_in)`; see [Note: the fused weight]. With
-        one rank no collective is issued.
+        The fused weight, `(rows, features_in)`; for experts, `(ranks, experts, rows, features_in)`; see
+        [Note: the fused weight]. With one rank, no collective is issued.
     """
     return gather_part(part_of(shards, layouts, dtype), layouts)
 
 
 def part_of(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns this rank's part of a fused weight as it travels, `(*stack, *experts, rows of kernel 0 | rows of kernel 1
-    | ..., cols)`; arguments as in `gather_weight`, with the leading dimension of a stack or without."""
+    """Returns this rank's part of a fused weight in the form that is sent, `(*stack, *experts, rows of kernel 0 | rows
+    of kernel 1 | ..., cols)`. Arguments are those of `gather_weight`, with or without the leading dimension of a
+    stack."""
     shards = gather_stored(shards, layouts, dtype)
     rows = [jnp.moveaxis(s, layout.rows - len(layout.shape), -2) for s, layout in zip(shards, layouts, strict=True)]
     return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
 
 
 def gather_part(part: jax.Array, layouts: Sequence[Layout]) -> Float[jax.Array, "*fused rows features_in"]:
-    """Returns the fused weight of which this rank has a part, as `part_of` makes it."""
+    """Returns the fused weight, gathered from the parts that `part_of` makes on each rank."""
     ranks, axes = layouts[0].ranks, layouts[0].axes
     flat = jnp.reshape(part, (-1, part.shape[-1]))
     if ranks > 1:
@@ -69,10 +70,10 @@ def gather_part(part: jax.Array, layouts: Sequence[Layout]) -> Float[jax.Array, 
 
 
 def fuse(parts: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns the fused weight made of all ranks' shards.
+    """Returns the fused weight, made from all ranks' parts.
 
     Args:
-        parts: `(ranks, *experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`, of each rank's shards.
+        parts: the parts of all ranks, `(ranks, *experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
         layouts: the kernels' layouts.
     """
     if not in_order(layouts):
@@ -81,14 +82,14 @@ def fuse(parts: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
 
 
 def fuse_kernels(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
-    """Returns the fused weight made of whole kernels, `(*experts, rows, cols)` each: kernel after kernel."""
+    """Returns the fused weight, made by concatenating whole kernels, each `(*experts, rows, cols)`."""
     parts = [_take(kernel, layout) for kernel, layout in zip(kernels, layouts, strict=True)]
     fused = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
     return fused[None] if fused.ndim > 2 else fused
 
 
 def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns, of a fused weight's gradient, what belongs to each rank's shards: `fuse`, transposed."""
+    """Splits a fused weight's gradient into those of all ranks' parts: the transpose of `fuse`."""
     first = layouts[0]
     if in_order(layouts):
         return jnp.reshape(gradient, (first.ranks, *_lead(first), -1, gradient.shape[-1]))
@@ -99,7 +100,7 @@ def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
 
 
 def in_order(layouts: Sequence[Layout]) -> bool:
-    """Says whether rank after rank is an order in which the fused weight can be multiplied."""
+    """Returns whether the fused weight can be multiplied in the order in which a gather concatenates ranks' parts."""
     first = layouts[0]
     if first.takes_part or not (first.by_rows or first.ranks == 1):
         return False
@@ -108,23 +109,23 @@ def in_order(layouts: Sequence[Layout]) -> bool:
 
 
 def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """Returns each kernel's rows in the fused weight."""
+    """Returns the number of rows of each kernel in the fused weight."""
     return tuple(layout.use_shape[layout.rows] for layout in layouts)
 
 
 def reduce_gradient(
     gradient: Float[jax.Array, "*fused rows features_in"], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
 ) -> Float[jax.Array, "_ _"]:
-    """Sums a fused weight's gradient over its ranks and returns this rank's part, of which `as_shards` makes shards:
-    the two are `gather_weight`, transposed.
+    """Sums a fused weight's gradient over its ranks and returns this rank's part, which `as_shards` splits into shards.
+    The two together are the transpose of `gather_weight`.
 
     Gradients of padding are dropped.
 
     Args:
-        gradient: of the fused weight's shape.
-        layouts: as in `gather_weight`.
-        dtype: the dtype on the wire, in which the sum is taken: of bfloat16, every partial sum is rounded to it.
-            `exchange_gradients` rounds each rank's gradient alone. With one rank nothing is sent, or rounded.
+        gradient: this rank's gradient, of the fused weight's shape.
+        layouts: the kernels' layouts.
+        dtype: the dtype on the wire and of the sum. With bfloat16, every partial sum is rounded to it, whereas
+            `exchange_gradients` rounds only each rank's gradient. With one rank, nothing is sent or rounded.
     """
     alone = layouts[0].ranks == 1
     parts = unfuse(gradient if alone else gradient.astype(dtype), layouts)
@@ -133,7 +134,7 @@ def reduce_gradient(
 
 
 def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Shards:
-    """Returns this rank's part of a fused weight as its kernels' shards, in the dtypes `out`."""
+    """Splits this rank's part of a fused weight into its kernels' shards, in the dtypes `out`."""
     part = jnp.reshape(part, (*_lead(layouts[0]), -1, part.shape[-1]))
     ends = np.cumsum([layout.shard_shape[layout.rows] for layout in layouts])
     pieces = jnp.split(part, ends[:-1], axis=-2)
@@ -143,17 +144,17 @@ def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typi
 
 
 def _as_shard(piece: jax.Array, layout: Layout) -> jax.Array:
-    """Returns a shard, of its rows."""
+    """Returns a shard with its dimensions in stored order, from `(*experts, rows, cols)`."""
     if layout.rows == len(layout.shape) - 2:
         return piece
-    # else XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
+    # otherwise XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
     return row_major(jnp.moveaxis(piece, -2, layout.rows))
 
 
 def split_features(
     y: Float[jax.Array, "*tokens rows"], layouts: Sequence[Layout]
 ) -> tuple[Float[jax.Array, "*tokens _"], ...]:
-    """Returns the kernels' outputs, each `(..., rows)`, from the product with a fused weight."""
+    """Splits the product with a fused weight into the kernels' outputs, each `(..., rows)`."""
     if len(layouts) == 1:
         return (y,)
     ranks = layouts[0].ranks if in_order(layouts) else 1
@@ -164,21 +165,21 @@ def split_features(
 
 
 def _lead(layout: Layout) -> tuple[int, ...]:
-    """Returns the leading dimensions of a shard: its experts."""
+    """Returns the sizes of a shard's leading dimensions, which are those of experts."""
     return layout.shard_shape[:-2]
 
 
 def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array]:
-    """Returns whole kernels, `(*lead, rows, cols)` each, made of all ranks' shards.
+    """Returns whole kernels, each `(*lead, rows, cols)`, made from all ranks' parts.
 
     Args:
-        parts: `(ranks, *lead, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
+        parts: the parts of all ranks, `(ranks, *lead, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
         layouts: the kernels' layouts.
     """
     ends = np.cumsum([layout.matrix_of(layout.shard_shape)[0] for layout in layouts])
     kernels = []
     for piece, layout in zip(jnp.split(parts, ends[:-1], axis=-2), layouts, strict=True):
-        ahead = -3 if layout.by_rows else -2  # of the dimension that the ranks divide
+        ahead = -3 if layout.by_rows else -2  # the place before the dimension that the ranks divide
         moved = jnp.moveaxis(piece, 0, ahead)
         rows, cols = layout.matrix_of(layout.whole_shape)
         kernels.append(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)))
@@ -186,7 +187,7 @@ def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array
 
 
 def _for_each_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
-    """Returns whole kernels as all ranks' shards: `whole_kernels`, transposed."""
+    """Splits whole kernels into all ranks' parts: the transpose of `whole_kernels`."""
     parts = []
     for kernel, layout in zip(kernels, layouts, strict=True):
         rows, cols = layout.matrix_of(layout.shard_shape)
@@ -207,14 +208,14 @@ def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
 
 
 def own_experts(values: Shaped[jax.Array, " experts"], layout: Layout) -> Shaped[jax.Array, " own"]:
-    """Returns values of the experts that this tensor rank takes, zeros in the padding; all, if it takes all."""
+    """Returns the values of this tensor rank's experts, with zeros as padding; all values if it takes all experts."""
     if not layout.takes_part or not layout.splits_experts or layout.split is None:
         return values
     return layout.split.take(values, 0)
 
 
 def _place(part: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the whole kernel with this tensor rank's part in place: `_take`, transposed."""
+    """Returns the whole kernel with this tensor rank's part in place: the transpose of `_take`."""
     if not layout.takes_part or layout.split is None:
         return part
     return layout.split.place(part, _dim_of_split(layout))
@@ -229,5 +230,5 @@ def _dim_of_split(layout: Layout) -> int:
 
 
 def bytes_of(layouts: Sequence[Layout], itemsize: int) -> int:
-    """Returns the bytes of all different shards of these weights."""
+    """Returns the number of bytes of all different shards of these weights."""
     return sum(layout.shards * math.prod(layout.shard_shape) * itemsize for layout in layouts)

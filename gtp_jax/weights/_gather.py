@@ -1,21 +1,21 @@
-"""Gathered weights as functions of the shards, with the reduction as their gradient.
+"""Makes gathered weights functions of the shards; backward reduces their gradients to those of the shards.
 
 [Note: second derivatives]
-A first derivative never differentiates a gather: the rules of `gathered` and of a chain compute the weight,
-and reduce its gradient as the weight's group says. A second derivative differentiates these rules themselves. Hence
-three conditions, of which each costs the first derivative nothing:
+A first derivative never differentiates a gather: the rules of `gathered` and of a chain compute the weight, and reduce
+its gradient as the weight's group specifies. A second derivative differentiates these rules themselves. This requires
+three properties, none of which costs the first derivative anything:
 
-1. What a rule gathers is a function of the shards. `straight_through` makes it one, whatever is gathered in their place
-   (codes, joined or rounded copies, all of them under `stop_gradient`): its derivative is that of a gather of the
-   shards, in float32 at least, as if nothing had been rounded.
-2. What a weight with a slot adds to a gradient of a gradient goes where its gradient goes. A product's backward
-   multiplies by the values, whose derivative `ops.slotted` adds to the slot's. A forward rule multiplies by them as any
-   code does (`ops.as_one`): the slot that it was given is zeros, which nothing moves.
-3. What a rule moves as integers, or in a format, has the derivative of the values: see `collectives.in_bits`, and
+1. The weight that a rule gathers is a function of the shards. `straight_through` ensures this, whatever is gathered
+   instead of the shards (codes, joined or rounded copies, all of them under `stop_gradient`): the derivative is that of
+   a gather of the shards, in float32 at least, as if nothing had been rounded.
+2. The contribution of a weight with a slot to a gradient of a gradient goes where its gradient goes. A product's
+   backward multiplies by the weight's values, and `ops.slotted` adds their derivative to that of the slot. A forward
+   rule multiplies by the values as ordinary code does (`ops.as_one`): its slot is zeros, whose tangent is zero.
+3. The derivative of what a rule sends as integers, or in a format, is that of the values: see `collectives.in_bits` and
    `exchange_gradients`.
 
-Products of rounded operands have no second derivative: they refuse (`ops.refuse_second_derivative`), and so does the
-gather of a weight that is multiplied as codes, through which no derivative could flow.
+Products of rounded operands have no second derivative, and raise an error (`ops.refuse_second_derivative`). So does the
+gather of a weight that is multiplied as codes, because no derivative can flow through codes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def straight_through[Name: Hashable](
     make: Callable[[Any], dict[Name, Any]],
     moved: Callable[[Name, Any], jax.Array],
 ) -> dict[Name, Any]:
-    """Returns `make(sent)`, differentiable in the shards; see [Note: second derivatives].
+    """Returns `make(sent)`, differentiable with respect to the shards; see [Note: second derivatives].
 
     Args:
-        shards: this rank's, by name of each weight that is trained.
+        shards: this rank's shards of each trained weight, by name.
         sent: what is gathered. It has no derivative.
-        make: gathers what is sent, and returns weights, or their codes, by name.
-        moved: returns by how much the weight of a name moves as its shards move, given how these do.
+        make: a function that gathers `sent` and returns weights, or their codes, by name.
+        moved: a function of a weight's name and the tangents of its shards that returns the tangent of the weight.
     """
 
     @jax.custom_jvp
@@ -64,12 +64,13 @@ def straight_through[Name: Hashable](
 
 
 def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
-    """Returns a fused weight, or its codes, for a layer outside a chain. Its gradient is reduced to that of the shards.
+    """Returns a fused weight, or its codes, for a layer outside a chain. Backward reduces its gradient to that of the
+    shards.
 
     Args:
-        group: the weight.
-        shards: this rank's; nothing of a frozen weight.
-        wire: what this rank sends, with the one member `()`; the shards themselves if it is `None`.
+        group: the decisions about the weight.
+        shards: this rank's shards; empty for a frozen weight.
+        wire: what this rank sends, with `()` as its only member; `None` to send the shards themselves.
     """
 
     def make(shards: Shards, wire: Wire | None) -> Any:
@@ -81,7 +82,7 @@ def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
         slot = group.slot(weight)
         return weight if slot is None else SlottedWeight(weight, slot)
 
-    # rules know what is decided alone, and no module: JAX keeps them, and would keep the arrays of a trace with them
+    # the rules hold only the group, no module: JAX keeps them, and would keep the arrays of a trace with a module
     @jax.custom_vjp
     def apply(shards: Shards, wire: Wire | None) -> Any:
         return make(shards, wire)
@@ -102,7 +103,7 @@ def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
 
 
 def moved_weight(group: WeightGroup, shards: Shards) -> jax.Array:
-    """Returns by how much a fused weight moves as its shards move.
+    """Returns the tangent of a fused weight, given the tangents of its shards.
 
     Raises:
         TypeError: if the weight is multiplied as codes.
@@ -114,6 +115,6 @@ def moved_weight(group: WeightGroup, shards: Shards) -> jax.Array:
 
 
 def _still(leaf: jax.Array) -> Any:
-    """Returns the tangent of an array that does not move."""
+    """Returns the zero tangent of an array."""
     is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jnp.zeros_like(leaf) if is_float else np.zeros(leaf.shape, jax.dtypes.float0)

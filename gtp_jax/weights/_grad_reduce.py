@@ -1,4 +1,4 @@
-"""How the gradients of weights are summed over the ranks that share a weight, by name."""
+"""Defines by name how the gradients of a weight are summed over the ranks that share it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
 
 
 class Reduction(NamedTuple):
-    """What a name of `GradReduce` means for a module of one compute dtype.
+    """The dtypes that a name of `GradReduce` stands for, in a module with a given compute dtype.
 
     Attributes:
-        slot: dtype in which a weight's gradient leaves the product.
-        sums: dtype of a reduce-scatter, on the wire and of its sums.
-        wire: dtype that an all-to-all sends in its stead, to be summed in float32; `None` of a reduce-scatter.
+        slot: the dtype in which the product returns a weight's gradient.
+        sums: the dtype of a reduce-scatter, on the wire and of its sums.
+        wire: the dtype that an all-to-all sends instead, to be summed in float32; `None` for a reduce-scatter.
     """
 
     slot: np.dtype
@@ -27,18 +27,18 @@ class Reduction(NamedTuple):
 
 
 def reduction_of(name: str, dtype: jax.typing.DTypeLike) -> Reduction:
-    """Returns what a name means for a module that computes in `dtype`.
+    """Returns the dtypes that a name stands for, in a module that computes in `dtype`.
 
-    | name | leaves the product in | on the wire | summed in |
+    | name | product's dtype | on the wire | summed in |
     |---|---|---|---|
     | `"float32"` | float32 | float32, a reduce-scatter | float32 |
     | `"bf16-wire"` | float32 | bfloat16, an all-to-all: each rank's part is rounded once | float32 |
     | `"bf16"` | the compute dtype | bfloat16, a reduce-scatter | bfloat16: every partial sum is rounded |
 
-    float32 stands for at least float32: modules that compute in float64 sum in float64.
+    Here, float32 means at least float32: modules that compute in float64 sum in float64.
 
     Raises:
-        ValueError: on another name.
+        ValueError: if `name` is none of these.
     """
     if name not in GRAD_REDUCE:
         raise ValueError(

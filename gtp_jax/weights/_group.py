@@ -1,4 +1,4 @@
-"""Kernels that share a gather, and everything that is decided about them."""
+"""Describes kernels that share a gather, with all decisions about them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ..layout import ArrayLayout, Layout
 from ._fused import in_order, use_rows
 from ._grad_reduce import GradReduce, Reduction, reduction_of
 
-# Where a module is in a model, or within its layer of a stack: so fused weights are named.
+# The path of a module in its model, or within its layer of a stack. It names the module's fused weight.
 ModulePath = tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The kernels of one module: gathered together into one fused weight, multiplied once.
+    """The kernels of one module, which are gathered together into one fused weight and multiplied by one matmul.
 
     Attributes:
-        layouts: of the kernels.
-        param_dtypes: of each kernel's stored shards.
-        dtype: of the weight on the wire and in the matmul, where no format is.
-        grad_reduce: how its gradient is summed, unless `reduction` says otherwise.
-        codes_multiply: whether the module can multiply codes of one scale as they travel.
-        wire: format of the shards on the wire; `None`: `dtype`.
-        operands: formats in which the module multiplies; `None`: `dtype`.
-        reduction: in what a recipe has each rank's gradient sent, to be summed in float32; `None`: as `grad_reduce`
-            says.
-        array: of an array of any shape, which is gathered as such: what takes it apart is outside of what backward
-            differentiates, which else would save a copy. No recipe says anything about it, as it is not known to be
-            multiplied.
-        frozen: whether ranks store what travels, codes or an array of `dtype`, and no master: it has no gradient.
-            What its module was frozen as counts, and no recipe changes it.
+        layouts: the layouts of the kernels.
+        param_dtypes: the dtype of each kernel's stored shards.
+        dtype: the dtype of the weight on the wire and in the matmul, where no format applies.
+        grad_reduce: how its gradient is summed, unless `reduction` overrides it.
+        codes_multiply: whether the module can multiply codes with a single scale as they travel.
+        wire: the format of the shards on the wire; `None` for `dtype`.
+        operands: the formats in which the module multiplies; `None` for `dtype`.
+        reduction: the format or dtype in which, by a recipe, each rank's gradient is sent, to be summed in float32;
+            `None` if `grad_reduce` decides.
+        array: the layout of an array of any shape; `None` for kernels. The gather returns the array in its own shape,
+            because a conversion within the function that backward differentiates would save a copy. No recipe applies
+            to the array, because it is not known to be multiplied.
+        frozen: whether ranks store what is sent, codes or an array of `dtype`, and no master. The weight then has no
+            gradient, and keeps the formats with which its module was frozen, whatever the recipe.
     """
 
     layouts: tuple[Layout, ...]
@@ -52,40 +52,41 @@ class WeightGroup:
 
     @property
     def ranks(self) -> int:
-        """Returns how many shards a gather joins."""
+        """The number of shards that a gather joins."""
         return self.layouts[0].ranks
 
     @property
     def divided(self) -> bool:
-        """Returns whether the optimizer's axes divide its shards in storage."""
+        """Whether the optimizer's axes divide its shards in storage."""
         return self.layouts[0].copies > 1
 
     @property
     def travels(self) -> bool:
-        """Returns whether a gather communicates or decodes anything, instead of only casting and joining shards."""
+        """Whether a gather communicates or decodes anything, instead of only casting and joining shards."""
         return self.ranks > 1 or self.divided or self.wire is not None or self.frozen
 
     @property
     def follows_recipes(self) -> bool:
-        """Returns whether a recipe decides about it."""
+        """Whether recipes apply to it."""
         return self.array is None and not self.frozen
 
     @property
     def as_codes(self) -> bool:
-        """Returns whether the codes that travel are multiplied as they are."""
+        """Whether the gathered codes are multiplied without being decoded."""
         return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
 
     @property
     def stochastic(self) -> bool:
-        """Returns whether gradients are rounded stochastically in its matmuls."""
+        """Whether gradients are rounded stochastically in its matmuls."""
         return self.operands is not None and self.operands.stochastic
 
     @property
     def rows_in_blocks(self) -> tuple[int, ...]:
-        """Each kernel's rows in a fused weight that is multiplied in formats, filled up with zeros to whole blocks.
+        """The number of rows of each kernel in a fused weight that is multiplied in formats. All kernels but the last
+        are padded with zeros to whole blocks.
 
-        So no block of dgrad, which runs along them, has two kernels' in it. Where the fused weight is rank after rank,
-        shards are whole blocks already.
+        A block of dgrad, which runs along the rows, thus never contains rows of two kernels. If the fused weight is in
+        the order of ranks, shards consist of whole blocks already.
         """
         rows = use_rows(self.layouts)
         block = None if self.operands is None else self.operands.gradient.block
@@ -96,30 +97,30 @@ class WeightGroup:
 
     @property
     def summed(self) -> Reduction:
-        """What `grad_reduce` means for it."""
+        """The dtypes that `grad_reduce` stands for."""
         found = reduction_of(self.grad_reduce, self.dtype)
-        # no product of gtp_jax's own takes the gradient of an array of any shape: it has the dtype of the array
+        # gtp_jax's products do not compute the gradient of an array of any shape, which therefore has the array's dtype
         return found if self.array is None else found._replace(slot=self.dtype)
 
     @property
     def exchanged(self) -> Format | np.dtype | None:
-        """Returns what each rank sends the others of its gradient, to be summed in float32; `None`: it is
-        reduce-scattered."""
+        """The format or dtype in which each rank sends its gradient in an all-to-all, to be summed in float32; `None`
+        if the gradient is reduce-scattered."""
         return self.summed.wire if self.reduction is None else self.reduction
 
     @property
     def stored_sums(self) -> np.dtype:
-        """dtype in which gradients of shards are summed over the optimizer's axes, on the wire too; where these divide
-        nothing, that of the parameters."""
+        """The dtype in which gradients of shards are sent and summed over the optimizer's axes; the dtype of the
+        parameters if these axes do not divide the shards."""
         if not self.divided:
             return self.param_dtypes[0]
         sums = self.summed.sums
-        exchanged = self.exchanged is not None and self.ranks > 1  # which sums in float32
+        exchanged = self.exchanged is not None and self.ranks > 1  # exchanged gradients are summed in float32
         return np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums
 
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
-        """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
-        it has none."""
+        """Returns zeros that receive the gradient of a gathered weight; `None` if the weight's own gradient has the
+        required dtype, or the weight has no gradient."""
         if isinstance(weight, QuantizedArray):
             return jnp.zeros(weight.shape, self.summed.slot)
         if self.frozen or weight.dtype == self.summed.slot:
@@ -128,5 +129,6 @@ class WeightGroup:
 
     @property
     def of_shards(self) -> WeightGroup:
-        """Returns the same of weights stored as shards: their gradients are not summed over the optimizer's axes."""
+        """The group of the same weights if whole shards are stored: gradients are not summed over the optimizer's
+        axes."""
         return dataclasses.replace(self, layouts=tuple(layout.of_shards for layout in self.layouts))

@@ -1,4 +1,5 @@
-"""What ranks store of a weight to its shards, and gradients of shards back (ZeRO). Called inside a `shard_map`.
+"""Joins shards from the parts that ranks store, and reduces their gradients to those parts (ZeRO). Called inside a
+`shard_map`.
 
 The optimizer's axes divide a shard in storage; see `gtp_jax.layout.Layout`. Arrays may have the leading dimension of a
 stack of layers.
@@ -19,21 +20,21 @@ from ..ops import row_major
 
 
 def stored_specs(layouts: Sequence[Layout], arrays: Sequence[jax.Array]) -> tuple[PartitionSpec, ...]:
-    """Returns the partitions of what ranks store of kernels, with the leading dimension of a stack or without."""
+    """Returns the partitions of stored kernels, with or without the leading dimension of a stack."""
     return tuple(stacked_spec(layout.spec, x.ndim) for layout, x in zip(layouts, arrays, strict=True))
 
 
 def gather_stored(
     stored: Sequence[jax.Array], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, ...]:
-    """Returns shards, joined from what the ranks of the optimizer's axes store of them.
+    """Returns shards, joined from the parts that the ranks of the optimizer's axes store.
 
-    Arrays that are shards already are returned as they are, but for their dtype.
+    Arrays that are already shards are only cast.
 
     Args:
-        stored: one array a kernel, of its layout's `stored_shape` or `shard_shape`.
-        layouts: the kernels'.
-        dtype: on the wire and of the result; that of the arrays by default.
+        stored: one array per kernel, of its layout's `stored_shape` or `shard_shape`.
+        layouts: the kernels' layouts.
+        dtype: the dtype on the wire and of the result; by default, that of the arrays.
     """
     cast = [x if dtype is None else x.astype(dtype) for x in stored]
     return tuple(_gather(x, layout) if is_divided(x, layout) else x for x, layout in zip(cast, layouts, strict=True))
@@ -45,14 +46,14 @@ def scatter_stored(
     dtype: jax.typing.DTypeLike,
     out: Sequence[jax.typing.DTypeLike],
 ) -> tuple[jax.Array, ...]:
-    """Sums gradients of shards over the optimizer's axes and returns those of what this rank stores: `gather_stored`,
-    transposed.
+    """Sums gradients of shards over the optimizer's axes and returns this rank's stored part of each: the transpose of
+    `gather_stored`.
 
     Args:
-        gradients: one array a kernel, of its layout's `shard_shape`.
-        layouts: the kernels'.
-        dtype: on the wire and of the sums.
-        out: dtype of each returned array.
+        gradients: one array per kernel, of its layout's `shard_shape`.
+        layouts: the kernels' layouts.
+        dtype: the dtype on the wire and of the sums.
+        out: the dtype of each returned array.
     """
     return tuple(
         _scatter(x.astype(dtype), layout).astype(kind) if layout.copies > 1 else x.astype(kind)
@@ -61,14 +62,14 @@ def scatter_stored(
 
 
 def is_divided(array: jax.Array, layout: Layout) -> bool:
-    """Says whether an array is what one rank stores of a shard, and not the shard."""
+    """Returns whether an array is the part of a shard that one rank stores, instead of the whole shard."""
     return layout.copies > 1 and array.shape[array.ndim - len(layout.shape) :] == layout.stored_shape
 
 
 def _gather(x: jax.Array, layout: Layout) -> jax.Array:
     assert layout.optimizer.dim is not None
     dim = x.ndim - len(layout.shape) + layout.optimizer.dim
-    # along a dimension of their own, whichever is divided: so XLA joins all gathers of a step in one launch
+    # along a new leading dimension, whichever is divided, so that XLA combines all gathers of a step in one launch
     parts = moved_in_bits(lambda x: all_gather(x[None], layout.optimizer.axes, dim=0), x)
     return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 

@@ -1,8 +1,8 @@
-"""Codes in the buffer in which they travel, to whole weights. Called inside a `shard_map`.
+"""Gathers buffers of codes, and decodes them to fused weights. Called inside a `shard_map`.
 
-All kernels of one layer travel as one buffer of bytes, even those of several modules. What comes out lies as
-`gather_weight` would leave it, see [Note: the fused weight], so that nothing behind the gather knows whether there was
-a format.
+The kernels of a layer that share a format are sent as one buffer of bytes, even if they belong to several modules. The
+results have the layout that `gather_weight` gives them (see [Note: the fused weight]), so that code after the gather
+does not depend on whether the weights travelled in a format.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ._wire import FusedWeights, Wire
 )
 @dataclasses.dataclass(frozen=True)
 class Packed(Wire):
-    """This rank's shards of a layer's weights, or of a stack of layers', as they travel; or all ranks', once they have.
+    """The codes of this rank's shards, or of all ranks' shards once gathered, for a layer or a stack of layers.
 
     Attributes:
-        buffer: uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered. Each layer of a stack that is written out
-            may have an array of its own.
-        amax: float32 `(*stack, kernels)`, of experts those of every expert in turn, over all shards; `None` if the
-            format has none. It does not travel.
-        format: of the codes.
-        members: names of the fused weights in it, in order.
-        gathered: whether all shards are here.
+        buffer: the codes, uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered. If a stack is written out,
+            each layer may have an array of its own.
+        amax: the amax of each kernel over all shards, float32 `(*stack, kernels)`; in a layer of experts, those of the
+            kernels of one expert after another; `None` if the format has none. It is not sent.
+        format: the format of the codes.
+        members: the names of the fused weights in the buffer, in order.
+        gathered: whether the buffer holds all ranks' shards.
     """
 
     buffer: jax.Array | Apart
@@ -53,12 +53,13 @@ class Packed(Wire):
 
     @property
     def array(self) -> jax.Array:
-        """Returns the buffer, which is one array: of one layer, or of a stack that does not lie apart."""
+        """The buffer, which must be one array instead of one per layer (`Apart`)."""
         assert not isinstance(self.buffer, Apart)
         return self.buffer
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weights of one layer, from one gather; of one that is multiplied as codes its codes."""
+        """Returns the fused weights of one layer, from one gather; for a weight that is multiplied as codes, its
+        codes."""
         members = [groups[name] for name in self.members]
         if len(members) == 1 and members[0].as_codes:
             return {self.members[0]: gather_codes(self, members[0].layouts)}
@@ -67,12 +68,12 @@ class Packed(Wire):
 
 
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[Float[jax.Array, "... _ _"], ...]:
-    """Returns the fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
+    """Returns the fused weights of one layer, laid out as by `gather_weight`, from one gather of bytes.
 
     Args:
-        packed: of one layer.
-        fused: the layouts of each member's kernels; all with the same axes.
-        dtype: of the weights.
+        packed: the codes of one layer.
+        fused: the layouts of each member's kernels; all have the same axes.
+        dtype: the dtype of the weights.
     """
     buffers = packed.array if packed.gathered else _of_all_ranks(packed.array, fused, axis=0)
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
@@ -85,43 +86,43 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
 
 
 def _from_shards(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns all ranks' rows one after another, in the shape of the fused weight."""
+    """Returns the fused weight, from the rows of all ranks' shards one after another."""
     first = layouts[0]
     return fuse(jnp.reshape(weight, (first.ranks, *first.shard_shape[:-2], -1, weight.shape[-1])), layouts)
 
 
 def _from_whole(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns whole kernels' rows one after another, in the shape of the fused weight."""
+    """Returns the fused weight, from the rows of whole kernels one after another."""
     whole = jnp.reshape(weight, (*layouts[0].shard_shape[:-2], -1, weight.shape[-1]))
     ends = np.cumsum([layout.matrix_of(layout.whole_shape)[0] for layout in layouts])
     return fuse_kernels(jnp.split(whole, ends[:-1], axis=-2), layouts)
 
 
 def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
-    """Returns the fused weight of one layer, alone in its bundle and of one scale, as the codes that travel: no kernel
-    runs. Each expert's has a scale of its own.
+    """Returns the gathered codes of one layer's fused weight, without running a kernel. The weight must be alone in its
+    buffer, and have one scale, or one per expert.
 
     Args:
-        packed: of one layer, in a format without blocks.
-        layouts: of its kernels.
+        packed: the codes of one layer, in a format without blocks.
+        layouts: the layouts of its kernels.
     """
     assert packed.amax is not None and packed.format.block is None
     buffers = packed.array if packed.gathered else _of_all_ranks(packed.array, [layouts], axis=0)
     plan = plan_of([layouts], packed.format)
     (matrix,) = plan.outputs(len(buffers))
     codes = buffers
-    if buffers.size != math.prod(matrix):  # sections begin at multiples of 16 bytes
+    if buffers.size != math.prod(matrix):  # remove padding: sections begin at multiples of 16 bytes
         ends = [(section.start, section.start + section.bytes) for section, _ in plan.sections(packed.format)]
         codes = jnp.concatenate([buffers[:, start:end] for start, end in ends], axis=1)
-    fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # the code 0 is the number 0, in padding too
+    fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # padding with the code 0 decodes to 0
     amax = packed.amax[0]
-    if fused.ndim > 2:  # of every shard of every expert
+    if fused.ndim > 2:  # one amax for every shard of every expert
         amax = jnp.broadcast_to(own_experts(packed.amax[:: len(layouts)], layouts[0]), fused.shape[:-2])
     return QuantizedArray(fused, None, amax, packed.format, (fused.shape[-2], fused.shape[-1]))
 
 
 def pregather_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
-    """Returns layers `start` to `stop` (exclusive) of a stack with all ranks' shards, from one gather."""
+    """Gathers layers `start` to `stop` (exclusive) of a stack at once, and returns them with all ranks' shards."""
     some = jax.tree.map(lambda a: a[start:stop], packed)
     return dataclasses.replace(some, buffer=_of_all_ranks(some.array, fused, axis=1), gathered=True)
 

@@ -1,9 +1,9 @@
-"""Where the codes of a layer's weights lie in the buffer in which they travel.
+"""Plans where the codes of a layer's weights lie in the buffer that is sent.
 
 [Note: whole]
-Where shards would cut a format's blocks in two (7 rows of blocks of 16), a layer's masters are gathered once a step,
-layer by layer, and quantized whole on every rank; each rank keeps an equal part of the bytes, and that is what travels
-in every pass. So the blocks are those of the whole weight on every mesh.
+If shards would cut a format's blocks (shards of 7 rows with blocks of 16, for example), the masters are gathered once
+per step, layer by layer, and every rank quantizes the whole weights. Each rank keeps an equal part of the bytes, which
+is what it sends in every pass. The blocks are therefore those of the whole weight on every mesh.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ Fused = Sequence[Sequence[Layout]]
 
 
 def plan_of(fused: Fused, form: Format, *, stored: bool = False) -> PackPlan:
-    """Returns how the kernels of a layer's weights share a buffer: their shards, or the whole kernels where shards
-    would cut blocks in two; or, if `stored`, what ranks store of shards.
+    """Returns the positions of a layer's kernels in their buffer, which holds shards, or whole kernels if shards would
+    cut blocks.
+
+    Args:
+        fused: the layouts of each fused weight's kernels.
+        form: the format of the codes.
+        stored: whether the buffer instead holds the parts of shards that ranks store.
 
     Raises:
         ValueError: if a kernel's rows are shorter than a block.
@@ -31,7 +36,7 @@ def plan_of(fused: Fused, form: Format, *, stored: bool = False) -> PackPlan:
 
 @functools.cache
 def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> PackPlan:
-    """Returns the plan of shards or whole kernels, or of what ranks store of shards."""
+    """Implements `plan_of`, for hashable arguments."""
     by_shard = shards_fit(fused, form)
     pieces = []
     arrays = 0
@@ -65,7 +70,8 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
 
 
 def shards_fit(fused: Fused, form: Format) -> bool:
-    """Says whether shards hold whole blocks of a format, so that each rank can quantize its own; see [Note: whole]."""
+    """Returns whether shards consist of whole blocks of a format, so that each rank can quantize its own; see
+    [Note: whole]."""
     block_rows, block_cols = form.run
 
     def fits(layout: Layout) -> bool:
@@ -76,27 +82,27 @@ def shards_fit(fused: Fused, form: Format) -> bool:
 
 
 def stored_fit(fused: Fused, form: Format) -> bool:
-    """Says whether what ranks store holds whole blocks of a format; see [Note: stored]."""
+    """Returns whether the parts of shards that ranks store consist of whole blocks of a format; see [Note: stored]."""
     block_rows, block_cols = form.run
-    # codes of 4 bits lie in pairs
+    # a byte holds two codes of 4 bits
     block_cols = max(block_cols, 8 // form.element_bits)
     sizes = [layout.matrix_of(layout.stored_shape) for layouts in fused for layout in layouts]
     return all(rows % block_rows == 0 and cols % block_cols == 0 for rows, cols in sizes)
 
 
 def cuts_blocks(layout: Layout, form: Format) -> bool:
-    """Returns whether shards are no whole blocks of a format, so that a rank cannot store its own codes."""
+    """Returns whether shards would cut blocks of a format, so that a rank cannot store the codes of its own shard."""
     whole, shard = layout.matrix_of(layout.shape), layout.matrix_of(layout.shard_shape)
     return cut(whole, shard, form) or not shards_fit([[layout]], form)
 
 
 def cut(whole: tuple[int, int], part: tuple[int, int], form: Format) -> bool:
-    """Returns whether parts of a matrix, `(rows, cols)` like the whole, are no whole blocks of a format."""
+    """Returns whether parts of a matrix would cut blocks of a format; `whole` and `part` are sizes `(rows, cols)`."""
     return any(own != size and own % run for size, own, run in zip(whole, part, form.run, strict=True))
 
 
 def bytes_sent(fused: Fused, form: Format) -> int:
-    """Returns the bytes that each rank sends in a gather."""
+    """Returns the number of bytes that each rank sends in a gather."""
     size = plan_of(fused, form).bytes(form)
     if shards_fit(fused, form):
         return size
@@ -104,6 +110,6 @@ def bytes_sent(fused: Fused, form: Format) -> int:
 
 
 def wire_bytes(fused: Fused, form: Format) -> int:
-    """Returns the bytes of a layer's gathered weights on the wire, codes and scales of all shards together."""
+    """Returns the number of bytes of a layer's gathered weights on the wire: the codes and scales of all shards."""
     first = fused[0][0]
     return first.shards * bytes_sent(fused, form)

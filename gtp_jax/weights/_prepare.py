@@ -1,4 +1,4 @@
-"""Shards, made ready for a step: quantized, or joined from what ranks store of them, once for many calls."""
+"""Prepares weights once per step, for many calls: quantizes shards, or joins them from the parts that ranks store."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ._resolve import Groups, Layers
 from ._stretch import Stretch
 from ._wire import Kernels, OwnFormat, Wire
 
-# What is gathered in place of shards, by path of the module that is the first member of each wire. Where two stretches
-# have a layer, the first counts.
+# The wires to gather instead of shards, by the path of the module that is the first member of each. If two stretches
+# contain a layer, the first is used.
 Prepared = dict[ModulePath, tuple[Stretch, ...]]
 
-# Layers of a stack that are joined first, as many as have been gathered when the first has been computed; and how many
-# at a time then, few enough to arrive while two layers compute.
+# `_FIRST` is the number of layers of a stack that are joined first: as many as have been gathered once the first layer
+# is computed. `_NEXT` is the number joined at a time after that: few enough to arrive while two layers compute.
 _FIRST, _NEXT = 2, 6
 
 
@@ -35,15 +35,15 @@ def prepare(
     pregathered_layers: int | Literal["all"] = 0,
     rounded: Collection[ModulePath] = (),
 ) -> Prepared:
-    """Returns what a step gathers in place of shards, in the view in scope: codes of weights that travel in a format,
-    and shards of others, if ranks store only parts of them.
+    """Returns what a step gathers instead of stored arrays, in the view in scope: the codes of weights that travel in a
+    format, and the joined shards of other weights if ranks store only parts of them.
 
     Args:
-        groups: as `resolve` returns them.
-        stored: what this rank stores, by path of the module; in global view whole arrays.
-        pregathered_layers: as in `quantize`.
-        rounded: modules whose arrays have the dtype in which they travel, but for a conversion: taken as they are,
-            although no axes divide them further.
+        groups: the decisions about the weights, as `resolve` returns them.
+        stored: what this rank stores, by the path of the module; in global view, whole arrays.
+        pregathered_layers: the number of layers to gather here, as in `quantize`.
+        rounded: the modules whose arrays hold values of the dtype of the wire and need only a cast. They are prepared
+            even if the optimizer's axes do not divide them.
     """
     joined = _joined(groups, stored, rounded)
     quantized = quantize(groups, stored, pregathered_layers)
@@ -53,22 +53,25 @@ def prepare(
 def quantize(
     groups: Groups, shards: Mapping[ModulePath, Shards], pregathered_layers: int | Literal["all"] = 0
 ) -> Prepared:
-    """Quantizes shards, in the view in scope: one amax kernel and one reduction of one vector for all, one call for
-    each buffer.
+    """Quantizes shards, in the view in scope. One kernel and one all-reduce compute all amaxes; one call packs each
+    buffer.
 
-    Weights of a stack's layer of one format, dtype and axes share a buffer, except those whose codes are multiplied as
-    they lie; every other module has its own. Of a stack that is written out each layer's codes lie apart, unless some
-    are gathered here. Of any stack all layers are quantized, also those that stay in high precision: to leave them out
-    would copy the others' masters.
+    The weights of a stack's layer that have the same format, dtype and axes share a buffer, except those whose codes
+    are multiplied without being decoded. Every other module has a buffer of its own. In a stack that is written out,
+    each layer's codes are an array of their own, unless some layers are gathered here. All layers of a stack are
+    quantized, including those that stay in high precision, because leaving them out would copy the masters of the
+    others.
 
     Args:
-        groups: as `resolve` returns them.
-        shards: this rank's, or what it stores of them, by path of the module; in global view whole arrays.
-        pregathered_layers: of each stack so many layers, from the first that is quantized, are gathered here, so that
-            no pass need gather them.
+        groups: the decisions about the weights, as `resolve` returns them.
+        shards: this rank's shards, or the parts of them that it stores, by the path of the module; in global view,
+            whole arrays.
+        pregathered_layers: the number of layers of each stack, from the first that is quantized, that are gathered
+            here, so that no pass has to gather them.
 
     Raises:
-        ValueError: if codes are to be gathered ahead and no layer of a stack has any, or fewer.
+        ValueError: if `pregathered_layers` is not 0 and no stack has layers that travel as codes, or every stack has
+            fewer of them.
     """
     if pregathered_layers:
         check_pregathered_layers(groups, pregathered_layers)
@@ -110,7 +113,7 @@ def quantize(
             found[first] = (*ahead, Stretch(wire, decided, 0, length))
         return found
 
-    # what each rank sends of codes is its own; only a format of one's own may say otherwise, of what it makes
+    # buffers of codes differ from rank to rank; only a format of the user's own may specify other partitions
     known = {path: ranks_spec(stacked=layers) for path, layers in stacked.items()}
     coded = all(isinstance(group.wire, Format) for _, members in buffers for group in members.values())
     return in_view(pack, into, known if coded else out)(own)
@@ -119,12 +122,12 @@ def quantize(
 def quantize_together(
     groups: Mapping[ModulePath, WeightGroup], shards: Mapping[ModulePath, Shards]
 ) -> tuple[Wire, ...]:
-    """Quantizes weights outside stacks that are gathered together, in the view in scope: one amax kernel for all, and
-    one buffer for those of one format, dtype and axes.
+    """Quantizes weights outside stacks that are gathered together, in the view in scope. One kernel computes all
+    amaxes. Weights with the same format, dtype and axes share a buffer.
 
     Args:
-        groups: what is decided about them, by name; all of them travel in a format.
-        shards: this rank's, by the same names; in global view whole arrays.
+        groups: the decisions about the weights, by name; all of them travel in a format.
+        shards: this rank's shards, by the same names; in global view, whole arrays.
     """
     buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
     for name, group in groups.items():
@@ -145,11 +148,12 @@ def quantize_together(
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
-    """Returns what is sent of each bundle: codes, of one amax kernel for all, or a wire of its own format.
+    """Returns the wire of each bundle: codes, for all of which one kernel computes the amaxes, or the wire that an
+    `OwnFormat` makes.
 
     Args:
-        bundles: in the order of the result.
-        stacked: whether the arrays of each have the leading dimension of a stack.
+        bundles: the bundles, in the order of the result.
+        stacked: whether the arrays of each bundle have the leading dimension of a stack.
     """
     packed = iter(pack_all([one for one in bundles if isinstance(one.wire, Format)]))
     return [
@@ -176,16 +180,17 @@ def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
 
 
 def _name(path: ModulePath, layers: Layers) -> ModulePath:
-    """Returns the name of a weight as a layer knows it: its path within the layer."""
+    """Returns the name of a weight within its layer: the path within the layer, or `()` for a module outside stacks."""
     return () if layers.stack is None else path[len(layers.stack) :]
 
 
 def _joined(groups: Groups, stored: Mapping[ModulePath, Shards], rounded: Collection[ModulePath]) -> Prepared:
-    """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
+    """Joins shards from the parts that ranks store, by a gather over the optimizer's axes in the dtype of the wire.
 
-    Of weights that travel in a format `quantize` gathers the codes. Weights that ranks store as whole shards are left
-    out. In a model without codes the layers of stacks that are written out come a few at a time, one gather after the
-    other, behind all other weights: so the first layers are computed while the others arrive.
+    Weights that travel in a format are left to `quantize`, which gathers their codes. Weights that ranks store as whole
+    shards are left out, unless they are rounded. If no weights of the model are quantized or rounded, the layers of a
+    stack that is written out are gathered a few at a time, one gather after another, after all other weights, so that
+    the first layers are computed while the others arrive.
     """
     found: dict[ModulePath, list[Stretch]] = {}
     later: dict[int, dict[ModulePath, Shards]] = {}
@@ -208,22 +213,22 @@ def _joined(groups: Groups, stored: Mapping[ModulePath, Shards], rounded: Collec
             continue
         mine = tuple(lax.stop_gradient(x) for x in stored[path])
         start, stop = 0, None
-        if path in coded:  # only the layers at its ends are in high precision
+        if path in coded:  # only layers at the ends of the stack are in high precision
             start, stop = layers.start, layers.stop
-        elif not coded and layers.written_out and not rounded:  # what has been rounded is here already
+        elif not coded and layers.written_out and not rounded:  # rounded weights need no gather
             stop = _FIRST
             for next_start in range(_FIRST, len(mine[0]), _NEXT):
                 later.setdefault(next_start, {})[path] = tuple(x[next_start : next_start + _NEXT] for x in mine)
         join(path, start, mine if layers.stack is None else tuple(x[start:stop] for x in mine))
     before: Any = {path: list(own) for path, own in found.items()}
     for start, some in sorted(later.items()):
-        some, _ = lax.optimization_barrier((some, before))  # else XLA would join all in one launch
+        some, _ = lax.optimization_barrier((some, before))  # otherwise XLA would combine all gathers in one launch
         before = {path: join(path, start, mine) for path, mine in some.items()}
     return {path: tuple(own) for path, own in found.items()}
 
 
 def _join(group: WeightGroup, stored: Shards) -> Shards:
-    """Returns shards, in global view sharded as a gather wants them."""
+    """Joins shards from the parts that ranks store; in global view, the results have the partitions of shards."""
     layouts = group.layouts
     joined = in_view(
         lambda stored: gather_stored(stored, layouts, group.dtype),
@@ -234,10 +239,10 @@ def _join(group: WeightGroup, stored: Shards) -> Shards:
 
 
 def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["all"]) -> None:
-    """Refuses to hold codes of more layers than have any.
+    """Checks that a stack has the layers that `pregathered_layers` asks for; only layers that travel as codes count.
 
     Raises:
-        ValueError: naming how many there are.
+        ValueError: if no stack has them. The message names the largest number, or says that there are none.
     """
     counts = [
         layers.stop - layers.start
@@ -263,7 +268,7 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
 
 
 def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]]]:
-    """Returns what travels in one buffer: stacks' ahead of the rest."""
+    """Returns the weights that share each buffer, those of stacks first."""
     found: dict[Any, tuple[Layers, dict[ModulePath, WeightGroup]]] = {}
     for (path, layers), group in sorted(groups.items(), key=lambda item: item[0][1].stack is None):
         if group.wire is None or group.frozen:
@@ -274,7 +279,7 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]
 
 
 def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
-    """Returns what weights of a layer have in common that share a buffer: a key."""
+    """Returns a key that is the same for all weights of a layer that share a buffer."""
     assert group.wire is not None
     alone = path if not stacked or group.as_codes else None
     fits = not isinstance(group.wire, Format) or shards_fit([group.layouts], group.wire)
@@ -283,7 +288,7 @@ def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
 
 
 def bytes_on_wire(group: WeightGroup) -> int:
-    """Returns the bytes of one layer's gathered weight on the wire, of all ranks' shards."""
+    """Returns the number of bytes of one layer's gathered weight on the wire: those of all ranks' shards."""
     form = group.wire
     if form is None:
         return bytes_of(group.layouts, group.dtype.itemsize)

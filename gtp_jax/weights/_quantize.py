@@ -1,9 +1,9 @@
-"""Shards to codes in the buffer in which they travel, once per step. Called inside a `shard_map`.
+"""Quantizes shards into the buffers that are sent, once per step. Called inside a `shard_map`.
 
 [Note: stored]
-Where the optimizer's axes divide shards in storage, each rank quantizes what it stores, and the codes are gathered over
-these axes, once. Where that would cut blocks in two, the masters are gathered and the shards quantized, as they would
-be if each rank stored them. Either way the bytes are the same.
+If the optimizer's axes divide shards in storage, each rank quantizes the part that it stores, and the codes are
+gathered over these axes once. If that would cut blocks, the masters are gathered first, and whole shards are quantized,
+as if each rank stored them. The resulting bytes are the same.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ._stretch import Apart
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Weights that are to travel in one buffer.
+    """Weights that are to share a buffer.
 
     Attributes:
-        shards: by name of the fused weight, this rank's shards of its kernels, or what it stores of them, with the
-            leading dimension of a stack or without.
-        groups: what is decided about the weights, by the same names. `buffer_of` is equal for all of them.
+        shards: this rank's shards of each fused weight's kernels, or the parts of them that it stores, by name of the
+            weight, with or without the leading dimension of a stack.
+        groups: the decisions about the weights, by the same names. `buffer_of` returns the same key for all of them.
         apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
     """
 
@@ -57,18 +57,19 @@ class Bundle:
 
     @property
     def format(self) -> Format:
-        """The format of the codes, of weights that travel in one of this library."""
+        """The format of the codes; the weights must travel in one of this library's formats."""
         assert isinstance(self.wire, Format)
         return self.wire
 
     @property
     def powers_of_two(self) -> bool:
-        """Returns whether the scale of a tensor is rounded to a power of two, as the weights are multiplied in it."""
+        """Whether the scale of a tensor is rounded to a power of two, which is so if the weights are multiplied in a
+        format."""
         return self._first.operands is not None
 
     @property
     def one_scale(self) -> bool:
-        """Returns whether all kernels of a fused weight have the same scale, so that its codes can be multiplied."""
+        """Whether all kernels of a fused weight have the same scale, so that its codes can be multiplied."""
         return self._first.as_codes
 
     @property
@@ -77,23 +78,24 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """What is here of all kernels: `(*stack, matrices, rows, cols)`, of which a dense layer's has one matrix."""
+        """This rank's part of each kernel, `(*stack, matrices, rows, cols)`; in a dense layer, there is one matrix."""
         weights = zip(self.shards.values(), self.fused, strict=True)
         return [quantizable(_as_matrices(x, layouts)) for shards, layouts in weights for x in shards]
 
     @property
     def own_axes(self) -> list[tuple[str, ...]]:
-        """For each matrix of `kernels` in turn, the axes of whose ranks each has its own amax, as it has experts of its
-        own; all other ranks share one."""
+        """For each matrix of `kernels` in turn, the axes whose ranks have an amax each, because they have different
+        experts. Ranks of all other axes share an amax."""
         kinds = [_own_axes(one) for layouts in self.fused for one in layouts]
         counts = [math.prod(x.shape[:-2]) for x in self.kernels]
         return [axes for axes, count in zip(kinds, counts, strict=True) for _ in range(count)]
 
     def by_piece(self, amaxes: Sequence[jax.Array]) -> jax.Array:
-        """Returns `(*stack, pieces)` amaxes in the order in which matrices travel, every expert's kernels in turn.
+        """Returns amaxes `(*stack, pieces)` in the order of matrices in the buffer: the kernels of one expert after
+        another.
 
         Args:
-            amaxes: of each of `kernels`, `(*stack, matrices)`.
+            amaxes: the amaxes of each of `kernels`, `(*stack, matrices)`.
         """
         left = iter(amaxes)
         each = [jnp.stack([next(left) for _ in layouts], axis=-1) for layouts in self.fused]
@@ -101,10 +103,10 @@ class Bundle:
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
-    """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one call for each.
+    """Quantizes shards. One kernel and one all-reduce compute the amaxes of all bundles; one call packs each bundle.
 
-    The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already. What is
-    stored of shards is joined to shards; see [Note: stored].
+    The amax of a weight is taken over the axes that shard it, but not over replicas, whose values are the same. Parts
+    of shards that ranks store are joined to shards; see [Note: stored].
     """
     scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
     amaxes: list[jax.Array] = []
@@ -135,7 +137,7 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
 
 
 def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
-    """Returns the bytes of this rank's shards; see [Note: stored]."""
+    """Returns the buffer of this rank's shards; see [Note: stored]."""
     form, fused, plan = bundle.format, bundle.fused, plan_of(bundle.fused, bundle.format)
     first = fused[0][0]
     if not is_divided(next(iter(bundle.shards.values()))[0], first):
@@ -159,14 +161,14 @@ def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
 def _join_stored(
     parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan
 ) -> jax.Array:
-    """Returns the buffer of shards, joined from those of what ranks store.
+    """Joins the buffers of what ranks store to the buffer of shards, and returns it.
 
     Args:
-        parts: `(ranks, *stack, bytes)`.
-        by_rows: whether ranks divide the rows of a piece, instead of its columns.
-        form: of the codes.
-        stored: where each piece of a part lies.
-        plan: where each piece of the result lies.
+        parts: the buffers of all ranks, `(ranks, *stack, bytes)`.
+        by_rows: for each piece, whether ranks divide its rows instead of its columns.
+        form: the format of the codes.
+        stored: the positions of pieces in each rank's buffer.
+        plan: the positions of pieces in the result.
     """
     pairs = []
     for rows, (codes, scales), (whole, whole_scales) in zip(
@@ -189,7 +191,7 @@ def _join_stored(
 
 
 def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
-    """Returns this rank's part of the bytes of whole weights; see [Note: whole]."""
+    """Returns this rank's part of the buffer of whole weights; see [Note: whole]."""
     first = bundle.fused[0][0]
     plan = plan_of(bundle.fused, bundle.format)
     part = bytes_sent(bundle.fused, bundle.format)
@@ -212,17 +214,22 @@ def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
 
 
 def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
-    """Gives every kernel, `(..., kernels)`, the largest amax of its fused weight."""
+    """Returns amaxes `(..., kernels)` in which each kernel has the largest amax of its fused weight.
+
+    Args:
+        amax: the amaxes, `(..., kernels)`.
+        kernels: the number of kernels of each fused weight; in a layer of experts, that of each expert in turn.
+    """
     parts = jnp.split(amax, np.cumsum(kernels)[:-1], axis=-1)
     return jnp.concatenate([jnp.broadcast_to(jnp.max(p, -1, keepdims=True), p.shape) for p in parts], axis=-1)
 
 
 def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
-    """Returns the maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree
-    already.
+    """Returns the maximum of each matrix's amax over the axes that shard any of the weights; ranks of other axes have
+    the same values.
 
-    Experts that an axis divides are other ones on each of its ranks: they go into the vector side by side, so that no
-    amax is of several experts.
+    If an axis divides experts, its ranks have different experts. Their amaxes are laid side by side in the vector that
+    is reduced, so that no maximum is taken over several experts.
     """
     kernels = [layout for bundle in bundles for layouts in bundle.fused for layout in layouts]
     axes = axes_in_use(kernels)
@@ -247,10 +254,10 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
 
 
 def _own_axes(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes of whose ranks each has experts of its own."""
+    """Returns the axes whose ranks have different experts."""
     return (*layout.experts.axes, *(layout.tensor.axes if layout.splits_experts else ()))
 
 
 def _as_matrices(kernel: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns `(..., matrices, rows, cols)`, of which only experts have several."""
+    """Returns a kernel as `(..., matrices, rows, cols)`; `matrices` is 1 unless the layer has experts."""
     return jnp.expand_dims(kernel, -3) if len(layouts[0].shape) == 2 else kernel

@@ -1,7 +1,7 @@
-"""Values that differ from rank to rank, as global arrays: every rank's own, one after another along a dimension.
+"""Represents values that differ from rank to rank as global arrays: all ranks' values, concatenated along a dimension.
 
-So what a rank has gathered, or a gradient that is not summed yet, passes through code that sees global arrays, and
-costs no device more than its own part. A module that opens a `shard_map` finds there what it would find in local view.
+Gathered weights and gradients that are not summed yet can thus pass through code that sees global arrays, and each
+device holds only its own part. A module that opens a `shard_map` gets the same values inside as in local view.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ Tree = Any
 
 
 def ranks_spec(*, stacked: bool = False) -> PartitionSpec:
-    """Returns the partition of such arrays: their first dimension; the second, if the first counts layers."""
+    """Returns the partition spec of such arrays, which shards the first dimension over all mesh axes; with `stacked`,
+    the second, because the first is that of layers."""
     axes = jax.sharding.get_abstract_mesh().axis_names
     return PartitionSpec(None, axes) if stacked else PartitionSpec(axes)
 
 
 def on_ranks(function: Callable[..., Tree], into: Any, out: Any) -> Callable[..., Tree]:
-    """Returns `function`, called on every rank's own part.
+    """Returns a function of global arrays that calls `function` on every rank's own part.
 
     Args:
-        function: written for local view.
-        into: partitions of its arguments, a tuple; pytree prefixes.
-        out: partitions of what it returns.
+        function: a function written for local view.
+        into: the partitions of its arguments, a tuple of pytree prefixes.
+        out: the partitions of its result.
     """
 
     def local(*args: Tree) -> Tree:
@@ -42,14 +43,15 @@ def on_ranks(function: Callable[..., Tree], into: Any, out: Any) -> Callable[...
 
 
 def in_view(function: Callable[..., Tree], into: Callable[..., Any], out: Any = None) -> Callable[..., Tree]:
-    """Returns a function that is written for local view, for the view in scope: in global view it is called on every
-    rank's own part.
+    """Adapts a function written for local view to the view in scope: in global view, it is called on every rank's own
+    part.
 
     Args:
-        function: written for local view.
-        into: returns the partitions of its arguments in global view, given these: a tuple, of pytree prefixes.
-        out: partitions of what it returns, or a function that returns them, given what it returns (abstract arrays).
-            `None`: values of every rank's own, see `by_rank`.
+        function: a function written for local view.
+        into: a function that takes the arguments and returns their partitions in global view, a tuple of pytree
+            prefixes.
+        out: the partitions of the result, or a function that takes the result (abstract arrays) and returns its
+            partitions. `None` if the result differs from rank to rank; see `by_rank`.
     """
     if current_view() != "global":
         return function
@@ -65,13 +67,12 @@ def in_view(function: Callable[..., Tree], into: Callable[..., Any], out: Any = 
 
 
 def of_rank(tree: Tree) -> Tree:
-    """Returns values as a rank has them, from its part of global arrays: the scale of codes is a scalar again."""
+    """Returns a rank's values in local form, from its part of global arrays: the amax of codes is a scalar again."""
     return jax.tree.map(_of_rank, tree, is_leaf=_is_quantized)
 
 
 def by_rank(tree: Tree) -> Tree:
-    """Returns a rank's values as its part of such global arrays, whose partition is `ranks_spec`: scalars get a
-    dimension."""
+    """Returns a rank's values as its part of global arrays with the partition `ranks_spec`: scalars get a dimension."""
     return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf[None], tree)
 
 
@@ -79,7 +80,7 @@ def _of_rank(value: Any) -> Any:
     if not isinstance(value, QuantizedArray) or value.amax is None or value.format.block is not None:
         return value
     if value.codes.ndim > 2:
-        return value  # stored codes of a stack's layers or of experts, each with its own
+        return value  # stored codes of stacked layers or of experts, which have one amax each
     return QuantizedArray(value.codes, None, jnp.reshape(value.amax, ()), value.format, value.matrix, value.columns)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of gathered weights, back to what ranks store of them."""
+"""Reduces the gradients of gathered weights to those of the arrays that ranks store."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ._optimizer_axes import scatter_stored
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("parts", "shards"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Gradients of fused weights, summed over ranks: each weight's is in one of the two, by name.
+    """The gradients of fused weights, summed over ranks, by name. Each weight's gradient is in one of the attributes.
 
     Attributes:
-        parts: this rank's part of the sum, in the dtype of the sum.
-        shards: gradients of what ranks store: in global view of every weight; else of those that are divided further,
-            over the optimizer's axes, and summed over these too.
+        parts: this rank's part of each sum, in the dtype of the sum.
+        shards: the gradients of what ranks store: in global view, of every weight; in local view, of the weights whose
+            shards the optimizer's axes divide, summed over these axes too.
     """
 
     parts: dict[ModulePath, jax.Array]
@@ -35,18 +35,18 @@ class Reduced:
 def scatter(
     groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]
 ) -> dict[ModulePath, Shards]:
-    """Returns the gradients of what ranks store, from those of fused weights.
+    """Returns the gradients of what ranks store, given those of fused weights.
 
     Args:
-        groups: by name.
-        gradients: this rank's, by the same names.
+        groups: the groups of the weights, by name.
+        gradients: this rank's gradients of the fused weights, by the same names.
     """
     return in_param_dtypes(groups, stored_gradients(groups, reduce_gradients(groups, gradients)))
 
 
 def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]) -> Reduced:
     """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
-    nodes. What is exchanged alike travels together.
+    nodes. Gradients that share axes and a wire format are sent in one all-to-all.
     """
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     parts: dict[ModulePath, jax.Array] = {}
@@ -65,7 +65,7 @@ def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mappin
 
 
 def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
-    """Returns what this rank stores of a gradient, summed over the optimizer's axes."""
+    """Returns this rank's stored part of a gradient, summed over the optimizer's axes."""
     shards = as_shards(part, group.layouts, (part.dtype,) * len(group.layouts))
     return scatter_stored(shards, group.layouts, group.stored_sums, (group.stored_sums,) * len(group.layouts))
 
@@ -82,7 +82,7 @@ def stored_gradients(groups: Mapping[ModulePath, WeightGroup], reduced: Reduced)
 def in_param_dtypes(
     groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, Shards]
 ) -> dict[ModulePath, Shards]:
-    """Returns the gradients of what ranks store in the parameters' dtypes."""
+    """Casts the gradients of what ranks store to the parameters' dtypes."""
     return {
         name: tuple(g.astype(dtype) for g, dtype in zip(own, groups[name].param_dtypes, strict=True))
         for name, own in gradients.items()
@@ -90,7 +90,7 @@ def in_param_dtypes(
 
 
 def _fused(group: WeightGroup, gradient: jax.Array) -> jax.Array:
-    """Returns the gradient of a fused weight, from that of what `gather` returns."""
+    """Returns the gradient of a fused weight, given that of what `gather` returns."""
     if group.array is None:
         return gradient
     matrix = group.array.matrix

@@ -1,4 +1,4 @@
-"""A recipe's decisions about a model, made once."""
+"""Resolves what a recipe decides about each weight of a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ._group import ModulePath, WeightGroup
 
 
 class Layers(NamedTuple):
-    """Which layers of a stack a decision is about.
+    """The layers of a stack to which a decision applies.
 
     Attributes:
-        start: the first.
-        stop: the one behind the last.
-        stack: path of the stacked layers; `None` of a module outside stacks, which counts as one layer.
+        start: the first layer.
+        stop: the layer after the last.
+        stack: the path of the stacked layers; `None` for a module outside stacks, which counts as one layer.
         written_out: whether the stack runs without a loop.
     """
 
@@ -28,13 +28,13 @@ class Layers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What `resolve` needs to know of a model.
+    """What `resolve` needs to know about a model.
 
     Attributes:
-        name: of the model's type.
-        weights: by path of each module that owns kernels, its group in high precision.
+        name: the name of the model's type.
+        weights: the group of each module that owns kernels, in high precision, by the module's path.
         stacks: all layers of each stack.
-        sharded: paths of the weights that `gtp_jax.shard` has sharded: `gtp_jax.hook` decides about them.
+        sharded: the paths of the weights that `gtp_jax.shard` has sharded, about which `gtp_jax.hook` decides.
     """
 
     name: str
@@ -43,16 +43,17 @@ class Structure:
     sharded: tuple[ModulePath, ...] = ()
 
 
-# What is decided about the weights of each module, for each stretch of layers, in the model's order.
+# The decisions about the weights of each module, for each range of layers, in the model's order.
 Groups = dict[tuple[ModulePath, Layers], WeightGroup]
 
 
 def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
-    """Returns what a recipe decides about every weight of a model; without one all stay in high precision.
+    """Returns what a recipe decides about every weight of a model; without a recipe, all stay in high precision.
 
     Raises:
-        ValueError: if the recipe names modules or layers that the model does not have, if patterns ahead of one leave
-            nothing to it, or if the model has no weights for a recipe that quantizes; naming what there is.
+        ValueError: if the recipe names modules or layers that the model does not have, if earlier patterns match all
+            that a pattern matches, or if the recipe quantizes and the model has no weights for it. The message names
+            what the model has.
     """
     if recipe is not None:
         _check_names(structure, recipe)
@@ -74,10 +75,10 @@ def of_layers(
     """Returns what a recipe decides about the weights of one module, by layers.
 
     Args:
-        group: in high precision.
-        path: of the module in the model.
-        recipe: what decides.
-        layers: all of the stack that it is in, if any.
+        group: the module's group in high precision.
+        path: the path of the module in the model.
+        recipe: the recipe.
+        layers: all layers of the stack that contains the module, or the one layer of a module outside stacks.
     """
     if not group.follows_recipes:
         return ((layers, group),)
@@ -106,14 +107,14 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
 
 
 def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
-    """Refuses `high_precision_first` and `high_precision_last` of more layers than a stack has.
+    """Checks that every stack has the layers that `high_precision_first` and `high_precision_last` ask for.
 
     Args:
-        stacks: lengths, by name.
-        recipe: what asks for them.
+        stacks: the number of layers of each stack, by name.
+        recipe: the recipe.
 
     Raises:
-        ValueError: naming the stacks.
+        ValueError: if a stack has fewer layers, or there is no stack. The message names the stacks.
     """
     ends = recipe.high_precision_first + recipe.high_precision_last
     if ends and (not stacks or ends > min(stacks.values())):
@@ -128,7 +129,7 @@ def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
     patterns = [pattern for pattern, _ in recipe.rules]
     for index, pattern in enumerate(patterns):
         if index >= len(recipe.override) and pattern in EXCLUDED:
-            continue  # kept where there is one
+            continue  # a default exclusion, which need not match anything
         matched = [path for path in paths if matches(pattern, path)]
         if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
             raise ValueError(

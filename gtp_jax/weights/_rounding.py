@@ -1,4 +1,4 @@
-"""Keys of stochastic rounding: of a model, of its modules, and of each call of one."""
+"""Derives keys of stochastic rounding for a model's modules, and for each call of a module."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from jaxtyping import UInt32
 
 
 def key_for(key: UInt32[jax.Array, " 2"], path: tuple[Any, ...]) -> UInt32[jax.Array, " 2"]:
-    """Returns the key of a module: that of the whole model, told apart by the module's path."""
+    """Returns the key of a module, derived from the key of the model and the module's path."""
     return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
-# No call has this number, so that no key of a link is that of a call.
+# No call has this number, so that the key of a link is never that of a call.
 _LINK = 2**31
 
 
 @jax.tree_util.register_pytree_node_class
 class CallKeys:
-    """A module's key, another one at each call: two calls in one layer must not round alike.
+    """The keys of a module, a different one for each call, because two calls in a layer must not use the same random
+    bits.
 
-    Calls are counted while a program is traced, from 0 in every trace; the number is no part of the pytree. So what is
-    traced once and run often has one key: every iteration of a loop over a module, all of a `vmap`, and calls through
-    a transformation that takes a module apart and puts it together again, such as `nnx.remat`. A `Stack`'s layers have
-    keys of their own.
+    Calls are counted while a program is traced, from 0 in every trace; the count is not part of the pytree. Calls that
+    are traced once and run often therefore share a key: all iterations of a loop over a module, all indices of a
+    `vmap`, and calls through a transformation that splits and merges a module, such as `nnx.remat`. The layers of a
+    `Stack` have keys of their own.
 
     Args:
-        words: uint32 `(2,)`, the key of the first call.
+        words: the key of the first call, uint32 `(2,)`.
     """
 
     def __init__(self, words: Any) -> None:
@@ -37,19 +38,20 @@ class CallKeys:
         self._calls = 0
 
     def next(self, *, link: bool = False) -> UInt32[jax.Array, " 2"]:
-        """Returns uint32 `(2,)` for the call made now; or for a chain's `link`, whose own calls are counted in turn."""
+        """Returns the key of the current call, uint32 `(2,)`; with `link`, the first key of a link of a chain, which
+        counts its own calls."""
         number, self._calls = self._calls, self._calls + 1
         words = _folded(self._words, number) if number else self._words
         return _folded(words, _LINK) if link else words
 
     def for_view(self) -> CallKeys:
-        """Returns keys for the call made now, whose module is taken apart and put together inside a `shard_map`: there
-        calls are counted in turn. The first call's are as if it were not."""
+        """Returns the keys for the current call of a module that is split, and merged inside a `shard_map`, where calls
+        are counted from 0. For the first call, the keys are unchanged."""
         number, self._calls = self._calls, self._calls + 1
         return CallKeys(self._words if not number else _folded(_folded(self._words, number), _LINK))
 
     def of_rank(self, rank: jax.Array) -> CallKeys:
-        """Returns keys that differ from rank to rank, as every rank has other tokens to round."""
+        """Returns keys that differ from rank to rank, because each rank rounds the gradients of different tokens."""
         return CallKeys(_folded(self._words, rank))
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:

@@ -1,4 +1,4 @@
-"""What is sent of the layers of a stack: made once per step, for all of them or for some."""
+"""Selects what is sent of the layers of a stack, which is made once per step for all or some of them."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from ._wire import Kernels, Wire
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("layers",), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Stands in the place of a stacked array: each layer's part is an array of its own, and is taken without a copy.
+    """Replaces a stacked array by one array per layer, so that a layer's part is taken without a copy.
 
     Attributes:
-        layers: one array for each layer, `(1, *shape)`: a stack of one.
+        layers: one array per layer, each a stack of one layer, `(1, *shape)`.
     """
 
     layers: tuple[jax.Array, ...]
 
     def joined(self) -> jax.Array:
-        """Returns the stacked array, a copy: for a loop, which does not know in advance what layer it takes."""
+        """Returns the stacked array, which is a copy. A loop needs it, because its layer indices are traced."""
         return jnp.concatenate(self.layers)
 
     def only(self, index: int) -> Apart:
-        """Returns one layer alone."""
+        """Returns an `Apart` with only one layer."""
         return Apart((self.layers[index],))
 
     def layer(self, index: int) -> jax.Array:
-        """Returns one layer's array, `(*shape)`; if there is only one layer, that one."""
+        """Returns one layer's array, `(*shape)`; if there is only one layer, the index is ignored."""
         own = self.layers[0] if len(self.layers) == 1 else self.layers[index]
         return own[0]
 
     def __getitem__(self, layers: slice) -> Apart:
-        """Returns some layers."""
+        """Returns an `Apart` with the layers of a slice."""
         return Apart(self.layers[layers])
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("groups", "start", "stop"))
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """A wire that is made once per step.
+    """A wire that is made once per step, for some layers of a stack or for a module outside stacks.
 
     Attributes:
-        wire: what is gathered in place of shards.
-        groups: what is decided about its members, in order.
-        start: the first of its layers in a stack; 0 of a module outside stacks.
-        stop: the layer after the last; 1 of a module outside stacks.
+        wire: what is gathered instead of the shards.
+        groups: the decisions about its members, in order.
+        start: the first of its layers in the stack; 0 for a module outside stacks.
+        stop: the layer after the last; 1 for a module outside stacks.
     """
 
     wire: Wire
@@ -81,14 +81,15 @@ def wires_of(
     start: int,
     stop: int,
 ) -> tuple[tuple[Wire, ...], int]:
-    """Returns the wires that layers `start` to `stop` (exclusive) of a stack gather, and the index of `start` in their
-    arrays. Each weight is a member of one wire. Codes come first, then arrays by name.
+    """Returns the wires that layers `start` to `stop` (exclusive) of a stack gather, and the index of layer `start` in
+    their arrays. Each weight is a member of one wire. Wires of codes come first, then those of arrays, sorted by name.
 
     Args:
-        groups: what is decided about these layers, by name.
-        made: what was made ahead; the first that has these layers, in the weight's format, counts.
-        shards: of all layers.
-        own: of these layers alone.
+        groups: the decisions about these layers, by name.
+        made: what was made earlier in the step. For each weight, the first that contains these layers in the weight's
+            format is used.
+        shards: the shards of all layers.
+        own: the shards of these layers alone.
         start: the first layer.
         stop: the layer after the last.
     """
@@ -102,7 +103,7 @@ def wires_of(
             left -= set(members)
     length = max((one.stop for one in made), default=0)
     shared = all((one.start, one.stop) == (0, length) for one in chosen)
-    if shared:  # with the other layers, uncopied
+    if shared:  # wires of all layers, indexed without a copy
         wires, first = [one.wire for one in chosen], start
     else:
         wires, first = [one.of(start, stop) for one in chosen], 0

@@ -1,4 +1,4 @@
-"""What is known of a weight beside its array, and what a chain puts in its place."""
+"""Defines what a weight's variable holds: its array with the decisions about it, or the gathered weight in a chain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._stretch import Stretch
 
 
 class Holds(enum.Enum):
-    """What the array in a weight's variable is."""
+    """The kind of array that a weight's variable holds."""
 
     MASTER = "what this rank stores"
     REPLACED = "another array than the one that was prepared: user code put it there"
@@ -35,14 +35,14 @@ class Holds(enum.Enum):
 )
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a rank stores of a kernel about which something has been decided; of a stack's layers, stacked.
+    """A kernel's stored array, with the decisions about it. The kernels of a stack's layers are stacked.
 
     Attributes:
-        shard: the array of which gradients are taken.
-        groups: what is decided about it, by layers.
-        prepared: what is gathered in its place; the first kernel of a module has it for all of them.
-        keys: keys of stochastic rounding; `None` where nothing is rounded so.
-        holds: what `shard` is.
+        shard: the array with respect to which gradients are taken.
+        groups: the decisions about the kernel, by layers.
+        prepared: what is gathered instead of the array. The first kernel of a module holds it for all its kernels.
+        keys: the keys of stochastic rounding; `None` if nothing is rounded stochastically.
+        holds: the kind of array that `shard` is.
     """
 
     shard: jax.Array
@@ -55,7 +55,7 @@ class Stored:
         """Returns the partitions of its arrays in global view.
 
         Args:
-            layout: the kernel's.
+            layout: the kernel's layout.
         """
         (layers, _), *_ = self.groups
         prepared = tuple(one.specs(stacked=layers.stack is not None) for one in self.prepared)
@@ -63,16 +63,16 @@ class Stored:
         return dataclasses.replace(self, shard=shard, prepared=prepared, keys=PartitionSpec())  # pyright: ignore[reportArgumentType]
 
 
-# Made since the innermost `forget_after` began; `None` outside of any.
+# What has been made since the innermost `forget_after` began; `None` outside all of them.
 _PUT: contextvars.ContextVar[list[Beside] | None] = contextvars.ContextVar("put_beside_weights", default=None)
 
 
 @contextlib.contextmanager
 def forget_after() -> Iterator[None]:
-    """Drops, at its end, the arrays of every `Beside` that was made within it.
+    """Returns a context that drops, at its end, the arrays of every `Beside` that was made within it.
 
     Static metadata outlive a trace: `nnx.jit` and `nnx.remat` keep them as keys of their caches, and would keep the
-    trace's arrays with them. It is also a decorator.
+    trace's arrays with them. The context also works as a decorator.
     """
     put: list[Beside] = []
     token = _PUT.set(put)
@@ -85,13 +85,15 @@ def forget_after() -> Iterator[None]:
 
 
 class Beside:
-    """A `Stored` as metadata of its kernel's variable, whose value stays the array: a model's code sees weights alone.
+    """Holds a `Stored` as metadata of its kernel's variable. The variable's value stays the array, so that a model's
+    code sees only weights.
 
-    Compared by identity, as metadata are static. What was gathered or quantized belongs to one array. Code that puts
-    another in its place (a noisy weight, or the same one inside `nnx.remat`) has that one gathered and quantized anew.
+    Compared by identity, because metadata are static. What was gathered or quantized belongs to one array. If code puts
+    another array in its place (a noisy weight, or the same one inside `nnx.remat`), that one is gathered and quantized
+    anew.
 
     Args:
-        stored: of the array that the variable holds.
+        stored: the `Stored` of the array that the variable holds.
     """
 
     def __init__(self, stored: Stored) -> None:
@@ -100,14 +102,14 @@ class Beside:
             put.append(self)
 
     def forget(self) -> None:
-        """Drops the arrays: every array is another than the one that was known."""
+        """Drops the arrays. From then on, `of` treats every array as a replacement."""
         self._stored = Stored(_FORGOTTEN, self._stored.groups, holds=self._stored.holds)
 
     def of(self, shard: Any) -> Stored:
-        """Returns what is known of this array.
+        """Returns the `Stored` of an array that the variable holds.
 
         Raises:
-            ValueError: if it is another than what stands in for a weight.
+            ValueError: if the array has replaced a placeholder.
         """
         stored = self._stored
         if stored.shard is shard:
@@ -120,7 +122,7 @@ class Beside:
         return Stored(shard, stored.groups, keys=stored.keys, holds=Holds.REPLACED)
 
 
-_FORGOTTEN: Any = object()  # stands where an array was
+_FORGOTTEN: Any = object()  # replaces a dropped array
 
 _GATHERED = (
     "the array of a weight is read or written by a layer of a `Stack`, or of `run_chain`, where the weight is gathered "
@@ -132,12 +134,13 @@ _GATHERED = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "keys"), meta_fields=("group",))
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The fused weight of a module's kernels, in the variable of the first; the others' hold `None`.
+    """The fused weight of a module's kernels, held by the variable of the first; the variables of the others hold
+    `None`.
 
     Attributes:
-        weight: an array or a `SlottedWeight`.
-        group: the kernels.
-        keys: of stochastic rounding; `None` where nothing is rounded so.
+        weight: the weight, an array or a `SlottedWeight`.
+        group: the group of the kernels.
+        keys: the keys of stochastic rounding; `None` if nothing is rounded stochastically.
     """
 
     weight: Any

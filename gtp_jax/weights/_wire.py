@@ -1,9 +1,9 @@
-"""What a rank sends of a layer's weights: the protocol, and arrays in the dtype in which they are multiplied.
+"""Defines the protocol for what a rank sends of a layer's weights, and its form for weights that are not quantized.
 
 [Note: a wire of your own]
-A wire is a subclass of `Wire`. An `OwnFormat`, the `wire` of a recipe, makes it once per
-step, and every pass gathers it. Nothing else in the library asks what it is: chains read its arrays layer by layer, tie
-them, keep what `ready` returns for backward, and differentiate straight through `gather`.
+Subclass `Wire`, and make an `OwnFormat` the `wire` of a recipe. It makes the wire once per step, and every pass gathers
+the wire. No other part of the library depends on the subclass: chains read its arrays layer by layer, tie them, keep
+what `ready` returns for backward, and differentiate `gather` as if it gathered the shards.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import stored_specs
 from ._ranks import ranks_spec
 
-# Fused weights by name, or their codes where those are multiplied.
+# Fused weights by name, or their codes if the codes are multiplied.
 FusedWeights = dict[ModulePath, jax.Array | QuantizedArray]
 
 
 class Wire(abc.ABC):
-    """What a rank sends of the fused weights that travel together: a dataclass, and a pytree.
+    """What a rank sends of fused weights that travel together. A wire is a dataclass and a pytree.
 
-    `members` is a field, and `gather` goes by it: a chain renames members with `dataclasses.replace`.
-    For the layers of a stack its arrays have a leading dimension. Those of one layer have at least one dimension, other
-    than an amax of frozen codes.
-    Methods are of one layer and are called inside a `shard_map`, except `specs`.
+    `members` must be a field, and `gather` must use its names: a chain renames members with `dataclasses.replace`. The
+    arrays of a wire for the layers of a stack have a leading dimension. Those for one layer have at least one
+    dimension, except an amax of frozen codes. All methods except `specs` handle one layer, and are called inside a
+    `shard_map`.
 
     Attributes:
         members: the names of the fused weights, in order.
-        format: the format of its codes, equal to `WeightGroup.wire` of its members, by which it is found; `None` of
-            arrays in the dtype in which they are multiplied.
+        format: the format of its codes, which must equal `WeightGroup.wire` of its members, because wires are looked up
+            by it; `None` for arrays in the dtype in which they are multiplied.
     """
 
     members: tuple[ModulePath, ...]
@@ -45,19 +45,20 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weights of its members, made of what all ranks send."""
+        """Returns the fused weights of its members, made from what all ranks send."""
 
     def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Wire | None:
-        """Returns what is sent in its place, made without communication: a chain keeps it for backward. `None`: it is
-        sent as it is."""
+        """Returns a wire to send instead, made without communication, which a chain keeps for backward; `None` to send
+        this wire itself."""
         del groups
 
     def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Any:
-        """Returns the partitions of its arrays in global view, a pytree prefix; by default they are every rank's own.
+        """Returns the partitions of its arrays in global view, a pytree prefix. By default, the arrays differ from rank
+        to rank (`ranks_spec`).
 
         Args:
-            groups: of its members.
-            stacked: whether it has the leading dimension.
+            groups: the groups of its members.
+            stacked: whether its arrays have the leading dimension of a stack.
         """
         del groups
         return ranks_spec(stacked=stacked)
@@ -65,26 +66,29 @@ class Wire(abc.ABC):
 
 @runtime_checkable
 class OwnFormat(WireFormat, Protocol):
-    """Describes a format of your own: the `wire` of a recipe, hashable and compared by value.
+    """Describes a format of your own, which is the `wire` of a recipe. It is hashable and compared by value.
 
-    Weights in it are multiplied as their values. They can be neither frozen nor gathered before a step.
+    Weights in such a format are decoded before they are multiplied. They can be neither frozen nor gathered before a
+    step.
     """
 
     def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
-        """Returns what this rank sends of weights that travel together: those of one layer of a stack that have the
-        same format, dtype and axes; outside of stacks one module's. Called inside a `shard_map`, once per step; under
-        `use_recipe`, once per call. Nothing differentiates it.
+        """Returns what this rank sends of weights that travel together. In a stack, these are the weights of a layer
+        that have the same format, dtype and axes; outside stacks, those of one module.
+
+        Called inside a `shard_map`, once per step, or once per call under `use_recipe`. It is never differentiated.
 
         Args:
-            shards: by name of the fused weight one array per kernel, with the leading dimension of a stack or without:
-                its shard; or what this rank stores of it, where `group.divided`. `part_of(kernels, layouts, dtype)`
-                joins either, and moves it over dp in that dtype: round first, and join the codes as uint8.
-            groups: what is decided about the weights, by the same names.
+            shards: one array per kernel, by name of the fused weight, with or without the leading dimension of a stack.
+                It is the kernel's shard or, if `group.divided`, the part of the shard that this rank stores.
+                `part_of(kernels, layouts, dtype)` accepts both, and gathers the latter over dp in that dtype: quantize
+                first, and pass it the codes as uint8.
+            groups: the decisions about the weights, by the same names.
         """
         ...
 
     def wire_bytes(self, group: WeightGroup) -> int:
-        """Returns the bytes of one layer's gathered weight on the wire, of all ranks' shards."""
+        """Returns the number of bytes of one layer's gathered weight on the wire: those of all ranks' shards."""
         ...
 
 
@@ -94,9 +98,10 @@ class Kernels(Wire):
     """This rank's shards of one fused weight's kernels, which are cast, joined and gathered in every pass.
 
     Attributes:
-        shards: one array per kernel: its shard, or what this rank stores of it, which a gather first joins to that.
+        shards: one array per kernel: its shard, or the part of the shard that this rank stores, which a gather first
+            joins with the others.
         members: the name of the fused weight.
-        joined: whether they have been joined to shards from what ranks store.
+        joined: whether the shards have been joined from the parts that ranks store.
     """
 
     shards: Shards
@@ -105,21 +110,21 @@ class Kernels(Wire):
     format = None
 
     def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Part | None:
-        """Returns this rank's part of the fused weight. `None` where there is nothing to cast, or communication is part
-        of it."""
+        """Returns this rank's part of the fused weight; `None` if there is nothing to cast, or if making the part takes
+        communication."""
         group = groups[self.members[0]]
         if group.divided or not group.travels or all(shard.dtype == group.dtype for shard in self.shards):
             return None
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members)
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weight; an array of any shape as such."""
+        """Returns the fused weight; for `WeightGroup.array`, the array in its own shape."""
         group = groups[self.members[0]]
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members).gather(groups)
 
     def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Kernels:
         """Returns the partitions of its shards."""
-        del stacked  # their numbers of dimensions tell
+        del stacked  # known from the number of dimensions of each shard
         layouts = groups[self.members[0]].layouts
         layouts = [layout.of_shards for layout in layouts] if self.joined else layouts
         return dataclasses.replace(self, shards=stored_specs(layouts, self.shards))  # pyright: ignore[reportArgumentType]
@@ -128,10 +133,10 @@ class Kernels(Wire):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("members",))
 @dataclasses.dataclass(frozen=True)
 class Part(Wire):
-    """This rank's part of one fused weight, as it travels.
+    """This rank's part of one fused weight, in the form that is sent.
 
     Attributes:
-        array: `(*experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
+        array: the part, `(*experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
         members: the name of the fused weight.
     """
 
@@ -140,7 +145,7 @@ class Part(Wire):
     format = None
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weight; an array of any shape as such."""
+        """Returns the fused weight; for `WeightGroup.array`, the array in its own shape."""
         group = groups[self.members[0]]
         weight = gather_part(self.array, group.layouts)
         return {self.members[0]: weight if group.array is None else group.array.from_fused(weight)}
