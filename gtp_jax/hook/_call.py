@@ -155,10 +155,10 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         try:
             variable.set_raw_value(weight)
-        except TraceContextError as error:  # of an outer trace, such as that around a scan
+        except TraceContextError as error:  # the variable belongs to an outer trace, such as that around a scan
             if form is not None:
                 raise ValueError(_not_in_trace(variable)) from error
-            continue  # XLA gathers what its body reads
+            continue  # XLA gathers the weights that the inner trace reads
         put.append((variable, shard, weight, placement, form))
     try:
         yield

@@ -1,8 +1,9 @@
-"""Weights that travel as a recipe's codes: seen as matrices, quantized, and gathered.
+"""Quantizes weights that travel as a recipe's codes, and gathers the codes.
 
 [Note: seen as a matrix]
-A weight of any number of dimensions is a matrix of features in, along which blocks of one row run, and features out, as
-the kernel of a dense layer is; `features_in` says which dimensions are joined to which.
+A weight of any number of dimensions is seen as a matrix `(features in, features out)`, like the kernel of a dense
+layer. Blocks of one row run along the features in. `features_in` decides which dimensions are joined to the features
+in; the others are joined to the features out.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Coded:
 
     Attributes:
         form: the format.
-        operands: the formats in which it is multiplied; `None`: in the dtype in which the model computes.
+        operands: the formats in which it is multiplied; `None` if it is multiplied in the model's compute dtype.
         inputs: the number of leading dimensions that are joined to the features in; see [Note: seen as a matrix].
-        layout: the layout of the matrix, `(features in, features out)`, of which the latter are the rows, unless it
-            makes no difference to the codes.
+        layout: the layout of the matrix `(features in, features out)`. Its rows are the features out, or the dimension
+            that ranks divide if the choice does not change the codes.
     """
 
     form: WireFormat
@@ -49,7 +50,7 @@ class Coded:
     layout: Layout
 
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
-        """Returns what is decided about the weight.
+        """Returns the weight's group, which holds the decisions about it.
 
         Args:
             dtype: the dtype in which it is used.
@@ -65,7 +66,7 @@ class Coded:
         )
 
     def to_matrix(self, array: jax.Array) -> jax.Array:
-        """Returns an array, or its shard, as the matrix or its shard."""
+        """Returns an array, or a shard of it, reshaped to the matrix, or to a shard of the matrix."""
         return jnp.reshape(array, (math.prod(array.shape[: self.inputs]), math.prod(array.shape[self.inputs :])))
 
     @property
@@ -90,7 +91,7 @@ def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
 
 
 def moving(variable: Any) -> Placement | None:
-    """Returns the placement of a weight that must be gathered, or quantized, to be used; `None` for all else."""
+    """Returns the placement of a weight that must be gathered or quantized before use; `None` for anything else."""
     placement = placement_of(variable)
     if placement is None or placement.gathered or coded(variable, placement) is not None:
         return placement
@@ -98,16 +99,17 @@ def moving(variable: Any) -> Placement | None:
 
 
 def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placement: Placement) -> Coded | str:
-    """Returns how a sharded weight travels under a recipe; in words why it is not quantized, if it is not.
+    """Returns how a sharded weight travels under a recipe; if it is not quantized, the reason in words, which is empty
+    if no pattern excludes it.
 
     Args:
-        recipe: what decides.
+        recipe: the recipe.
         path: the weight's path in the model.
         shape: its logical shape.
         placement: its placement, for an array of this shape.
 
     Raises:
-        ValueError: if the recipe asks for what only gtp_jax's own layers do.
+        ValueError: if the recipe asks for something that only gtp_jax's own layers support.
     """
     chosen = recipe.of(path)
     _check_supported(recipe, chosen, path)
@@ -126,7 +128,7 @@ def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placemen
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Refuses what a recipe asks for beyond quantized weights and matmuls in FP8."""
+    """Raises an error if a recipe asks for more than quantized weights and matmuls in FP8."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
@@ -149,11 +151,13 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
 
 
 def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, Layout] | str:
-    """Returns the number of dimensions of features in, and the layout; in words why it is no matrix, if it is none."""
+    """Returns the number of leading dimensions that are features in, and the layout of the matrix; if the weight cannot
+    be seen as a matrix, the reason in words."""
     if len(shape) < 2:
         return "it is no matrix"
     inputs = features_in(shape)
-    starts = {0: 0, inputs: 1}  # the dimensions whose shards are shards of the matrix, and its own
+    # the dimension of the matrix, for each dimension of the weight whose shards are shards of the matrix
+    starts = {0: 0, inputs: 1}
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)
 
@@ -178,7 +182,7 @@ def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, 
 
 
 def _cut(layout: Layout, form: Format) -> str:
-    """Returns in words why a format's blocks do not fit the matrix; nothing if they do."""
+    """Returns in words why a format's blocks do not fit the matrix; an empty string if they do."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1]:
         return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
@@ -188,8 +192,8 @@ def _cut(layout: Layout, form: Format) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout with the dimension that ranks divide as the rows, if that changes no code: their shards, one
-    after another, are then the gathered matrix, and nothing is copied."""
+    """Returns the layout with the dimension that ranks divide as the rows, if that changes no code. The gather then
+    concatenates the shards to the matrix, without a copy."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -197,7 +201,7 @@ def _in_order(layout: Layout, form: Format) -> Layout:
 
 
 def _logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
-    """Returns the logical shape of a weight, of which local view has a shard."""
+    """Returns the logical shape of a weight; in local view, `array` is a shard of it."""
     if current_view() == "global":
         return tuple(array.shape)
     degrees = dict(placement.degrees)
@@ -206,11 +210,12 @@ def _logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
-    """Returns the codes of weights, in the view in scope: one amax kernel, and one buffer for those of a kind.
+    """Returns the codes of weights, in the view in scope. One kernel computes all amaxes. Weights with the same format,
+    dtype and axes share a buffer.
 
     Args:
         shards: the shards of all weights.
-        weights: how each travels; those that are not quantized are left out.
+        weights: how each travels; weights with `None` are not quantized, and left out.
         dtypes: the dtype in which each is used.
     """
     groups = _groups(shards, weights, dtypes)
@@ -229,11 +234,11 @@ def decode(
     dtypes: Sequence[np.dtype],
     placements: Sequence[Placement],
 ) -> dict[int, jax.Array]:
-    """Gathers codes, in the view in scope, and returns the weights of which they are, by number.
+    """Gathers codes, in the view in scope, and returns the decoded weights, by number.
 
     Args:
-        wires: what `encode` returned; the other arguments are as there.
-        shards: the shards of all weights, of which only shapes and dtypes are read.
+        wires: what `encode` returned.
+        shards: the shards of all weights, or their shapes and dtypes, because only those are read.
         weights: how each travels.
         dtypes: the dtype in which each is used.
         placements: the placements of all weights.
@@ -253,12 +258,13 @@ def decode(
 
 
 def product(x: jax.Array, weight: jax.Array, operands: Operands, batch: tuple[str, ...]) -> jax.Array:
-    """Returns `x @ weight.T` of operands rounded to FP8, in the view in scope.
+    """Returns `x @ weight.T` with operands rounded to FP8, in the view in scope.
 
     Args:
-        x: `(..., features in)`; in global view the first dimension, if it is no feature, is the batch.
-        weight: `(features out, features in)`, gathered.
-        operands: the formats; all without blocks.
+        x: the input, `(..., features in)`. In global view, the first of two or more dimensions is the batch, which is
+            sharded if the ranks divide it evenly.
+        weight: the gathered weight, `(features out, features in)`.
+        operands: the formats of the operands, which must have no blocks.
         batch: the mesh axes that shard the batch.
     """
     names = tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)

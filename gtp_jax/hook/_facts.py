@@ -103,7 +103,7 @@ def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the number of elements of which a rank stores the gradients, of the unit with most; 0 without units."""
+    """Returns the largest number of gradient elements that a rank stores for any unit; 0 without units."""
     units = (module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit))
     return max(map(_elements, units), default=0)
 
@@ -117,7 +117,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe) -> tuple[WeightFact, ...]:
     """Returns a fact for each sharded weight of a model.
 
     Raises:
-        ValueError: if the recipe asks for what sharded models do not support.
+        ValueError: if the recipe asks for something that sharded models do not support.
     """
     found = []
     for _, variable in nnx.iter_graph(model):

@@ -17,8 +17,8 @@ from ._placement import Placement
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gathered weight.
 
-    In global view, XLA inserts the gather. The inner constraint keeps the gather after whatever the shard waits for.
-    Otherwise XLA would move the gather before it and merge it with the gather of the other pass.
+    In global view, XLA inserts the gather. The inner constraint keeps the gather after the array that the shard waits
+    for. Otherwise, XLA would move the gather before the wait, and merge it with the gather of the other pass.
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
@@ -48,10 +48,10 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
 
 
 def kept_whole(parameter: Any) -> Any:
-    """Returns a parameter that is whole on every rank, whose gradient is made whole too.
+    """Returns a parameter that is whole on every rank, constrained so that its gradient is whole too.
 
-    XLA would otherwise divide the gradient of a bias among ranks, and with it what an optimizer returns: the next step,
-    whose input is not placed as before, would be compiled again.
+    Otherwise, XLA would divide the gradient of a bias among ranks, and with it the bias that an optimizer returns. The
+    next step would then be compiled again, because its input would have another sharding.
     """
     if current_view() != "global" or not isinstance(parameter, Tracer):
         return parameter

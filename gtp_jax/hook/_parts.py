@@ -63,7 +63,8 @@ def cast(weights: Sequence[Any], casts: Sequence[np.dtype | None]) -> list[jax.A
 
 
 def _only_cast(weight: Var, jaxpr: Jaxpr) -> Any:
-    """Returns the equation that casts a weight to a narrower float and alone reads it; `None` if there is none."""
+    """Returns the equation that casts a weight to a narrower float, if nothing else reads the weight; otherwise
+    `None`."""
     readers = [eqn for eqn in jaxpr.eqns if any(v is weight for v in eqn.invars)]
     if len(readers) != 1 or any(v is weight for v in jaxpr.outvars):
         return None

@@ -1,7 +1,8 @@
-"""The path of a weight in its model, by which recipes know it.
+"""Reads the path of a weight in its model, by which recipes select the weight.
 
-It is metadata of the weight's variable, and so part of the keys of JAX's caches: no program serves a weight about which
-a recipe decides otherwise, wherever the recipe comes into scope. Variables of different blocks cannot be stacked.
+The path is metadata of the weight's variable, and therefore part of the keys of JAX's caches: a traced program is never
+reused for a weight for which a recipe decides differently, wherever the recipe comes into scope. For the same reason,
+variables of different blocks cannot be stacked.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Placement:
 
     Attributes:
         stored: the partition of the stored array.
-        used: the partition of the gathered array: only over axes over which the weight is not gathered.
+        used: the partition of the gathered array, which names only axes over which the weight is not gathered.
         degrees: the axes that `stored` names, each with its size.
         ndim: the number of dimensions of the array.
         kind: the class of the variable; a variable of another class has copied the metadata, as adapters do.
@@ -96,17 +96,18 @@ def placement_of(variable: Any) -> Placement | None:
 
 
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
-    """Returns the placement of a weight of this shape on the mesh in scope; `None` of a scalar.
+    """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    If possible, all axes shard the longest dimension that they divide evenly, of those along which shards are shards of
-    a matrix too (`features_in`), if there is any. Otherwise the axes of the role `weights`
-    shard one dimension and those of the role `optimizer` another; otherwise fewer axes shard one dimension.
-    If none can, the weight stays whole; a recipe quantizes it all the same, so that its values are those on any mesh.
+    If possible, all axes shard one dimension. Otherwise, the axes of the role `weights` shard one dimension, and those
+    of the role `optimizer` another; otherwise, fewer axes shard one dimension. Of the dimensions that the axes divide
+    evenly, those that `used` leaves whole are preferred, then those whose shards are also shards of a matrix
+    (`features_in`), then the longest. If no axes divide a dimension, the weight stays whole. A recipe quantizes it
+    nevertheless, so that its values are the same on every mesh.
 
     Args:
         shape: the logical shape of the weight.
         roles: the roles of the mesh axes.
-        used: the partition of the array in use, over axes over which it is not gathered.
+        used: the partition of the gathered array, which names only axes over which the weight is not gathered.
     """
     taken = axes_of(used)
     weights = _above_one(axis for axis in roles.weights if axis not in taken)
@@ -126,10 +127,12 @@ def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
 
 
 def features_in(shape: Sequence[int]) -> int:
-    """Returns how many leading dimensions of a weight are features in, joined; the others are features out.
+    """Returns the number of leading dimensions of a weight that are joined to the features in; the others are joined to
+    the features out.
 
-    The last dimension is the features out; but if the first is at least as long (a projection to heads), it is the
-    features in alone. The shape alone decides, so that a recipe's blocks are the same on every mesh.
+    By default, only the last dimension is features out. If the first dimension is at least as long as the last (a
+    projection to heads), only the first is features in. The shape alone decides, so that a recipe's blocks are the same
+    on every mesh.
     """
     return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
 
@@ -149,7 +152,8 @@ def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple
 
 
 def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Returns all subsets of `axes`, those of most ranks first; between equals, those with more axes of `weights`."""
+    """Returns all subsets of `axes`: those with more ranks first; with equally many, those with more axes of `weights`
+    first."""
     some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(set(chosen) & set(weights))))
 

@@ -1,9 +1,10 @@
-"""Products with weights, found in the jaxpr of a call and multiplied in a recipe's format instead.
+"""Finds products with weights in the jaxpr of a call, and computes them in a recipe's format.
 
 [Note: products found]
-A product is a `dot_general` that contracts something and has no batch dimensions, one of whose operands is a view of
-one weight: the gathered weight up to casts, reshapes, transposes and nested jits. Its result has the dtype of its
-operands, of at least 16 bits. Whatever else reads a weight reads the values of its codes.
+A product with a weight is a `dot_general` with contracting dimensions and without batch dimensions. Exactly one of its
+operands is a view of a weight, which is the gathered weight up to casts, reshapes, transposes and nested jits. Its
+result has the dtype of its operands, a float of at least 16 bits. All other operations that read a weight read the
+values of its codes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Var
 
-# Of each input: the number of the weight of which it is a view; `None` of all else.
+# For each input, the number of the weight of which it is a view; `None` if it is a view of no weight.
 Views = Sequence[int | None]
 # Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
 Times = Callable[[jax.Array, jax.Array], jax.Array]
-# Given the number of a weight, a function, `x` and a view of the weight, returns what the function, which also takes a
-# `Times`, makes of these; `None` if that weight is not multiplied in a format.
+# Takes the number of a weight, a function of a `Times`, `x` and a view of the weight, and `x` and the view. Returns the
+# function's result with a `Times` in the weight's format; `None` if the weight is not multiplied in a format.
 Multiply = Callable[[int, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
@@ -30,7 +31,7 @@ _NESTED = ("pjit", "jit", "closed_call")
 
 
 def views_of(before: Jaxpr) -> tuple[int | None, ...]:
-    """Returns of which weight each output of a jaxpr, whose inputs are the weights, is a view."""
+    """Returns the number of the weight of which each output of a jaxpr is a view; the inputs are the weights."""
     known: dict[Any, int | None] = {v: i for i, v in enumerate(before.invars)}
     for eqn in before.eqns:
         if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
@@ -41,8 +42,8 @@ def views_of(before: Jaxpr) -> tuple[int | None, ...]:
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
-    """Returns the outputs of a jaxpr, with `multiply` in place of products with weights, and of which weight each is a
-    view."""
+    """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the number of the weight
+    of which each output is a view."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     known: dict[Any, int | None] = dict(zip(jaxpr.invars, views, strict=True))
 
@@ -72,7 +73,8 @@ def evaluate(
 
 
 def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) -> list[jax.Array] | None:
-    """Returns a product by `multiply`; `None` if it is none of one weight."""
+    """Returns a product computed by `multiply`; `None` if the equation is not a product with a weight, or the weight is
+    not multiplied in a format."""
     (contracted, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     if (views[0] is None) == (views[1] is None) or any(batch):
         return None

@@ -1,4 +1,4 @@
-"""What is in scope for sharded models: whether they are called with the hook, and the recipe."""
+"""Keeps what is in scope for sharded models: whether they are called with the hook, and the recipe of a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _recipe_of_step = jax.make_user_context(default_value=None)
 
 
 def without_hook() -> contextlib.AbstractContextManager[None]:
-    """Calls the blocks of sharded models as ordinary modules in a context; XLA decides when to gather their weights.
+    """Returns a context in which the blocks of sharded models are called as ordinary modules; XLA decides when to
+    gather their weights.
 
-    Use it for what the hook refuses, such as forward-mode differentiation. The setting is part of the cache key of
-    `jax.jit`. The context also works as a decorator.
+    Use it for what the hook does not support, such as forward-mode differentiation. The setting is part of the cache
+    key of `jax.jit`. The context also works as a decorator.
     """
     return _off(True)
 
@@ -27,13 +28,13 @@ def hook_is_off() -> bool:
 
 
 def recipe_of_step(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
-    """Puts the recipe of a `train_step` in scope, for the weights that `shard` has sharded alone.
+    """Returns a context with the recipe of a `train_step` in scope, only for the weights that `shard` has sharded.
 
-    `use_recipe` would reach layers of gtp_jax's own that are not part of the model too, and has no keys for them.
+    `use_recipe` would also apply to gtp_jax's own layers outside the model, for which it has no keys.
     """
     return _recipe_of_step(recipe)
 
 
 def recipe_in_scope() -> Recipe | None:
-    """Returns the recipe of the step that runs, otherwise the one that `use_recipe` has put in scope."""
+    """Returns the recipe of the running step, otherwise the one that `use_recipe` has put in scope."""
     return current_recipe() if _recipe_of_step.value is None else _recipe_of_step.value

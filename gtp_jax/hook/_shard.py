@@ -61,7 +61,7 @@ def shard[M: nnx.Module](
     forward and in backward. Backward gathers the weights again, and reduces a block's gradients while the next block
     computes. Modules outside of blocks that have weights, such as an embedding or a head, are treated like blocks.
     Results are those of the model without a mesh. `gtp_jax.explain(model)` reports what is done with each module. Under
-    a recipe, matrices travel as codes in its wire format, and results are those at the values of the codes.
+    a recipe, matrices travel as codes in its wire format, and results are computed from the values of the codes.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
     array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. Weights of
@@ -154,7 +154,7 @@ def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
 
 
 def _refuse_frozen(variables: dict[tuple[Any, ...], nnx.Variable], min_size: int) -> None:
-    """Refuses a model of which stock layers have been frozen: their weights are no parameters any more."""
+    """Refuses a model whose stock layers have been frozen, because their weights are no longer parameters."""
     for path, v in variables.items():
         value = v.get_raw_value()
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
@@ -170,7 +170,7 @@ def _size(value: Any) -> int:
 
 
 def _of_own_layers(model: nnx.Module) -> set[int]:
-    """Returns the `id`s of the variables within gtp_jax's own layers, which partition them themselves."""
+    """Returns the `id`s of the variables within gtp_jax's own layers, which partition their own weights."""
     package = __name__.partition(".")[0]
     own = (
         module
@@ -232,7 +232,7 @@ def _put(path: Any, variable: nnx.Variable, placement: Placement | None) -> None
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_path=tuple(map(str, path)))
-        if (mesh := legacy_mesh()) is not None:  # Flax sees none in scope when it makes an optimizer's variables
+        if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = variable.get_metadata().get("out_sharding") or ()
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)

@@ -75,7 +75,7 @@ def run(
             return None
         multiplied.add(number)
         apply = functools.partial(in_matrices, lambda x, weight: product(x, weight, operands, batch))
-        # else backward would keep the operand made of the gathered weight
+        # otherwise backward would keep the operand that is made from the gathered weight
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)
 
@@ -92,8 +92,8 @@ def run(
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
         """Returns a zero for the next unit, and the inputs, tied to it.
 
-        The next unit's gather may start once this unit has its weights and inputs, but no sooner: XLA could otherwise
-        combine the gathers of both units, which would then wait for one another.
+        The next unit's gather may start once this unit has its weights and inputs, but not earlier. Otherwise, XLA
+        could combine the gathers of both units, which would then wait for one another.
         """
         zero, ready = stamped([*weights, *rest[first:last]])
         return zero, ready[: len(weights)], [*rest[:first], *ready[len(weights) :], *rest[last:]]
@@ -118,7 +118,7 @@ def run(
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
-            # without an order from the next unit, gather no sooner than the gradient of the output is available
+            # if the next unit gives no order, gather only once the gradient of the output is available
             weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards, codes)
         handed, ready = stamped([*weights, *dy])
         weights, dy = ready[: len(weights)], ready[len(weights) :]
@@ -143,8 +143,8 @@ def run(
 
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:
-    """Returns gradients of weights, available once the next unit's are reduced: XLA would otherwise combine the
-    reductions of both units, which would then wait for one another."""
+    """Returns gradients of weights, made to wait until the next unit's gradients are reduced. Otherwise, XLA would
+    combine the reductions of both units, which would then wait for one another."""
     if _is_zero(reduced) or not gradients:
         return gradients
     least = min(range(len(gradients)), key=lambda i: gradients[i].size)
@@ -153,7 +153,8 @@ def _late(reduced: Any, gradients: Arrays) -> Arrays:
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
-    """Returns both, available together: XLA would otherwise move backward's recomputation into forward."""
+    """Returns both arguments, neither of which is available before both are. Otherwise, XLA would move backward's
+    recomputation into forward."""
     leaves, tree = jax.tree.flatten((closure, dy))
     return jax.tree.unflatten(tree, together(leaves))
 

@@ -23,7 +23,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays, which wait for `zero`; random keys and non-arrays do not."""
+    """Returns the arrays, made to wait for `zero`; random keys and non-arrays do not wait."""
     return [jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if _is_real(a) else a for a in arrays]
 
 
@@ -44,13 +44,13 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs, of which inside a `jax.vmap` all floats are batched if any input is.
+    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any input is.
 
-    A `custom_vjp` whose output is shared by all indices, such as a zero, is not differentiated with respect to what
-    they share: jax 0.12 refuses it, and 0.11 counts the output's gradient once for each index.
+    JAX does not support the gradient of an unbatched output of a `custom_vjp`, such as a zero, with respect to
+    unbatched inputs: jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
 
     Args:
-        outputs: pytree of arrays.
+        outputs: a pytree of arrays.
         inputs: arrays and other leaves.
     """
     leaves, tree = jax.tree.flatten(outputs)
@@ -89,7 +89,8 @@ def _broadcast(size: int, batched: Any, outputs: list[Any], inputs: list[Any]) -
 
 @jax.custom_jvp
 def shared(zero: jax.Array) -> jax.Array:
-    """Returns the zero; inside a `jax.vmap` one for all indices, so that what waits for it is not copied for each."""
+    """Returns the zero. Inside a `jax.vmap`, all indices share one zero, so that arrays that wait for it are not copied
+    for each index."""
     return _first(zero)
 
 

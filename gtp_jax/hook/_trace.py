@@ -51,8 +51,8 @@ class Program:
             jaxpr: its inputs are what is computed from weights alone, then the other arrays.
             weights: what is computed from weights alone.
             rest: the other input arrays.
-            views: of which weight each of `weights` is a view.
-            multiply: multiplies by weights; `None` if the program's own products do.
+            views: for each of `weights`, the number of the weight of which it is a view.
+            multiply: the function that computes products with weights; `None` to compute them as the jaxpr does.
         """
         end = self.arguments[1]
         captured = iter(rest[end:])
@@ -81,7 +81,7 @@ class Traced(NamedTuple):
     finish: Rebuild
 
 
-# Calls that evaluate a jaxpr of theirs once.
+# Primitives that evaluate their jaxpr once.
 _CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 _CAPTURED = object()  # marks a constant that is traced
@@ -101,7 +101,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
-    unwritten: list[tuple[int, int]] = []  # outputs that take the place of quantized weights, and which weights
+    unwritten: list[tuple[int, int]] = []  # indices of outputs that would replace quantized weights, and of the weights
     known = tuple(placement for placement in placements if placement is not None)
     formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 
@@ -147,7 +147,7 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is of a floating-point parameter that is whole on every rank."""
+    """Returns whether a leaf is a floating-point parameter that is whole on every rank."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 
@@ -172,12 +172,14 @@ class _Before:
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays within a value, and a function that rebuilds it from others, with originals for copies."""
+        """Returns the arrays within a value, and a function that rebuilds the value from other arrays, with the
+        originals instead of the copies."""
         return taken_apart(value, self._known)
 
     def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
-        """Returns the arrays that the call has written, a function that writes others to the originals, and the places
-        of arrays that it does not write, each with the number of the quantized weight in whose variable it was.
+        """Returns the arrays that the call has written, a function that writes such arrays to the originals, and the
+        indices of the arrays that the function skips, because the call wrote them to the variable of a quantized
+        weight. The weight's number comes with each index.
 
         Args:
             quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
@@ -217,9 +219,10 @@ class _Before:
 
 
 def origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """Returns the input of a jaxpr that a variable is, perhaps passed on by calls within it; `None` if it is computed.
+    """Returns the input of a jaxpr with which a variable is identical, possibly through nested calls; `None` if the
+    variable is computed.
 
-    `nnx.jit` and `nnx.remat` return the variables that they were given, written or not.
+    `nnx.jit` and `nnx.remat` return all variables that they were given, whether written or not.
     """
     if variable in jaxpr.invars:
         return variable

@@ -1,4 +1,5 @@
-"""A walk: the calls of units within one call of a model, in order, and the token that passes between them."""
+"""Tracks walks. A walk is the calls of units within one call of a model, in order; a token passes from each to the
+next."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Token(NamedTuple):
 
     Attributes:
         entered: the zero that is available once the unit has its input and its weights.
-        reduced: the zero that orders nothing in forward; its cotangent is available once the unit's gradients are
+        reduced: a zero that orders nothing in forward. Its cotangent is available once the unit's gradients are
             reduced.
     """
 
@@ -86,7 +87,7 @@ def recording() -> Iterator[list[Step]]:
 
 
 def take(unit: Any) -> Token:
-    """Returns the token of the previous unit; zeros, for which nothing waits, if the order is unknown."""
+    """Returns the token of the previous unit; if the order is unknown, zeros that are available at once."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"
@@ -109,7 +110,7 @@ def leave(token: Token) -> None:
 
 
 def note_products(names: Sequence[str]) -> None:
-    """Records, of the call of a unit made last, the weights that it multiplies in a recipe's format."""
+    """Records the weights that the last call of a unit multiplies in a recipe's format."""
     if (steps := _steps.get()) is not None:
         steps[-1] = steps[-1]._replace(multiplied=tuple(names))
 

@@ -1,4 +1,4 @@
-"""The weights that are gathered together: what ranks send of them, and what is gathered, as functions of the shards."""
+"""Encodes and gathers weights that are gathered together, as functions of their shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._ties import after, shared
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """How weights that are gathered together travel.
+    """The placements, formats and dtypes of weights that are gathered together.
 
     Attributes:
         placements: the placement of each.
@@ -59,10 +59,10 @@ class Weights:
         return scatter(gradient, self.placements[number])
 
     def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        """Returns the weights that are quantized, by number. Their derivative is that of the weights unquantized:
-        otherwise second derivatives, which differentiate a gather, would be zero."""
+        """Returns the weights that are quantized, by number. Their derivative is that of the unquantized weights;
+        otherwise, second derivatives, which differentiate a gather, would be zero."""
         dtypes = self._dtypes(shards)
-        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # else the rule would hold arrays
+        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so the rule holds no arrays
         return straight_through(
             {i: shards[i] for i, coded in enumerate(self.coded) if coded is not None},
             wires,
@@ -75,7 +75,8 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any]) -> list[jax.Array]:
-    """Returns gathered weights, which backward keeps if it needs them; their gradients go directly to the shards."""
+    """Returns gathered weights, which are saved for backward if it needs them. Backward reduces their gradients
+    directly to those of the shards."""
 
     @jax.custom_vjp
     def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
