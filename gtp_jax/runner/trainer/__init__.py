@@ -1,4 +1,4 @@
-"""A training run: its configuration, directory, loop, log and report, and the watch over its processes."""
+"""A training run: its configuration, directory, loop, log and report, and the supervision of its processes."""
 
 from ._directory import RunDirectory as RunDirectory
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP

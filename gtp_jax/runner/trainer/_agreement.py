@@ -1,4 +1,4 @@
-"""Compares how the processes of a run were started: everything that is not marked as a process's own must agree."""
+"""Checks that all processes of a run were started with the same settings, except for those that are per process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._versions import installed
 
 Description = dict[str, Any]
 
-# Settings of JAX that are a process's own: devices, addresses, and where and how much it writes.
+# JAX settings that may differ between processes: devices, addresses, logging, and the paths of output files.
 _OWN_JAX_SETTINGS = (
     "jax_num_cpu_devices",
     "jax_default_device",
@@ -44,15 +44,15 @@ _LONGEST_SHOWN = 48
 def describe(
     config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, at: int | None, order: Mapping[str, Any]
 ) -> Description:
-    """Returns all that processes of a run must have in common, by name, JSON.
+    """Returns everything that must be the same in all processes of a run, by name, as JSON values.
 
     Args:
-        config: of the run.
-        corpus: the text that it reads.
-        resume: go on with the run in its directory.
-        force: replace it.
-        at: the step to resume from.
-        order: what else decides what is computed, from a supervisor.
+        config: the configuration of the run.
+        corpus: the text of the run.
+        resume: whether to continue the run in its directory.
+        force: whether to replace the run in its directory.
+        at: the step to resume from; `None` for the latest.
+        order: the decisions of a supervisor that determine what is computed (`Supervision.order`).
     """
     values = settings_of(config)
     flags = {flag_of(field): values[field.name] for field in knobs(config) if not field.metadata["per_process"]}
@@ -72,7 +72,7 @@ def describe(
 
 
 def differences(descriptions: Sequence[Description]) -> list[str]:
-    """Returns the fields that are not the same in all processes, a line each, with all values and who has them."""
+    """Returns a line for each field that differs between processes: its values, and the processes that have each."""
     names = dict.fromkeys(name for description in descriptions for name in description)
     lines = []
     for name in names:
@@ -86,10 +86,10 @@ def differences(descriptions: Sequence[Description]) -> list[str]:
 
 
 def check_agreement(peers: Peers, description: Description) -> None:
-    """Checks that all processes have the same of everything that counts. To be called by all, before any collective.
+    """Checks that all processes have the same description. Every process must call this, before any collective.
 
     Raises:
-        ValueError: naming everything that differs, with its values.
+        ValueError: if descriptions differ; the message lists each field that differs, with its values.
     """
     lines = peers.ask(description, differences)
     if lines:
@@ -101,10 +101,11 @@ def check_agreement(peers: Peers, description: Description) -> None:
 
 
 def check_shared(peers: Peers, directory: RunDirectory) -> None:
-    """Checks that all processes have the same directory: process 0 writes a file of random name, the others find it.
+    """Checks that all processes have the same directory: process 0 writes a file with a random name there, and the
+    others look for it.
 
     Raises:
-        ValueError: naming the processes whose directory is another.
+        ValueError: if process 0 cannot write there, or other processes have another directory; the message names them.
     """
     root = directory.root
     name = f".shared-{os.urandom(16).hex()}"
@@ -134,13 +135,13 @@ def check_shared(peers: Peers, directory: RunDirectory) -> None:
 
 
 def check_devices(*, equally_many: bool = True) -> None:
-    """Checks that all processes have devices of one kind. Starts JAX's backend, and waits for all.
+    """Checks that all processes have devices of the same kind. Starts JAX's backend, and waits for all processes.
 
     Args:
-        equally_many: whether each must have the same number of devices; after failures of devices hosts do not.
+        equally_many: whether all processes must have the same number of devices; false after devices have failed.
 
     Raises:
-        ValueError: naming what each process has.
+        ValueError: if their devices differ; the message lists the devices of each process.
     """
     each: dict[int, list[str]] = collections.defaultdict(list)
     for device in jax.devices():
@@ -164,7 +165,7 @@ def check_devices(*, equally_many: bool = True) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Returns whether a file is there soon; a shared file system may take a while."""
+    """Waits for a file, because a shared file system may take a while to show it; returns whether it appeared."""
     deadline = time.monotonic() + _SHARED_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -174,13 +175,13 @@ def _appears(path: Path) -> bool:
 
 
 def _start(source: str) -> str:
-    """Returns a digest of the manifest of the checkpoint to start from, which has those of its arrays."""
+    """Returns a digest of the manifest, which holds the digests of all arrays, of the checkpoint to start from."""
     opened = Checkpoints(checkpoints_in(Path(source).expanduser()), read_only=True)
     return hashlib.sha256(json.dumps(opened.manifest(), sort_keys=True).encode()).hexdigest()
 
 
 def _software() -> Description:
-    """Returns versions and settings of what computes."""
+    """Returns the software versions, digests of code and settings that determine what is computed."""
     package = Path(__file__).parents[2]  # gtp_jax
     flags = os.environ.get("XLA_FLAGS", "").split()
     settings = {
@@ -200,7 +201,7 @@ def _software() -> Description:
 
 
 def _digest(*files: Path, root: Path | None = None) -> str:
-    """Returns a digest of files and, below a root, of their names."""
+    """Returns a digest of the contents of files and, if a root is given, of their paths below it and their sizes."""
     digest = hashlib.sha256()
     for file in files:
         if root is not None:
@@ -212,7 +213,7 @@ def _digest(*files: Path, root: Path | None = None) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for people; one that is long by its ends and its digest, so that others differ from it."""
+    """Returns a value as a message shows it. Long values are shortened, but remain distinguishable."""
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= _LONGEST_SHOWN:
         return text

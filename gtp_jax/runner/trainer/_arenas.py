@@ -1,4 +1,4 @@
-"""Memory of the host that a long run does not need."""
+"""Limits the host memory that glibc's `malloc` keeps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import ctypes
 import os
 import platform
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_ARENA_MAX = -8  # from glibc's malloc.h
 _FEW = 2
 
 
 def limit_arenas() -> None:
-    """Lets glibc's `malloc` have two heaps for all threads, unless the environment says how many.
+    """Limits glibc's `malloc` to two heaps (arenas) for all threads, unless the environment sets their number.
 
-    It makes up to eight a core, and each keeps what its threads have freed: on 32 cores a run's memory went on growing
-    for thousands of steps. Elsewhere than with glibc this does nothing.
+    By default, glibc creates up to eight heaps per core, and each keeps the memory that its threads have freed: on 32
+    cores, the memory of a run kept growing for thousands of steps. Does nothing without glibc.
     """
     said = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
     if not said and platform.libc_ver()[0] == "glibc":

@@ -1,4 +1,4 @@
-"""What an attempt at a run was started with: enough to start it again, and to see how two attempts differ."""
+"""Describes how an attempt at a run was started: enough to start it again, and to see how two attempts differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ... import __version__
 from ...train import find_nccl
 from ._versions import installed
 
-# Of the environment only these are recorded, all of which say how programs are compiled and run. Others may be secrets.
+# The only environment variables that are recorded. They determine how programs are compiled and run; others may hold
+# secrets.
 _ENVIRONMENT = re.compile(
     r"(JAX_(PLATFORMS|ENABLE_\w+|DEFAULT_\w+|NUM_CPU_DEVICES|COMPILATION_CACHE_DIR|TRACEBACK_FILTERING)"
     r"|XLA_FLAGS|LIBTPU_INIT_ARGS|XLA_PYTHON_CLIENT_(PREALLOCATE|MEM_FRACTION|ALLOCATOR)"
@@ -27,7 +28,7 @@ _ENVIRONMENT = re.compile(
 
 
 def attempt() -> dict[str, Any]:
-    """Returns the command, the versions, the devices and the allowed part of the environment of this process."""
+    """Returns the command, versions, devices and recorded environment variables of this process."""
     devices = jax.devices()
     return {
         "command": shlex.join(["gtp-jax", *sys.argv[1:]]) if sys.argv else "",
@@ -43,7 +44,7 @@ def attempt() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns what is installed, by name; NCCL and CUDA's platform where there are GPUs."""
+    """Returns the versions of installed software by name; on GPUs, also those of NCCL and of the CUDA platform."""
     found = {**installed(), "gtp_jax": __version__, "python": sys.version.split()[0]}
     if jax.default_backend() == "gpu":
         if (nccl := find_nccl()) is not None:
@@ -53,12 +54,12 @@ def versions() -> dict[str, str]:
 
 
 def devices_version() -> str:
-    """Returns what the backend says of CUDA's version, a line."""
+    """Returns the platform version that JAX's backend reports, such as that of CUDA, as one line."""
     return " ".join(jax.devices()[0].client.platform_version.split())
 
 
 def commit(directory: Path) -> str | None:
-    """Returns the commit of the source in a directory, `+` behind it if files were changed; `None` if it has none."""
+    """Returns the commit of the source in a directory, with a `+` if files have changed; `None` without one."""
     try:
         options: Any = dict(cwd=directory, capture_output=True, text=True, timeout=10, check=True)
         head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()

@@ -16,15 +16,17 @@ Tree = Any
 def averaged(
     optimizer: optax.GradientTransformation, decay: float, moved: Tree
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that averages parameters as they are after each of its updates.
+    """Returns an optimizer that also keeps an exponential moving average of the parameters after each update.
 
-    The weight of an update falls by `decay` with each one behind it. Weights add up to 1: the first average is the
-    parameters after the first update, and what they were initialized with does not count.
+    Each further update multiplies the weights of the earlier ones by `decay`. The weights add up to 1: after the first
+    update, the average equals the parameters, and their initial values do not count.
 
     Args:
-        optimizer: what moves them. Nothing may change its updates any more, as clipping around it would.
-        decay: between 0 and 1.
-        moved: whether the optimizer moves each parameter; the others, which have a rule of their own, are not averaged.
+        optimizer: the optimizer of the parameters. Its updates must be applied unchanged: clip gradients inside it, not
+            around the returned optimizer.
+        decay: the decay of the average, between 0 and 1.
+        moved: a tree of bools: whether the optimizer updates each parameter. Parameters with their own update rules
+            are not averaged.
     """
     inner = optax.with_extra_args_support(optimizer)
 

@@ -11,21 +11,23 @@ from ._train_flags import ANSWERS, TrainConfig
 
 
 def chat_of(config: TrainConfig, tokenizer: Tokenizer, *, resume: bool) -> Chat:
-    """Returns how the conversations of a run become tokens: by the template that is named, or that of its model.
+    """Returns what turns the conversations of a run into tokens, with the template of `--chat-template`, or otherwise
+    that of the run's model.
 
     Args:
-        config: of the run.
-        tokenizer: of its text.
-        resume: it goes on; then its own checkpoints, if there are any, have the model's template.
+        config: the configuration of the run.
+        tokenizer: the tokenizer of the run's text.
+        resume: whether the run is resumed. If so, the model's template is read from the run's own checkpoints, if it
+            has any.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
-        ValueError: if there is no template, or it is none.
+        ValueError: if there is no template, or it is not a chat template.
     """
     origin = own_origin(config) if resume else None
     if origin is None and config.from_ is not None:
         origin = origin_of_start(config.from_)
-    if origin is None or (config.tokenizer is not None and origin.has_tokenizer):  # which is another one's
+    if origin is None or (config.tokenizer is not None and origin.has_tokenizer):  # is another tokenizer's
         origin = Origin()
     if config.chat_template is not None:
         template = named_template(Path(config.chat_template), origin.files)

@@ -1,4 +1,4 @@
-"""How long a process has been in its phase, and its peers silent, without the time in which it was itself suspended."""
+"""Measures how long a process has been in its phase and its peers have been silent, without time spent suspended."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ._watch import Activity
 
 TICK_S = 1.0
 
-# Seconds of a phase. The first step and all evaluations compile, and text and checkpoints may come from slow disks.
+# The limit of each phase, in seconds. The first step and evaluations include compilation, and text and checkpoints may
+# come from slow disks.
 LIMITS_S: Mapping[Activity, float] = {
-    "start": 180.0,  # and the time in which all processes must have come
+    "start": 180.0,  # plus --join-timeout, which `PeerWatch` adds
     "join": 300.0,
     "check": 3600.0,
     "compile": 3600.0,
@@ -24,25 +25,26 @@ LIMITS_S: Mapping[Activity, float] = {
     "diagnose": 3600.0,
 }
 
-# A warm step may take this many times the longest before it, and this long in any case.
+# The limit of a warm step is this multiple of the longest one so far, and at least this many seconds.
 _TIMES_THE_LONGEST = 10.0
 _WARM_STEP_S = 120.0
 
-# Before the first step has ended, imports and JAX may hold Python's lock for long.
+# How long a peer may be silent, in seconds: longer before the first step has ended, because imports and JAX may hold
+# Python's global lock for long.
 SILENT_AT_FIRST_S = 60.0
 SILENT_S = 20.0
 
-# A tick that comes later than this was not delayed by load: the process, or the machine, was suspended.
+# If a tick is late by at least this many seconds, the process or the machine was suspended: load alone delays it less.
 _SUSPENDED_S = 4.0
 
 
 class PhaseClock:
-    """The clock of one process. To be ticked every `TICK_S` seconds; not for several threads at once.
+    """The clock of one process. The caller ticks it every `TICK_S` seconds. Not thread-safe.
 
     Args:
-        now: the monotonic clock.
-        limits_s: seconds of each phase.
-        silent_s: seconds without a word after which a peer counts as gone, once a step has ended.
+        now: returns the time of a monotonic clock, in seconds.
+        limits_s: the limit of each phase, in seconds.
+        silent_s: the seconds of silence after which a peer counts as gone, once the first step has ended.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class PhaseClock:
         self._longest_step_s: float | None = None
 
     def begin(self, activity: Activity, step: int = 0) -> None:
-        """Notes what the process does from now on. A step that follows another one directly ends that one."""
+        """Records the phase that begins now. If it is a step directly after another step, that one has ended."""
         now = self._now()
         if self.activity == activity == "step" and step > self.step:
             if self._first_step_over:
@@ -72,7 +74,8 @@ class PhaseClock:
         self.activity, self.step, self._began = activity, step, now
 
     def tick(self) -> float:
-        """Returns the seconds for which the process was suspended since the last tick, and forgives them."""
+        """Returns the seconds for which the process was suspended since the last tick, and excludes them from its phase
+        and from the silence of its peers."""
         now = self._now()
         late = now - self._ticked - TICK_S
         self._ticked = now
@@ -83,21 +86,21 @@ class PhaseClock:
         return late
 
     def expect(self, processes: Iterable[int]) -> None:
-        """Expects signs of life of these peers, from now on."""
+        """Expects signs of life from these peers from now on."""
         self._heard = dict.fromkeys(processes, self._now())
 
     def heard(self, process: int) -> None:
-        """Notes a sign of life."""
+        """Records a sign of life from a peer."""
         if process in self._heard:
             self._heard[process] = self._now()
 
     def forget(self, process: int) -> None:
-        """Expects nothing of a peer any more."""
+        """Stops expecting signs of life from a peer."""
         self._heard.pop(process, None)
 
     @property
     def silence_s(self) -> float:
-        """Seconds for which a peer may be silent."""
+        """How long a peer may be silent, in seconds."""
         return self._silent_s if self._first_step_over else max(self._silent_s, SILENT_AT_FIRST_S)
 
     def silent(self) -> list[int]:
@@ -107,12 +110,12 @@ class PhaseClock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of this phase."""
+        """The time since this phase began, in seconds."""
         return self._now() - self._began
 
     @property
     def limit_s(self) -> float:
-        """Seconds that this phase may take; of a step, learned from those that compiled nothing."""
+        """How long this phase may take, in seconds. A step's limit is learned from earlier warm steps."""
         if self.activity == "step" and self._longest_step_s is not None:
             return max(min(_WARM_STEP_S, self._limits_s["step"]), _TIMES_THE_LONGEST * self._longest_step_s)
         return self._limits_s[self.activity]

@@ -26,16 +26,17 @@ from ._train_flags import TrainConfig
 
 
 def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
-    """Returns the text that a configuration names, as tokens; without the files of runs, this one's included, so that
-    it is the same when the run is resumed.
+    """Returns the text that a configuration names, as tokens.
+
+    Skips the directories of runs, including this one, so that a resumed run reads the same text.
 
     Args:
-        config: of the run.
-        resume: it goes on.
+        config: the configuration of the run.
+        resume: whether the run is resumed.
 
     Raises:
-        ValueError: if there is too little of it, or it or the tokenizer cannot be read.
-        ModuleNotFoundError: if a package that reads it is not installed.
+        ValueError: if there is too little text, or the text or the tokenizer cannot be read.
+        ModuleNotFoundError: if a package that is needed to read the text is not installed.
     """
     tokenizer = tokenizer_of(config, resume=resume)
     out = RunDirectory.of(config.out).root.resolve()
@@ -83,7 +84,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
 
 
 def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
-    """Says how many conversations are longer than a row, whose parts do not see each other."""
+    """Warns of conversations that are longer than a row: they are cut, and the parts do not see each other."""
     lengths = np.concatenate([np.diff(one.offsets) for one in corpus.train if one.answers is not None] or [[]])
     if longer := int((lengths > seq + 1).sum()):
         warnings.warn(
@@ -104,7 +105,7 @@ def _evaluated(path: str, config: TrainConfig) -> Text:
 
 
 def _of_evaluated[T](read: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Calls a function on what `eval_data` names, so that its errors name that."""
+    """Calls a function on a text of `eval_data`, and makes its errors name `eval_data` instead of `data`."""
     try:
         return read(*args, **options)
     except ValueError as error:

@@ -11,15 +11,15 @@ _TRAIN, _HELD_OUT, _UNIGRAM, _TEXT = "#9db7d5", "#d1495b", "#5b8c5a", "#333333"
 
 
 def draw_curve(records: list[Record], unigram: float, title: str, path: Path) -> None:
-    """Draws train and held-out loss, and the entropy of single tokens as the line to get below.
+    """Draws the training loss and the held-out loss, and the unigram entropy as a baseline.
 
     Args:
-        records: of the run's log; those with `loss` are of steps, those with `held_out` of evaluations.
-        unigram: nats a token.
-        title: of the picture.
-        path: PNG file to write.
+        records: the records of the run's log: steps have a `loss`, evaluations a `held_out`.
+        unigram: the unigram entropy, in nats per token.
+        title: the title of the figure.
+        path: the PNG file to write.
     """
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.figure import Figure  # not pyplot, which may need a display
 
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     held_out = [(r["step"], r["held_out"]) for r in records if "held_out" in r]

@@ -1,4 +1,4 @@
-"""Several processes: how they find each other."""
+"""Finds out which processes make up a run, and connects them."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ from ..flags import knob
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str | None:
-    """Returns the first host of a step and a port by the job's number: `node007` of `node[007-009,12],other`."""
+    """Returns the first host of a job step, such as `node007` of `node[007-009,12],other`, and a port that depends on
+    the job's number; `None` if the environment does not name them."""
     found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment.get("SLURM_STEP_NODELIST", ""))
     job = environment.get("SLURM_JOB_ID", "")
     return f"{found[1]}{found[2] or ''}:{_port_of(int(job))}" if found and job.isdecimal() else None
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
-    """Returns the host of `mpirun`, which Open MPI 4 tells its processes, and a port by the job's number."""
+    """Returns the host of `mpirun`, which Open MPI 4 passes to its processes, and a port that depends on the job's
+    number; `None` if the environment does not name them."""
     found = re.match(r"(\d+)\.\d+;tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
     return f"{found[2]}:{_port_of(int(found[1]) >> 12)}" if found else None
 
 
 def _port_of(job: int) -> int:
-    """Returns one of the last 4096 ports, another for each of as many jobs in a row; JAX chooses alike."""
+    """Returns one of the last 4096 ports; 4096 consecutive jobs get different ones. JAX does the same."""
     return 65536 - 4096 + job % 4096
 
 
-# Environment variables with the number and the rank of processes, and the address of process 0, by launcher. SLURM's
-# are those of a step: an allocation without `srun` runs one process, whatever it has room for.
+# For each launcher, the environment variables that hold the number of processes and the rank of this one, and the
+# function that returns the address of process 0. SLURM's variables are those of a job step, because an allocation
+# without `srun` runs a single process, whatever its size.
 _LAUNCHERS = {
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _slurm_address),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _open_mpi_address),
 }
 
-# The group of these flags in the help.
+# The name of the group of these flags in the help.
 LAUNCH_GROUP = "several processes"
 
-# Seconds in which all processes come by default, and which JAX then has to connect them.
+# By default, all processes must come within this many seconds. JAX then has this long to connect them.
 _JOIN_S = 120.0
-# jax ends a process this long after its peer fell silent, and says nothing about checkpoints. The watch is quicker, and
-# forgives processes that were suspended, as jax does not.
+# JAX ends a process this many seconds after a peer fell silent, and says nothing about checkpoints. The watch acts
+# sooner and, unlike JAX, tolerates processes that were suspended.
 _HEARTBEAT_TIMEOUT_S = 900
 
 
 class NoCoordinator(ValueError):
-    """The processes of a run do not find each other, or lose one another, which may pass.
+    """Raised if the processes of a run do not find each other or lose contact. Starting them again may help.
 
     Attributes:
-        exit_code: of a process that this ends.
+        exit_code: the exit code of a process that this error ends.
     """
 
     exit_code: int = RETRY
@@ -63,11 +66,11 @@ class Launch:
     """The processes of a run.
 
     Attributes:
-        processes: how many there are.
-        process: number of this one.
-        coordinator: address of process 0, `HOST:PORT`; `None` for a single process.
-        local_devices: virtual CPU devices of this process; `None` for an even share.
-        join_timeout_s: seconds in which all processes must have come.
+        processes: the number of processes.
+        process: the index of this process.
+        coordinator: the address of process 0, `HOST:PORT`; `None` for a single process.
+        local_devices: the number of virtual CPU devices of this process; `None` for an equal part of all.
+        join_timeout_s: the time within which all processes must have come, in seconds.
     """
 
     processes: int = 1
@@ -77,17 +80,17 @@ class Launch:
     join_timeout_s: float = _JOIN_S
 
     def join(self) -> None:
-        """Connects the processes. To be called before jax is first used.
+        """Connects the processes. Must be called before JAX's backend is first used.
 
         Raises:
-            NoCoordinator: if they do not find each other.
+            NoCoordinator: if the processes do not find each other.
         """
         if self.processes == 1:
             return
-        # Its handler of SIGTERM would take the signal from this program in all phases but the loop.
+        # Its SIGTERM handler would take the signal away from this program in all phases except the loop.
         jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
-            # Steps from it differed from fresh ones on CPUs, see docs/troubleshooting.md.
+            # On CPUs, cached programs computed other results than freshly compiled ones; see docs/troubleshooting.md.
             jax.config.update("jax_enable_compilation_cache", False)
         try:
             jax.distributed.initialize(
@@ -105,7 +108,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The command line's settings of several processes; `find_launch` checks them."""
+    """The command-line options for several processes; `find_launch` checks them."""
 
     coordinator: str | None = knob(
         None, LAUNCH_GROUP, "address of process 0, with a free port", kind=str, metavar="HOST:PORT"
@@ -119,10 +122,10 @@ class LaunchOptions:
 
 
 def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.environ) -> Launch:
-    """Returns the processes that options or a launcher describe.
+    """Returns the processes that the options or a launcher's environment variables describe.
 
     Raises:
-        ValueError: if flags are missing or out of range.
+        ValueError: if options are missing or out of range.
     """
     local, join_s = options.local_devices, options.join_timeout
     for flag, number in {"--local-devices": local, "--num-processes": options.num_processes}.items():

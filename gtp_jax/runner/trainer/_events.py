@@ -1,4 +1,4 @@
-"""The record of a run: a file of JSON objects, a line each, to which lines are only added."""
+"""The record of a run: an append-only file of events, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# bytes of a supervisor's first line: it names all devices
+# The maximum number of bytes of a supervisor's first line, which names all devices.
 _LONGEST = 1 << 20
 
 
 class EventLog:
-    """Appends events to a file. A run's process 0 and its supervisor write to the same one.
+    """Appends events to a file. Process 0 of a run and its supervisor write to the same file.
 
     Args:
-        path: the file; `None` for a process that does not write.
-        say: prints a line for people; `None` to print nothing.
-        guard: called before anything is written; raises if the file is not this run's any more.
-        held: whether to write nothing before `release`, because the run may still be refused.
-        **fields: of every event, such as the process that writes it.
+        path: the path of the file; `None` in a process that does not write.
+        say: prints the text of an event; `None` to print nothing.
+        guard: called before each write; raises an error if the file no longer belongs to this run.
+        held: whether to hold back all events until `release`, because the run may still be refused.
+        **fields: the fields of every event, such as the process that writes it.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class EventLog:
         self._held: list[Event] | None = [] if held else None
 
     def write(self, event: str, text: str = "", **values: Any) -> None:
-        """Adds an event, in the file when the call returns unless it is held back.
+        """Adds an event. When the call returns, it is in the file, unless it is held back.
 
         Args:
-            event: what happened, in a word or two.
-            text: for people; an event without one is not said.
-            values: what else is known, JSON.
+            event: the name of the event, a word or two.
+            text: the text for people; an event without text is not printed.
+            values: the other fields of the event, as JSON values.
         """
         line = {"time": time.time(), "event": event, **self._fields, **values}
         if text:
@@ -57,7 +57,7 @@ class EventLog:
             self._append(line)
 
     def release(self) -> None:
-        """Writes the events held back so far; later ones are written at once."""
+        """Writes the events that were held back; later events are written immediately."""
         lines, self._held = self._held or [], None
         for line in lines:
             self._append(line)
@@ -69,9 +69,9 @@ class EventLog:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Adds a record to a file of JSON lines, by one write, so that lines of several processes do not mix.
+    """Adds a record to a JSON Lines file in a single write, so that lines of several processes do not interleave.
 
-    A last line that a kill has cut off is ended first.
+    If the process that wrote the last line was killed in the middle of it, that line is ended first.
     """
     data = json.dumps(record).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -85,7 +85,10 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines, none if there is no file; without lines that a kill has cut off."""
+    """Returns the records of a JSON Lines file; none if there is no file.
+
+    Skips lines that are not JSON objects, such as those that a kill has cut off.
+    """
     if not path.exists():
         return []
     records = []
@@ -100,17 +103,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def events_in(path: Path, needs: Mapping[str, Collection[str]]) -> list[Event]:
-    """Returns the events of a record; lines that others have added, or changed, are left out.
+    """Returns the events of a record. Skips lines that are not valid events, such as those that other programs have
+    added or changed.
 
     Args:
-        path: of the record.
-        needs: the numbers that an event must have, by its name, beside the time.
+        path: the path of the record.
+        needs: for each name of an event, the fields that must hold numbers, in addition to the time.
     """
     return [record for record in read_lines(path) if _is_event(record, needs)]
 
 
 def is_of_supervisor(path: Path) -> bool:
-    """Returns whether a file is a record that a supervisor has begun."""
+    """Returns whether a file is a record that a supervisor began."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -132,5 +136,5 @@ def _is_event(record: Event, needs: Mapping[str, Collection[str]]) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Says whether a value of a record is a number that can be computed with."""
+    """Returns whether a value of a record is a number to compute with: not a bool, not NaN, not infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # no NaN, no Inf

@@ -1,4 +1,4 @@
-"""Whether a state is one that a run could go on from."""
+"""Checks whether a run can continue from a state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ...mesh import of_all_processes
 
 
 def state_is_finite(state: Any) -> bool:
-    """Returns whether every number of a state is finite, the same in all processes."""
+    """Returns whether all floating-point numbers of a state are finite. Every process must call this; all get the same
+    answer."""
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     found = _all_finite(floats).addressable_shards
-    finite = all(bool(shard.data) for shard in found)  # a process may have no part of the state
+    finite = all(bool(shard.data) for shard in found)  # a process may hold no part of the state
     return bool(np.all(of_all_processes(np.bool_(finite))))
 
 

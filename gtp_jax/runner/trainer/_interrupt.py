@@ -1,4 +1,4 @@
-"""Signals end a run: at once before the loop, after a step within it, with a checkpoint if there is time for one."""
+"""Ends a run on a signal: at once before the loop; within it after a step, with a checkpoint if there is time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from ._watch import Watch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# How long Python may take to notice a signal where nothing is to be saved. Compilation notices it when it is done.
+# How long Python may take, in seconds, to run a signal's handler where there is no state to save. During a compilation,
+# it runs none.
 _NOTICE_S = 3.0
 
 
 class Stopped(BaseException):
-    """A signal has come where there is no state to save.
+    """Raised by a signal that comes while there is no state to save.
 
     Args:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -38,18 +39,18 @@ class Stopped(BaseException):
 
 
 class Interrupt:
-    """Takes SIGINT, SIGTERM and SIGUSR1 from the start of a process on. A context manager, for the main thread.
+    """Handles SIGINT, SIGTERM and SIGUSR1 from the start of a process. A context manager, for the main thread.
 
-    Python's own handlers run between two of its instructions, so that they wait for compilation. The system tells a
-    thread at once, through a pipe.
+    Python runs its signal handlers between two bytecode instructions, so they wait until a compilation has ended. A
+    thread, however, learns of each signal at once, through a pipe.
 
-    In the loop, all processes stop after the same step, whichever the signal reaches: each tells process 0 which step
-    it has launched, and starts no other until process 0 has told the last of them. A second Ctrl-C ends the process at
-    once.
+    In the loop, all processes stop after the same step, whichever process receives the signal: each tells process 0
+    the last step that it has launched, and launches no other until process 0 has announced the last step of all of
+    them. A second Ctrl-C ends the process at once.
 
     Args:
-        launch: the processes.
-        watch: is told when a signal ends the process at once.
+        launch: the processes of the run.
+        watch: the watch, which is told when a signal ends the process at once.
     """
 
     def __init__(self, launch: Launch, watch: Watch) -> None:
@@ -60,8 +61,8 @@ class Interrupt:
         self._peers: Peers | None = None
         self._directory: RunDirectory | None = None
         self._looping = False
-        self._asked = -1  # the last step that this process was allowed to launch
-        self._before: int | None = None  # the first step that no process launches
+        self._asked = -1  # the latest step that this process was allowed to launch
+        self._before: int | None = None  # the first step that no process may launch
         self._holding = False
         self._launched: dict[int, tuple[int, float]] = {}
         self._save_s = 0.0
@@ -75,7 +76,7 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            return self  # signals are the business of whoever started this thread
+            return self  # whoever started this thread handles signals
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._old_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -95,27 +96,27 @@ class Interrupt:
         os.close(self._pipe[1])
 
     def attend(self, peers: Peers, grace_s: float | None) -> None:
-        """Agrees with the others from now on; `heard` is to be told what they say.
+        """Agrees with the other processes from now on. Their messages must be passed to `heard`.
 
         Args:
-            peers: the others.
-            grace_s: seconds between a signal and the end by force, within which a state must be saved; `None` if there
-                is no such limit.
+            peers: the other processes.
+            grace_s: the seconds from a signal to the forced end of the process, within which the state must be saved;
+                `None` for no limit.
         """
         self._peers, self._grace_s = peers, grace_s
 
     def own(self, directory: RunDirectory) -> None:
-        """Is told of the run's directory, now that it is its own."""
+        """Is called with the run's directory once the run owns it."""
         self._directory = directory
 
     @property
     def owns(self) -> bool:
-        """Whether the run's directory is its own by now."""
+        """Whether the run owns its directory yet."""
         return self._directory is not None
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Lets signals wait for the end of a step."""
+        """Makes signals wait for the end of a step."""
         self._looping = True
         try:
             yield
@@ -123,11 +124,11 @@ class Interrupt:
             self._looping = False
 
     def saved(self, seconds: float) -> None:
-        """Notes how long a save took, to tell whether another one fits into the time left."""
+        """Records how long a save took, in seconds, to tell whether another one fits into the grace period."""
         self._save_s = max(self._save_s, seconds)
 
     def requested(self, step: int) -> bool:
-        """Returns whether to stop before this step; to be asked before every step, by all processes."""
+        """Returns whether to stop before this step. Every process must call this before every step."""
         with self._lock:
             self._lock.wait_for(lambda: not self._holding or self._before is not None)
             if self._before is not None and step >= self._before:
@@ -136,7 +137,7 @@ class Interrupt:
             return False
 
     def heard(self, process: int, message: Message | None) -> None:
-        """Takes what another process says."""
+        """Handles a message from another process."""
         match message:
             case {"stop": int(number)}:
                 self._hold(number)
@@ -163,7 +164,7 @@ class Interrupt:
             self._peers.tell({"stop": number})
 
     def _hold(self, number: int) -> None:
-        """Asks all processes which step they have launched, as process 0."""
+        """In process 0: asks all processes which step they have launched last."""
         with self._lock:
             if self._holding:
                 return
@@ -175,7 +176,8 @@ class Interrupt:
         self._settle(0, *mine)
 
     def _settle(self, process: int, step: int, save_s: float) -> None:
-        """Decides, as process 0, once all have said which step they have launched: that one is the last."""
+        """In process 0: records the last step that a process has launched. Once all have answered, the highest of these
+        steps becomes the last step of all processes."""
         self._launched[process] = step, save_s
         if len(self._launched) < (self._processes if self._peers is not None else 1):
             return
@@ -191,7 +193,7 @@ class Interrupt:
             self._lock.notify_all()
 
     def _arm(self, number: int) -> None:
-        """Notes the signal, and sees to it that the process ends in time."""
+        """Records the signal, and starts a timer that ends the process after the grace period."""
         if self.signal is not None:
             return
         self.signal = number
@@ -203,19 +205,22 @@ class Interrupt:
             alarm.start()
 
     def _note(self, number: int, frame: Any) -> None:
-        """Is called in the main thread."""
+        """Handles a signal in the main thread."""
         del frame
         if not self._looping:
             raise Stopped(number)
 
     def _pass_over(self, unraisable: Any) -> None:
-        """Shows an exception that Python cannot raise. Where that is a signal's, which came in a callback of garbage
-        collection, such as jax's, it shows nothing: the thread that takes signals ends the process soon."""
+        """Shows an exception that Python cannot raise, unless it is `Stopped`.
+
+        A signal raises `Stopped` there if it comes during a callback of garbage collection, such as JAX's. The thread
+        that reads signals then ends the process soon.
+        """
         if not isinstance(unraisable.exc_value, Stopped):
             self._old_hook(unraisable)
 
     def _take(self, pipe: int) -> None:
-        """Is told of each signal at once, in a thread."""
+        """Runs in a thread, which learns of each signal at once."""
         with open(pipe, "rb", buffering=0) as signals:
             while received := signals.read(1):
                 number = received[0]

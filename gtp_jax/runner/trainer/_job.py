@@ -1,4 +1,4 @@
-"""Everything a run needs, made from its configuration: model, state, compiled step, batches."""
+"""Makes everything that a run needs from its configuration: model, state, compiled step, batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
 
-# What is evaluated as it is, is returned as it is: without a copy.
+# Parameters that are themselves the weights to evaluate are returned without a copy.
 _weights = jax.jit(evaluation_weights)
 
 
@@ -50,23 +50,23 @@ class Job:
     """A run, ready to start.
 
     Attributes:
-        config: what was asked for.
-        model: sizes of the model.
-        meshes: where it computes.
+        config: the configuration of the run.
+        model: the configuration of the model.
+        meshes: the meshes on which the run computes.
         corpus: the text.
-        learning_rate: `updates made -> rate of the next`.
-        train: batches to train on.
-        held_out: batches to evaluate on.
-        evaluated: batches of further texts to evaluate on, by name.
-        loss: of the model's family.
-        place: where the run begins, or goes on.
+        learning_rate: maps the number of updates made to the learning rate of the next update.
+        train: the batches to train on.
+        held_out: the held-out batches to evaluate on.
+        evaluated: the batches of further texts to evaluate on, by name.
+        loss: the loss function of the model's family.
+        place: the step and the position in the data at which the run begins or continues.
         step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
-        evaluate: the evaluation of one batch.
-        compile_s: seconds it took to compile the step.
-        memory: bytes a device.
-        trained: number of parameters that the step changes.
-        origin: the Hugging Face model that the parameters come from, and the run's tokenizer, which every checkpoint
-            keeps.
+        evaluate: evaluates one batch, `(state, batch) -> metrics`.
+        compile_s: the time that the compilation of the step took, in seconds.
+        memory: the memory of the step, in bytes per device.
+        trained: the number of parameters that the step trains.
+        origin: the Hugging Face model that the parameters come from, and the run's tokenizer; stored in every
+            checkpoint.
     """
 
     config: TrainConfig
@@ -87,15 +87,17 @@ class Job:
     origin: Origin = Origin()
 
     def evaluated_state(self, state: TrainState) -> TrainState:
-        """Returns a state with the weights to evaluate in place of its parameters; of a schedule-free optimizer they
-        take as much memory again, while they are needed."""
+        """Returns the state with its parameters replaced by the weights to evaluate.
+
+        With a schedule-free optimizer, these take as much memory as the parameters for as long as they are used.
+        """
         return dataclasses.replace(state, params=_weights(state.params, state.opt_state))
 
     def loss_on(self, loader: Loader, state: TrainState) -> float:
-        """Returns the mean loss over the tokens of the first few batches of a text, the same every time.
+        """Returns the mean loss per token over the first `eval_batches` batches of a text: the same batches every time.
 
         Raises:
-            ValueError: if none of these tokens counts.
+            ValueError: if the loss counts none of their tokens.
         """
         whole = -(-len(loader.windows) // loader.batch)
         evaluations = [self.evaluate(state, b) for b in loader.steps(0, min(self.config.eval_batches, whole))]
@@ -119,25 +121,25 @@ def prepare(
     resume: bool,
     at: int | None = None,
 ) -> tuple[Job, TrainState, Callable[[], None]]:
-    """Makes or restores the state and compiles the step; changes no file. To be called with the mesh in scope.
+    """Makes or restores the state and compiles the step. Changes no file. The mesh must be in scope.
 
     Args:
-        config: the run.
-        model: sizes of the model.
-        meshes: where it computes.
+        config: the configuration of the run.
+        model: the configuration of the model.
+        meshes: the meshes on which the run computes.
         corpus: the text.
-        checkpoints: of the run.
-        watch: says where the state is restored from, and is told what is done.
-        resume: start from the latest checkpoint that is not damaged, if there is one.
-        at: the step to resume from, in place of the latest.
+        checkpoints: the checkpoints of the run.
+        watch: the watch, which chooses where the state is restored from and is told of each activity.
+        resume: whether to start from the latest checkpoint that is not damaged, if there is one.
+        at: the step to resume from, instead of the latest.
 
     Returns:
-        The job, the state, and what sets the steps aside that the run does not go on from. Every process must call it,
-        once nothing is left that could be refused.
+        The job, the state, and a function that sets aside the steps that the run does not continue from. Every process
+        must call this function, once nothing is left that could be refused.
 
     Raises:
-        ValueError: if the checkpoint is of another model, or was trained on other text, or if none is whole; if the run
-            has made more steps than are asked for.
+        ValueError: if the checkpoint is from another model or was trained on other text, if all checkpoints are
+            damaged, or if the run has already made more steps than `config.steps`.
     """
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
@@ -174,7 +176,7 @@ def prepare(
 
 
 def _with_tokenizer(origin: Origin, file: Path) -> Origin:
-    """Returns an origin with a run's tokenizer; without, and with a message, if it is too large to be stored."""
+    """Adds a run's tokenizer to an origin; if the file is too large to be stored, prints a message instead."""
     if file.stat().st_size <= MAX_FILE_BYTES:
         return origin.with_file(TOKENIZER_FILE, file.read_bytes())
     if jax.process_index() == 0:
@@ -188,7 +190,7 @@ def _with_tokenizer(origin: Origin, file: Path) -> Origin:
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
-    """Returns a state of shapes, as a checkpoint would be restored to, and the optimizer."""
+    """Returns an abstract state (shapes and shardings), to which a checkpoint can be restored, and the optimizer."""
     abstract = abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     optimizer = optimizer_of(config, abstract)
     return TrainState.create(abstract, optimizer), optimizer
@@ -208,7 +210,7 @@ def compile_step(
     place: Place | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Job:
-    """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
+    """Compiles the step for a state, which may be abstract (see `abstract_state`). The mesh must be in scope."""
     schedule = learning_rate(config)
 
     def once(rows: Rows) -> Loader:
@@ -264,19 +266,20 @@ def _on_core(
     state: TrainState,
     batch: Any,
 ) -> Metrics:
-    """Evaluates a batch on the core, whose degree need not divide sequences, and returns metrics in every process."""
+    """Evaluates a batch on the core, whose tensor-parallel degree need not divide sequences. Returns the metrics in all
+    processes."""
     return tell(evaluate(dataclasses.replace(state, model_def=model_def), batch))
 
 
 def _here(schedule: optax.Schedule, step: int) -> float:
-    """Returns a schedule's value, computed by this process alone, which may have no device of the mesh in scope."""
+    """Returns a schedule's value, computed on a device of this process, which may have none in the mesh in scope."""
     with jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("local",))):
         return float(np.asarray(schedule(step)))
 
 
 def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.Memory:
-    """Returns the memory of the program that takes the state."""
+    """Returns the memory of the program that takes the state, in bytes per device."""
     takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
-    if takes_state is None:  # on a process with no part of the state
+    if takes_state is None:  # in a process that holds no part of the state
         return hlo.Memory(0, 0, 0, 0, 0, 0)
     return hlo.memory(takes_state, params=state.params, opt_state=state.opt_state, frozen=state.frozen)

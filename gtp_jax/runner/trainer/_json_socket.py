@@ -1,4 +1,4 @@
-"""JSON messages over a socket, a line each."""
+"""Sends JSON messages over a socket, one per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# Nothing that processes tell each other comes near it. Who sends more is none of them.
+# The maximum number of bytes of a message. The processes of a run send far less; whoever sends more is not one of them.
 _LONGEST = 1 << 24
 
 
@@ -18,10 +18,10 @@ class Line:
     """One end of a connection.
 
     Args:
-        connection: a connected stream socket, owned from now on.
+        connection: a connected stream socket, which this object owns from now on.
 
     Attributes:
-        unread: messages that have come with others, for whoever takes one at a time.
+        unread: messages that arrived together with others, for callers that take one at a time.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -35,15 +35,15 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends a message, from any thread. A peer that is gone is not told; its end is seen elsewhere."""
+        """Sends a message; may be called from any thread. Ignores that a peer is gone, which `receive` reports."""
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Waits for something to arrive and returns the messages that are complete.
+        """Waits until data arrives, and returns the messages that are complete.
 
         Returns:
-            Messages; `None` if the peer is gone, or sends what is no message.
+            The messages; `None` if the peer is gone or sends something that is not a message.
         """
         try:
             arrived = self._socket.recv(1 << 16)

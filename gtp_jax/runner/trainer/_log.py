@@ -1,4 +1,4 @@
-"""The log of a run: a JSON object a line, one for each step and one for each evaluation. Lines are only added."""
+"""The log of a run: an append-only file of JSON lines, one for each step and one for each evaluation."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ._tracker import Tracker
 
 Record = dict[str, Any]
 
-# The key of a record that says that the run goes on from an earlier step.
+# The key of a record that marks that the run continues from an earlier step.
 _FROM = "continued_from"
 
 
 def loss_key(text: str) -> str:
-    """Returns the key of the loss on a text of `eval_data`, in the record of an evaluation."""
+    """Returns the key of the loss on a text of `eval_data` in the record of an evaluation."""
     return f"loss on {text}"
 
 
 class Log:
-    """Appends records to a file, each of them in the file when the call returns.
+    """Appends records to a file. When a call returns, its record is in the file.
 
     Args:
-        path: the file; `None` for a process that does not log.
-        step: updates made so far; 0 of a new run, whose file is made empty.
-        guard: called before anything is written; raises if the file is not this run's any more.
-        trackers: take the same numbers, and are closed with it.
+        path: the path of the file; `None` in a process that does not log.
+        step: the number of updates made so far; 0 for a new run, whose file is emptied.
+        guard: called before each write; raises an error if the file no longer belongs to this run.
+        trackers: trackers that receive the same numbers, and are closed together with the log.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Log:
             tracker.write(step, values)
 
     def rewind(self, step: int) -> None:
-        """Says that the run goes on from an earlier step, behind which steps will be logged again."""
+        """Records that the run continues from an earlier step, after which steps will be logged again."""
         self._append({_FROM: step})
         for tracker in self._trackers:
             tracker.rewind(step)
 
     def close(self) -> None:
-        """Closes the file, and trackers."""
+        """Closes the file and the trackers."""
         if self._file is not None:
             self._file.close()
         for tracker in self._trackers:
@@ -74,10 +74,10 @@ class Log:
 
 
 def read_log(path: Path) -> list[Record]:
-    """Returns the records of a log that led to the run's state, none if there is no file.
+    """Returns the records of a log that led to the run's present state; none if there is no file.
 
-    Steps that a resumed run, or one that was rolled back, has made again are returned once, as they were made last.
-    Records without a step, or of anything but numbers, are left out, and so are lines that a kill has cut off.
+    If a run repeated steps after it was resumed or rolled back, returns them once, as they were last made. Skips
+    records without a step or with values that are not numbers, and lines that a kill has cut off.
     """
     records: list[Record] = []
     for record in read_lines(path):

@@ -1,9 +1,9 @@
-"""The training loop: step, evaluate, save, go on after a step that was not finite, and stop when asked.
+"""The training loop: steps, evaluates, saves, continues after a step that was not finite, and stops when asked.
 
-A step that is not finite returns the state as it was. Steps launched behind it are given its flag and change nothing
-either: they are forgotten, and launched again from the next batch. So every decision is made on the state and at the
-place that it would have been made at without steps in flight, and depends on nothing but the state, the place and the
-data: a run that was stopped anywhere makes the same decisions again.
+A step that is not finite returns the state unchanged. Steps launched after it receive its `skipped` flag and change
+nothing either: they are forgotten, and launched again from the next batch. Every decision is therefore made on the same
+state and at the same place as without steps in flight, and depends only on the state, the place and the data. A run
+that is stopped anywhere and resumed makes the same decisions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ._samples import Samples, block
 from ._slow import DeviceProbe, timed_batches
 from ._watch import Activity
 
-# One more step is launched before the last one's loss is looked at, so that GPUs never wait. Virtual CPU devices share
-# a thread pool, where two steps could block each other.
+# The number of further steps that are launched before the loss of a step is read. One keeps GPUs from waiting.
+# Virtual CPU devices share a thread pool, in which two steps could block each other.
 _AHEAD = {"gpu": 1, "cpu": 0}
 
 
@@ -45,9 +45,10 @@ class Outcome:
     """How a loop ended.
 
     Attributes:
-        step: updates made in all.
-        tokens_per_s: over all devices, without evaluations, checkpoints and the first step; 0 if unknown.
-        signal: the number of the signal that ended it, or `None`.
+        step: the total number of updates made.
+        tokens_per_s: the tokens per second of all devices together, excluding evaluations, checkpoints and the first
+            step; 0 if unknown.
+        signal: the number of the signal that ended the loop; `None` if none did.
         sample: the text that the model wrote last; empty if it wrote none.
     """
 
@@ -67,17 +68,22 @@ def run_loop(
     *,
     samples: bool,
 ) -> Outcome:
-    """Trains from the job's place to the last step, or until a signal comes. The state is consumed.
+    """Trains from the job's place to the last step, or until a signal comes. Consumes the state.
 
-    Evaluates and saves as the configuration says; at the end the state is saved, and on a signal if there is time.
+    Evaluates and saves as the configuration says. Also saves the state at the end, and on a signal if there is time.
 
     Args:
-        job, state, checkpoints, watch, progress, interrupt: what takes part.
+        job: the run.
+        state: the state at the job's place.
+        checkpoints: the checkpoints of the run.
+        watch: the recorder of this process.
+        progress: the progress bar and the log.
+        interrupt: the handler of signals.
         samples: whether the model writes a text after each evaluation, if the configuration asks for it.
 
     Raises:
-        Diverged: if steps are not finite, or losses jump, and the configuration does not go on then; the state is not
-            saved.
+        Diverged: if steps are not finite or losses jump, and the configuration does not let the run continue. The state
+            is not saved.
         ValueError: if a batch has ids outside the vocabulary.
     """
     return _Loop(job, state, checkpoints, watch, progress, interrupt, samples).run()
@@ -97,7 +103,7 @@ class _Loop:
         self._job, self._config = job, job.config
         self._state: Any = state
         self._checkpoints, self._watch, self._progress, self._interrupt = checkpoints, watch, progress, interrupt
-        # virtual CPU devices share the host's cores: their times say nothing about one of them
+        # virtual CPU devices share the host's cores, so their times say nothing about a single device
         self._probe = DeviceProbe() if jax.default_backend() == "gpu" else None
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
@@ -130,13 +136,13 @@ class _Loop:
             return Outcome(self._place.step, self._progress.tokens_per_s, interrupt.signal, sample=self._samples.last)
 
     def _batches(self) -> Generator[tuple[int, Any]]:
-        """Yields the batches from the next one on, as many as there are updates to make, with their numbers."""
+        """Yields the next batches with their numbers, one for each update that is left to make."""
         begin = self._place.position
         end = begin + self._config.steps - self._place.step
         yield from enumerate(self._job.train.steps(begin, end), begin)
 
     def _launch(self, position: int, batch: Any) -> bool:
-        """Launches a step, waits for all but the latest ones, and returns whether these were finite."""
+        """Launches a step, waits for all but the latest ones, and returns the same as `_settle`."""
         began = time.perf_counter()
         self._state, metrics = self._job.step(self._state, batch, self._skip)
         self._watch.timed("dispatch", time.perf_counter() - began)
@@ -145,7 +151,7 @@ class _Loop:
         return self._settle(self._ahead)
 
     def _at_boundary(self) -> bool:
-        """Evaluates and saves where it is due, and returns whether all steps until then were finite."""
+        """Evaluates and saves when due, and returns the same as `_settle`."""
         step, config = self._place.step + len(self._launched), self._config
         last = step == config.steps
         evaluates = config.eval_every > 0 and (last or step % config.eval_every == 0)
@@ -163,8 +169,8 @@ class _Loop:
         return True
 
     def _settle(self, left: int = 0) -> bool:
-        """Waits for steps until so many are in flight, and returns whether the run goes on with the next batch of the
-        same order; if not, those in flight have changed nothing, or have been undone."""
+        """Waits until at most `left` steps are in flight, and returns whether the run continues with the next batch in
+        order. If not, the steps in flight have changed nothing, or have been undone."""
         while len(self._launched) > left:
             position, metrics = self._launched.popleft()
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -192,7 +198,7 @@ class _Loop:
         self._skip = self._go
 
     def _after_nonfinite(self, position: int, name: str, loss: float, norm: float) -> None:
-        """Skips the batch, goes back, or ends the run, as the configuration says."""
+        """Skips the batch, rolls back or ends the run, as the configuration says."""
         policy, limit = self._config.divergence.nonfinite, self._config.divergence.nonfinite_in_a_row
         what = f"the {name} of step {self._place.step + 1} is {norm if name == 'gradient norm' else loss}"
         self._watch.doing("diagnose", self._place.step)
@@ -209,7 +215,7 @@ class _Loop:
         self._watch.doing("step", self._place.step)
 
     def _diagnosis(self, position: int) -> str:
-        """Returns what makes the step that was not finite so, a sentence; nothing of replicas of unequal degree."""
+        """Returns a sentence that says why a step was not finite; an empty string for replicas of unequal degree."""
         job = self._job
         if job.meshes.plan is not None and not job.meshes.plan.uniform:
             return ""
@@ -217,13 +223,13 @@ class _Loop:
         options: Any = {"recipe": recipe, "view": "local", "seed": self._config.seed}
         try:
             found = str(diagnose(job.loss, self._state, job.train.at(position), **options))
-        except Exception as error:  # which must not hide what is to be diagnosed
+        except Exception as error:  # must not hide the failure that it diagnoses
             found = f"no diagnosis: {error}".splitlines()[0]
         self._watch.write("diagnosis", found, batch=position)
         return f" Batch {position}: {found}."
 
     def _check_ids(self, position: int) -> None:
-        """Refuses ids outside the vocabulary, which make a loss of NaN and are a mistake in the text."""
+        """Refuses ids outside the vocabulary: they make the loss NaN, and are a mistake in the text."""
         batch = self._job.train.at(position)
         for part in batch.parts if isinstance(batch, Batches) else (batch,):
             for name, ids in (part or {}).items():
@@ -231,10 +237,10 @@ class _Loop:
                     check_ids(ids, self._job.model.vocab_size, name=name, ignore_negative=name == "targets")
 
     def _roll_back(self, what: str) -> None:
-        """Goes back to the last checkpoint, and on with the data behind what has been seen.
+        """Goes back to the last checkpoint, and continues with the data after what has been seen.
 
         Raises:
-            Diverged: if it has done so too often, or there is no checkpoint.
+            Diverged: if the run has gone back too often, or there is no checkpoint.
         """
         limit = self._config.divergence.max_rollbacks
         if self._place.rollbacks >= limit:
@@ -245,7 +251,7 @@ class _Loop:
         if (step := source.latest()) is None:
             raise Diverged(f"{what}, and there is no checkpoint to go back to. Take a lower --lr, or save more often.")
         self._watch.doing("restore", step)
-        self._state = None  # its memory is needed
+        self._state = None  # frees its memory
         self._state, extra = source.restore(like, step)
         before = self._place
         self._place = before.rolled_back(Place.of_extra(step, extra))
@@ -276,8 +282,10 @@ class _Loop:
         self._watch.doing("step", step)
 
     def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> bool:
-        """Saves the state, and returns whether it did; it does not if a step in flight turns out not to be finite and
-        there is none of this number."""
+        """Saves the state, and returns whether it did.
+
+        It does not if a step in flight turns out not to be finite, so that the state is not that of step `step`.
+        """
         if not self._settle() or (step is not None and step != self._place.step):
             return False
         step = self._place.step

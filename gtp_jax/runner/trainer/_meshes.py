@@ -1,4 +1,4 @@
-"""The meshes of a run: one, or after failures those of replicas of unequal degree."""
+"""The meshes of a run: a single one or, after failures, one per replica, of unequal degrees."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ._train_flags import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Meshes:
-    """Where a run computes.
+    """The meshes on which a run computes.
 
     Attributes:
-        mesh: of the state.
-        replicas: of unequal degree; `None` where the mesh is all.
+        mesh: the mesh of the state.
+        replicas: the replicas after failures, whose degrees may be unequal; `None` if the mesh is the only one.
     """
 
     mesh: Mesh
@@ -35,12 +35,12 @@ class Meshes:
 
     @property
     def plan(self) -> FaultPlan | None:
-        """Who goes on after failures; `None` without any."""
+        """The plan for continuing after failures; `None` without failures."""
         return None if self.replicas is None else self.replicas.plan
 
     @property
     def size(self) -> int:
-        """Devices that compute."""
+        """The number of devices that compute."""
         return self.mesh.size if self.plan is None else len(self.plan.active)
 
     def loader(self, windows: Rows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
@@ -54,17 +54,17 @@ class Meshes:
         return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1), roles=self.roles)
 
     def _fill(self, batch: int, microbatches: int) -> int:
-        """Returns the rows of weight 0 to add, so that the ranks divide a batch: after a failure they may not."""
+        """Returns how many rows of weight 0 to add so that the ranks divide a batch: after failures they may not."""
         return -batch % (math.prod(self.mesh.shape[axis] for axis in self.roles.batch) * microbatches)
 
 
 class ReplicaLoader:
-    """The batches of a run by step, each replica's rows on its own devices.
+    """Builds the batches of a run, with each replica's rows on its own devices.
 
     Args:
-        replicas: with the plan.
-        windows: where rows come from.
-        batch: sequences of a batch, over all replicas.
+        replicas: the replicas and their plan.
+        windows: the source of the rows.
+        batch: the number of sequences per batch, over all replicas.
     """
 
     def __init__(self, replicas: Replicas, windows: Rows, batch: int) -> None:
@@ -78,15 +78,15 @@ class ReplicaLoader:
         return Batches(tuple(None if loader is None else loader.at(step) for loader in self._loaders))
 
     def steps(self, start: int, stop: int) -> Iterator[Batches]:
-        """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        """Yields the batches of steps `start` to `stop` (exclusive), each built while the previous one is in use."""
         return ahead(self.at, start, stop)
 
 
 def make_meshes(config: TrainConfig, degrees: dict[str, int], factory: Callable[[nnx.Rngs], Any]) -> Meshes:
-    """Returns the meshes of a run on the devices that are there.
+    """Returns the meshes of a run on the available devices.
 
     Raises:
-        ValueError: if a plan after failures cannot work.
+        ValueError: if the run cannot continue after the failures that are given.
     """
     if not config.faults.any:
         return Meshes(make_mesh(**degrees))
@@ -97,7 +97,9 @@ def make_meshes(config: TrainConfig, degrees: dict[str, int], factory: Callable[
 
 
 def without_sequence_parallelism(config: TrainConfig, degrees: dict[str, int]) -> bool:
-    """Says whether alike replicas go on at a degree that does not divide sequences. Unequal ones decide for
-    themselves."""
+    """Returns whether all replicas continue at the same tensor-parallel degree, and it does not divide sequences.
+
+    Replicas of unequal degree decide this for themselves.
+    """
     plan = config.fault_plan(degrees) if config.faults.any else None
     return plan is not None and plan.uniform and config.seq % plan.core_tp > 0

@@ -1,4 +1,4 @@
-"""The optimizer of a training run, and its learning rate."""
+"""Makes the optimizer and the learning-rate schedule of a training run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from ...train import per_layer
 from ._average import averaged
 from ._train_flags import TrainConfig
 
-# Betas of AdamW, also for what Muon leaves to it.
+# The betas of AdamW, also for the parameters that Muon leaves to it.
 _B1, _B2 = 0.9, 0.95
 
-# The size of AdamW's updates in training, as Muon is scaled to (arXiv 2502.16982).
+# The typical RMS of AdamW's updates in training, to which Muon's updates are scaled (arXiv 2502.16982).
 _RMS_OF_ADAM = 0.2
 
 
 class _Parts(NamedTuple):
-    """What an optimizer knows of a model: trees of its parameters.
+    """How an optimizer treats each parameter of a model: trees of the parameters' structure.
 
     Attributes:
-        matrices: whether each parameter is decayed: matrices are, norm scales, biases and routers are not.
-        kinds: `"hidden"` for the matrices within the layers, `"other"` for all else: embedding, head, vectors.
-        moved: whether an optimizer moves each parameter; not those with a rule of their own, biases of routers.
+        matrices: whether weight decay applies to each parameter: to matrices, but not to norm scales, biases and
+            routers.
+        kinds: `"hidden"` for the matrices within the layers, `"other"` for everything else: embedding, head, vectors.
+        moved: whether the optimizer updates each parameter; false for those with their own update rules, such as the
+            biases of routers.
     """
 
     matrices: Any
@@ -39,7 +41,8 @@ class _Parts(NamedTuple):
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Returns a linear warm-up, then the schedule that the configuration names; those that fall end at a tenth."""
+    """Returns a linear warm-up followed by the schedule that the configuration names. All but `constant` decay to a
+    tenth of the peak."""
     peak, warmup, steps = config.peak_lr, config.warmup_steps, max(config.steps, config.warmup_steps + 1)
     first = peak / (warmup + 1)
     schedule = config.schedule_by_name
@@ -56,16 +59,18 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def optimizer_of(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
-    """Returns the optimizer that the configuration names, and that averages weights if it says so. Weight decay leaves
-    out what is not a matrix."""
+    """Returns the optimizer that the configuration names, with a weight average if it asks for one.
+
+    Weight decay applies only to matrices.
+    """
     parts = _parts(model)
     optimizer = _MAKERS[config.optimizer](learning_rate(config), config.weight_decay, parts)
     return optimizer if config.average is None else averaged(optimizer, config.average, parts.moved)
 
 
 def _parts(model: nnx.Module) -> _Parts:
-    # Matrices are what is gathered, and adapters; norm scales, also those of a stack of layers, biases and routers are
-    # not.
+    # Matrices are the gathered weights and the adapters; norm scales, biases and routers are not, even where a stack of
+    # layers gives them two dimensions.
     model_def = split_model(model)[0]
     layouts, rules = model_def.layouts, model_def.update_rules
     adapters = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
@@ -98,9 +103,9 @@ def _adafactor(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.Gradi
 
 
 def _muon(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.GradientTransformation:
-    """Matrices of each layer by Muon, with updates as large as AdamW's; embedding, head and vectors by AdamW."""
+    """Applies Muon to the matrices of each layer, with updates as large as AdamW's, and AdamW to everything else."""
 
-    def dimensions(params: Any) -> Any:  # of features in and out; those before them count experts
+    def dimensions(params: Any) -> Any:  # features in and out; a dimension before them counts experts
         return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1), params)
 
     hidden = optax.contrib.muon(
@@ -110,7 +115,7 @@ def _muon(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.GradientTr
 
 
 def _schedule_free(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.GradientTransformation:
-    """Optax's `schedule_free_adamw`, whose weight decay would take all parameters."""
+    """Like Optax's `schedule_free_adamw`, except that weight decay applies only to matrices."""
     free = optax.contrib.schedule_free(
         optax.chain(
             optax.scale_by_rms(decay=_B2, eps_in_sqrt=False, bias_correction=True),
@@ -120,7 +125,8 @@ def _schedule_free(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.G
         rate,
         b1=_B1,
     )
-    # Parameters with a rule of their own are moved behind its back, and would be averaged with what they were at first.
+    # Parameters with their own update rules are left out: this optimizer does not see their updates, and would average
+    # them with their initial values.
     return optax.partition({True: free, False: optax.set_to_zero()}, parts.moved)
 
 

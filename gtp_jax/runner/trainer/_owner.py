@@ -1,4 +1,4 @@
-"""A run owns its directory while it writes there."""
+"""Makes a run the owner of its directory while it writes there."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _PAUSE_S = 0.5
 
 @contextlib.contextmanager
 def owning(directory: RunDirectory, supervision: Supervision | None, peers: Peers) -> Iterator[Callable[[], None]]:
-    """Holds the lock of a directory, in the first process; waits while another run does. Every process must enter.
+    """Holds the lock of a directory in the first process; waits while another run holds it. Every process must enter.
 
-    A supervisor holds the lock over all its fleets, so that its processes only check it.
+    A supervisor holds the lock across all restarts of its processes, which therefore only check it.
 
     Yields:
-        What the first process calls before it publishes, deletes or logs something; raises `LostLock` if it must not.
+        A function that the first process calls before it publishes, deletes or logs something. It raises `LostLock` if
+        the process must not.
 
     Raises:
-        ValueError: if another run has the lock and goes on.
+        ValueError: if another run holds the lock and continues.
     """
     if supervision is not None and supervision.token is not None:
         yield Ownership(directory.lock, supervision.token).check

@@ -1,8 +1,8 @@
-"""The processes of a run, connected to process 0 before JAX connects them.
+"""Connects the processes of a run to process 0, before JAX connects them.
 
-JAX has a store of keys and values for its processes, but no public way to it, and its collectives need processes that
-agree already. So process 0 listens at the coordinator's port first. When all processes have come, it leaves the port to
-JAX; the connections stay.
+JAX has a key-value store for its processes, but no public API for it, and its collectives need processes that agree
+already. Process 0 therefore listens on the coordinator's port first. When all processes have come, it leaves the port
+to JAX; the connections stay open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._exit_codes import MISTAKE, RETRY, of_error
 from ._distributed import Launch, NoCoordinator
 from ._json_socket import Line, Message
 
-# Text may be read from a slow file system meanwhile.
+# Long, because a process may be reading text from a slow file system.
 _ANSWER_TIMEOUT_S = 3600.0
 _RETRY_S = 0.2
 _LISTEN_S = 0.2
@@ -30,18 +30,20 @@ _NOT_HERE = "process 0 does not reach itself at --coordinator {}: {}. Give an ad
 
 
 class Peers:
-    """The processes of a run. A context manager, at whose beginning they meet; does nothing for a single process.
+    """The connections between the processes of a run. A context manager: the processes connect when they enter it.
+
+    Does nothing for a single process.
 
     Args:
-        launch: the processes, and the seconds in which all of them must have come.
+        launch: the processes, and the time within which all of them must have come.
 
     Raises:
-        NoCoordinator: if they do not find each other, or two of them have one number.
+        NoCoordinator: if the processes do not find each other, or two of them have the same index.
     """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._lines: dict[int, Line] = {}  # of process 0 to all others, or of another to process 0
+        self._lines: dict[int, Line] = {}  # from process 0 to each other process, or from another one to process 0
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
 
@@ -64,18 +66,18 @@ class Peers:
         return self._launch.process == 0
 
     def ask(self, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        """Lets process 0 decide something by what all processes say. To be called by all of them.
+        """Lets process 0 make a decision from one value per process. Every process must call this.
 
         Args:
-            mine: what this process says, JSON.
-            decide: what process 0 makes of all of it, in the order of the processes, JSON.
-            timeout_s: seconds to wait for all others.
+            mine: the value of this process, JSON.
+            decide: makes the decision, JSON, from the values of all processes in order; called in process 0.
+            timeout_s: the time to wait for all other processes, in seconds.
 
         Returns:
             The decision.
 
         Raises:
-            NoCoordinator: if a process has ended, or says nothing in time.
+            NoCoordinator: if a process has ended, or does not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         if not self._first:
@@ -88,10 +90,13 @@ class Peers:
         return decision
 
     def together[T](self, check: Callable[[], T]) -> T:
-        """Runs a check that may refuse in one process only, and lets all processes refuse if one does.
+        """Runs a check in every process, and makes all of them fail if it fails in one. Every process must call this.
+
+        Returns:
+            The result of the check in this process.
 
         Raises:
-            ValueError: what `check` raised, or that another process raised something.
+            ValueError: if the check failed in another process. If it failed in this one, its own error is raised.
         """
         refusal: Exception | None = None
         result: Any = None
@@ -107,21 +112,21 @@ class Peers:
         return result
 
     def tell(self, message: Message, process: int | None = None) -> None:
-        """Sends a message to one process, or to all to which this one is connected; from any thread."""
+        """Sends a message to one process, or to all to which this one is connected. May be called from any thread."""
         for number, line in self._lines.items():
             if process is None or number == process:
                 line.send(message)
 
     @property
     def connected(self) -> list[int]:
-        """The processes to which this one is connected: process 0 to all, another one to process 0."""
+        """The processes to which this one is connected: all others for process 0, otherwise process 0."""
         return sorted(self._lines)
 
     def listen(self, *hearers: Callable[[int, Message | None], None]) -> None:
-        """Passes on what other processes tell, in a thread, from now on; nothing can be asked any more.
+        """Starts a thread that passes on the messages of other processes. From now on, `ask` must not be called.
 
         Args:
-            hearers: take the process and its message; `None` when it is gone.
+            hearers: functions of the process and its message, which is `None` if the process is gone.
         """
         if self._lines:
             self._listener = threading.Thread(target=self._hear, args=(hearers,), name="peers", daemon=True)
@@ -146,18 +151,18 @@ class Peers:
 
 
 def several(noun: str, numbers: Sequence[int], *, most: int = 8) -> str:
-    """Returns a few numbers with their noun, for people: `processes 1, 2 and 5 more`."""
+    """Returns numbers with their noun, for messages, such as `processes 1, 2 and 5 more`."""
     listed = ", ".join(str(number) for number in numbers[:most])
     plural = noun if len(numbers) == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{plural} {listed}" + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
 def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
-    """Returns connections to all other processes, as process 0.
+    """Returns the connections from process 0 to all other processes.
 
     Raises:
-        NoCoordinator: if the port is taken, the address is not this host's, processes do not fit each other, or not
-            all have come in time.
+        NoCoordinator: if the port is taken, the address is not this host's, the processes disagree about their number
+            or indices, or not all have come in time.
     """
     who: dict[int, Message] = {}
     lines: dict[int, Line] = {}
@@ -185,7 +190,7 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
                     if messages == []:
                         continue
                     selector.unregister(line)
-                    if messages is None or messages[0].get("program") != _MARK:  # a stranger
+                    if messages is None or messages[0].get("program") != _MARK:  # not a process of a run
                         waiting.remove(line)
                         line.close()
                         continue
@@ -211,7 +216,7 @@ def _reach(launch: Launch, deadline: float) -> Line:
     """Returns a connection to process 0.
 
     Raises:
-        NoCoordinator: if process 0 refuses, something else answers, or nobody does in time.
+        NoCoordinator: if process 0 refuses, another program answers, or nothing answers in time.
     """
     trouble: object = "no answer"
     while (left := deadline - time.monotonic()) > 0:
@@ -224,7 +229,7 @@ def _reach(launch: Launch, deadline: float) -> Line:
         line = Line(_prepared(connection))
         line.send(_hello(launch))
         try:
-            [answer] = _answers({0: line}, deadline + _ITSELF_S).values()  # which names those that have not come
+            [answer] = _answers({0: line}, deadline + _ITSELF_S).values()  # names processes that have not come
         except NoCoordinator:
             line.close()
             raise NoCoordinator(
@@ -251,7 +256,7 @@ def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
     """Returns the next message of each connection.
 
     Raises:
-        NoCoordinator: if one ends, or says nothing in time.
+        NoCoordinator: if a process ends, or does not answer in time.
     """
     answers: dict[int, Message] = {}
     with selectors.DefaultSelector() as selector:
@@ -296,7 +301,7 @@ def _hello(launch: Launch, token: str = "") -> Message:
 
 
 def _misfit(launch: Launch, who: dict[int, Message], hello: Message, own: str) -> str:
-    """Returns why a process that has come is not one of this run; nothing if it is."""
+    """Returns why a process that has connected does not belong to this run; an empty string if it does."""
     process, processes = hello.get("process"), hello.get("processes")
     if processes != launch.processes:
         return (
@@ -322,7 +327,7 @@ def _address(launch: Launch) -> tuple[str, int]:
 
 
 def _listen(launch: Launch) -> socket.socket:
-    """Returns a socket that listens at the coordinator's port, on all addresses of this host, as JAX will.
+    """Returns a socket that listens on the coordinator's port, on all addresses of this host, as JAX will.
 
     Raises:
         NoCoordinator: if the port is taken.
@@ -342,7 +347,7 @@ def _listen(launch: Launch) -> socket.socket:
 
 
 def _connect_to_itself(launch: Launch) -> str:
-    """Makes process 0 reach itself as others do, and returns the token that it has sent.
+    """Connects process 0 to itself as the others connect to it, and returns the token that it has sent.
 
     Raises:
         NoCoordinator: if it cannot.
@@ -357,7 +362,7 @@ def _connect_to_itself(launch: Launch) -> str:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Returns a connection that waits, and notices when the other host is gone."""
+    """Makes a connection blocking and able to notice that the other host is gone, and returns it."""
     connection.settimeout(None)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

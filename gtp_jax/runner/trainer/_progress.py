@@ -21,14 +21,14 @@ from ._tracker import open_trackers
 
 
 class Progress:
-    """The progress bar, the lines above it and the log. A context manager; silent in every process but the first.
+    """The progress bar, the lines above it and the log. A context manager. Silent in all processes but the first.
 
     Args:
-        job: what is run.
-        unigram: entropy of single tokens, in nats a token.
-        log: file of the log.
-        begin: updates made before.
-        guard: of the log.
+        job: the run.
+        unigram: the unigram entropy, in nats per token.
+        log: the path of the log.
+        begin: the number of updates made before.
+        guard: called before each write to the log; raises an error if the log no longer belongs to this run.
     """
 
     def __init__(self, job: Job, unigram: float, log: Path, begin: int, guard: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Progress:
             unit="step",
             disable=not self._speaks,
             dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 15,  # a file gets a line a quarter of a minute
+            mininterval=0.2 if sys.stderr.isatty() else 15,  # in seconds; if the output goes to a file, rarely
         )
 
     def __enter__(self) -> Self:
@@ -57,11 +57,11 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all devices, without the first step and what was `paused`; 0 if unknown."""
+        """The tokens per second of all devices together, excluding the first step and `paused` time; 0 if unknown."""
         return self._pace.tokens_per_s
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Shows a step, once it has ended."""
+        """Shows and logs a step that has ended."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._pace.step()
         rate = self._job.learning_rate(step - 1)
@@ -74,7 +74,7 @@ class Progress:
         self._bar.update(1)
 
     def rewind(self, step: int) -> None:
-        """Shows and logs that the run goes on from an earlier step."""
+        """Shows and logs that the run continues from an earlier step."""
         self._log.rewind(step)
         self._bar.n = step
         self._bar.refresh()
@@ -86,7 +86,7 @@ class Progress:
             sys.stdout.flush()
 
     def held_out(self, step: int, loss: float, others: Mapping[str, float]) -> None:
-        """Shows an evaluation, beside what it must beat, and the losses on further texts by name."""
+        """Shows and logs an evaluation next to the unigram entropy, and the losses on further texts by name."""
         bits = bits_per_byte(loss, self._job.corpus.bytes_per_token)
         named = {loss_key(name): value for name, value in others.items()}
         self._log.write(step, held_out=loss, bits_per_byte=bits, **named)
@@ -101,18 +101,18 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out of the pace what is done meanwhile."""
+        """Excludes the time within this context from the tokens per second."""
         began = time.perf_counter()
         yield
         self._pace.skip(time.perf_counter() - began)
 
 
 class _Pace:
-    """Tokens a second, from the end of the first step on, which also warms up."""
+    """Measures tokens per second from the end of the first step, which includes warm-up work."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
-        self._ends: tuple[float, float] | None = None  # of the first and the last step
+        self._ends: tuple[float, float] | None = None  # when the first and the last step ended
         self._steps = 0
 
     @property

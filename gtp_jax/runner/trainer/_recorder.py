@@ -1,4 +1,4 @@
-"""Writes what a process does to the record of its run, and counts the seconds of each activity."""
+"""Records what a process does in the record of its run, and adds up the seconds of each activity."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ._json_socket import Message
 from ._peers import Peers
 from ._watch import Activity, Watch
 
-# Activities that are events; a step is not, as `log.jsonl` has it.
+# The activities that are recorded as events. A step is not, because `log.jsonl` records it.
 _EVENTS = ("initialize", "restore", "compile", "evaluate", "save", "snapshot")
 
 
 class Recorder(Watch):
-    """A watch that records what it is told and passes it on.
+    """A watch that records what it is told, and passes it on to another watch.
 
     Args:
         watch: the watch over this process.
 
     Attributes:
-        events: the record; until the directory of the run is known, nothing is written.
+        events: the record of the run. Nothing is written until it is set, once the directory of the run is known.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -37,7 +37,7 @@ class Recorder(Watch):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each activity until now."""
+        """The total time of each activity until now, in seconds."""
         running = self._seconds.get(self._activity, 0.0) + time.monotonic() - self._since
         return {name: round(s, 3) for name, s in {**self._seconds, self._activity: running}.items()}
 
@@ -49,7 +49,7 @@ class Recorder(Watch):
         self._watch.__exit__(kind, *rest)
 
     def doing(self, activity: Activity, step: int = 0) -> None:
-        """Counts the activity that has ended, and passes on."""
+        """Records the activity that has ended, and passes the call on."""
         now = time.monotonic()
         before, ended, took_s = self._activity, self._step, now - self._since
         self._seconds[before] = self._seconds.get(before, 0.0) + took_s
@@ -59,14 +59,14 @@ class Recorder(Watch):
         self._watch.doing(activity, step)
 
     def write(self, event: str, text: str = "", **values: Any) -> None:
-        """Adds an event, with the seconds of each activity until now."""
+        """Adds an event, with the total seconds of each activity until now."""
         self.events.write(event, text, **values, seconds=self.seconds)
 
     def end(self, status: int | str, reason: str = "") -> None:
-        """Records the end of this attempt; its first one, if it is called again.
+        """Records the end of this attempt. Further calls do nothing.
 
-        What ends the attempt may also keep the record from being written, a full disk or a lock that is lost, and the
-        end goes on without it.
+        Ignores errors of writing: what ended the attempt, such as a full disk or a lost lock, may also keep the record
+        from being written.
         """
         if self._ended:
             return
@@ -75,31 +75,31 @@ class Recorder(Watch):
             self.write("end", status=status, step=self._step, **({"reason": reason} if reason else {}))
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:
-        """Records the reason, and passes on."""
+        """Records the reason, and passes the call on."""
         self.end("failed", reason)
         self._watch.give_up(error, reason)
 
     def attend(self, peers: Peers, directory: RunDirectory) -> None:
-        """Passes on."""
+        """Passes the call on."""
         self._watch.attend(peers, directory)
 
     def heard(self, process: int, message: Message | None) -> None:
-        """Passes on."""
+        """Passes the call on."""
         self._watch.heard(process, message)
 
     def leave(self, reason: str, code: int) -> None:
-        """Records the reason, and passes on."""
+        """Records the reason, and passes the call on."""
         self.end(code, reason)
         self._watch.leave(reason, code)
 
     def timed(self, what: str, seconds: float) -> None:
-        """Passes on."""
+        """Passes the call on."""
         self._watch.timed(what, seconds)
 
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
-        """Returns what the watch does."""
+        """Passes the call on."""
         return self._watch.source(checkpoints, state_like)
 
     def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
-        """Passes on."""
+        """Passes the call on."""
         self._watch.stepped(step, state, save)

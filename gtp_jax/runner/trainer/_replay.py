@@ -1,4 +1,4 @@
-"""Replays a step of a run on two placements, to tell a fault of the program or its data from one of a device."""
+"""Replays a step of a run on two placements, to tell a fault of a device from one of the program or its data."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from ._train_flags import TrainConfig
 
 Conclusion = Literal["reproducible", "device suspected", "inconclusive"]
 
-# XLA's own programs for GPUs that add up in an order of their own each time are left out.
+# Excludes XLA's GPU programs that may add in another order each time.
 _DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True}
 
-# Losses of one step that differ by no more than this, relatively, may differ by the order of sums alone.
+# The largest relative difference between losses of the same step that the order of additions alone may cause.
 _ROUNDING = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One run of the steps.
+    """One replay: a run of the steps from the checkpoint.
 
     Attributes:
-        placement: devices' numbers, in the order of the mesh.
-        losses: of each step.
-        norms: of each step's gradients.
-        digest: of the state after them.
+        placement: the ids of the devices, in the order of the mesh.
+        losses: the loss of each step.
+        norms: the gradient norm of each step.
+        digest: the digest of the state after the steps.
     """
 
     placement: tuple[int, ...]
@@ -52,26 +52,26 @@ class Replayed:
     digest: str
 
     def same(self, other: Replayed) -> bool:
-        """Says whether every bit is the same."""
+        """Returns whether both replays gave the same bits."""
         mine, theirs = ([repr(x) for x in (*one.losses, *one.norms, one.digest)] for one in (self, other))
         return mine == theirs
 
     @property
     def loss(self) -> float:
-        """The loss of the step asked for."""
+        """The loss of the step that is replayed, which is the last."""
         return self.losses[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What a replay has shown.
+    """The result of replaying a step.
 
     Attributes:
-        conclusion: in a word or two.
-        reason: a sentence.
-        begin: step of the checkpoint.
-        step: that was asked for.
-        runs: two of each placement.
+        conclusion: the conclusion, in a word or two.
+        reason: the reason for the conclusion, a sentence.
+        begin: the step of the checkpoint.
+        step: the step that was replayed.
+        runs: the replays, two on each placement.
     """
 
     conclusion: Conclusion
@@ -82,23 +82,23 @@ class Replay:
 
 
 def replay(out: Path, step: int | None = None) -> Replay:
-    """Runs a step again from the last checkpoint before it, twice on each of two placements of the ranks.
+    """Runs a step again from the last checkpoint before it, twice on each of two placements of ranks on devices.
 
-    Programs are compiled deterministically. In one process, with all devices of the run; nothing is written.
+    Compiles deterministic programs. Runs in a single process, with all devices of the run. Writes nothing.
 
     Args:
-        out: directory of a run.
-        step: number of the update; by default that behind the latest checkpoint.
+        out: the directory of a run.
+        step: the number of the update; by default, the one after the latest checkpoint.
 
     Raises:
-        ValueError: if there is no run, no checkpoint before the step, the text or the tokenizer is another, or the
-            devices do not fit.
+        ValueError: if there is no run or no checkpoint before the step, if the text or the tokenizer has changed, if
+            the devices do not fit, or if the run is on replicas of unequal degree.
         TypeError: if `step` is not a whole number.
     """
     step = None if step is None else whole_step(step)
     directory = RunDirectory.of(out)
     directory.check(resume=True, force=False)
-    config = dataclasses.replace(TrainConfig.load(directory.config), eval_data=())  # which no step reads
+    config = dataclasses.replace(TrainConfig.load(directory.config), eval_data=())  # no step reads `eval_data`
     if config.faults.any:
         raise ValueError("a run on replicas of unequal degree is not replayed: its ranks have fixed places.")
     checkpoints = Checkpoints(directory.checkpoints, read_only=True)
@@ -122,11 +122,11 @@ def replay(out: Path, step: int | None = None) -> Replay:
 
 
 def conclude(runs: tuple[Replayed, ...], logged: float | None) -> tuple[Conclusion, str]:
-    """Returns what follows from two runs on each placement, and the reason.
+    """Returns the conclusion from two replays on each placement, and the reason for it.
 
     Args:
-        runs: of one placement or two, each twice.
-        logged: the loss that the run has logged, if it made the update.
+        runs: the replays: two on each of one or two placements.
+        logged: the loss that the run logged for the step; `None` if it did not make the update.
     """
     pairs = list(zip(runs[::2], runs[1::2], strict=True))
     unstable = [list(a.placement) for a, b in pairs if not a.same(b)]
@@ -163,7 +163,7 @@ def _twice(
     begin: int,
     step: int,
 ) -> list[Replayed]:
-    """Returns two runs on the devices in this order."""
+    """Returns two replays on the devices in the order `place`."""
     model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     roles = config.parallelism.roles
     with use_roles(roles):

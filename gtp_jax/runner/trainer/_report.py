@@ -1,4 +1,4 @@
-"""Writes the heading and the report of a run."""
+"""Writes the heading, the report and the next commands of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._train_flags import TrainConfig
 
 
 def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Corpus, unigram: float) -> str:
-    """Returns what will be trained, on what, and what it must beat."""
+    """Returns the heading: model, mesh, recipe and text, and the unigram entropy as the loss to beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
@@ -50,14 +50,14 @@ def _documents(count: int) -> str:
 
 
 def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, causes: dict[str, float]) -> str:
-    """Returns what came out and what it cost, in tables.
+    """Returns tables of where the time went, of memory and of results.
 
     Args:
-        job: that was run.
-        outcome: of it.
-        records: of its log.
-        unigram: entropy of single tokens, in nats a token.
-        causes: seconds of all attempts by cause.
+        job: the run.
+        outcome: how its loop ended.
+        records: the records of its log.
+        unigram: the unigram entropy, in nats per token.
+        causes: the seconds of all attempts, by cause.
     """
     parts = [_times(causes), job.memory.table(), columns(("result", ""), _result(job, outcome, records, unigram))]
     if outcome.sample:
@@ -66,13 +66,13 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
 
 
 def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -> str:
-    """Returns what can be done with a run that has ended, a command a line.
+    """Returns commands to continue with after a run has ended, each on a line after one that says what it does.
 
     Args:
-        root: of the run.
-        config: of it.
-        mesh: of it.
-        chats: whether it was trained on conversations.
+        root: the directory of the run.
+        config: the configuration of the run.
+        mesh: the mesh of the run.
+        chats: whether the run trained on conversations.
     """
     run = shlex.quote(str(root))
     prompt = shlex.quote("The " if config.data else "def ")
@@ -88,7 +88,7 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
             (f"gtp-jax convert export --peft {run} {shlex.quote(f'{root}-peft')}", "the adapters alone, for PEFT"),
             (f"gtp-jax convert merge {run} {shlex.quote(f'{root}-merged')}", "a model without adapters"),
         ]
-    if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the model itself
+    if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the whole model
         rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
     return "\n".join(["", "next:", *(f"  {what}:\n    {command}" for command, what in rows)])
 
@@ -115,7 +115,7 @@ def _times(causes: dict[str, float]) -> str:
 
 
 def tflops_per_device(job: Job, tokens_per_s: float) -> float:
-    """Operations a second and device, in units of 10^12; what is computed again is not counted."""
+    """Returns the TFLOP/s per device. Recomputation is not counted."""
     tokens = job.config.batch * job.config.seq
     flops = hlo.step_flops(
         matmul_params=job.model.matmul_params(),
@@ -174,7 +174,7 @@ def _verdict(held_out: float, unigram: float) -> str:
 
 
 def _devices(meshes: Meshes) -> str:
-    """Returns the meshes and how many devices they have."""
+    """Returns a description of the meshes, and their number of devices."""
     if meshes.replicas is None or meshes.replicas.plan.uniform:
         return f"{_mesh(meshes.mesh)}, {meshes.mesh.size}"
     pairs = zip(meshes.replicas.plan.replicas, meshes.replicas.meshes, strict=True)

@@ -1,4 +1,4 @@
-"""A run from its settings to its report: everything that can be wrong is found before anything is compiled."""
+"""Runs training from the settings to the report. Finds mistakes before anything is compiled."""
 
 from __future__ import annotations
 
@@ -63,22 +63,23 @@ def start(
     at: int | None = None,
     supervision: Supervision | None = None,
 ) -> int:
-    """Trains from text to a report, in this process and those launched with it.
+    """Trains a model, from the text to the report, in this process and those launched with it.
 
     Args:
-        settings: fields of `TrainConfig` and of its pieces, by name; a resumed run keeps the others as they were.
+        settings: the fields of `TrainConfig` and of its pieces, by name. A resumed run keeps its earlier values of
+            fields that are not given.
         options: how the processes find each other.
-        resume: go on with the run in `out`.
-        force: replace the run in `out`.
-        at: the step to resume from; the latest that is not damaged by default.
-        supervision: of a process that a supervisor has started.
+        resume: whether to continue the run in `out`.
+        force: whether to replace the run in `out`.
+        at: the step to resume from; by default, the latest that is not damaged.
+        supervision: the decisions of a supervisor, if one started this process.
 
     Returns:
-        0; 128 and the number of the signal that ended the run.
+        The exit code: 0, or 128 plus the number of the signal that ended the run.
 
     Raises:
-        ValueError: on a mistake in the settings or in what they name, before anything is compiled.
-        Diverged: if the loss is not finite.
+        ValueError: if a setting, or what it names, is invalid; before anything is compiled.
+        Diverged: if the loss is not finite, or jumps, and the settings do not let the run continue.
     """
     if at is not None and not resume:
         raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
@@ -97,7 +98,7 @@ def start(
         where = directory.how_to_resume() if known else NOT_BEGUN
         print(f"gtp-jax: process {launch.process} was {error}. {where}", file=sys.stderr, flush=True)
         if launch.processes > 1 and supervision is None:
-            os._exit(error.exit_code)  # jax would wait for the other processes
+            os._exit(error.exit_code)  # at its exit, JAX would wait for the other processes
         return error.exit_code
 
 
@@ -128,7 +129,7 @@ def _start(
     check_agreement(peers, description)
     watch.doing("join")
     launch.join()
-    # From here on all processes compute the same of the same, so that a mistake is refused by all of them or by none.
+    # From here on, all processes compute the same from the same values, so that all of them refuse a mistake or none.
     planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     check_devices(equally_many=not planned.faults.any)
     watch.doing("check")
@@ -182,10 +183,10 @@ def _start(
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
-    """Returns the configuration of a run, its directory, and how a resumed run differs from what it was.
+    """Returns the configuration of a run, its directory, and the changes of a resumed run's configuration.
 
     Raises:
-        ValueError: on a mistake in the settings, or if the directory does not allow it.
+        ValueError: if a setting is invalid, or the directory does not allow such a run.
     """
     out = settings.get("out", TrainConfig.out)
     directory = RunDirectory.of(out)
@@ -211,8 +212,10 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
 
 @contextlib.contextmanager
 def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
-    """Ends the process at once on an error, before anything on the way out waits for peers; raises it if there are
-    none."""
+    """Ends the process immediately on an error, before any clean-up can wait for other processes.
+
+    Without other processes and a supervisor, records the error and raises it.
+    """
     try:
         yield
     except Exception as error:
@@ -225,7 +228,7 @@ def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
 
 
 def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, int]:
-    """Returns the degrees of the mesh, after checking that the devices are enough for them."""
+    """Returns the degrees of the mesh, after checking them against the number of devices."""
     if supervision is None:
         degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     else:
@@ -267,11 +270,11 @@ def _train(
         watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
         job, state, set_aside = prepare(config, model, meshes, corpus, checkpoints, watch, resume=resume, at=at)
         begin = job.place.step
-        # Nothing has been changed until here, where nothing is left that could be refused.
+        # Up to here, no file has been changed. From here on, nothing can be refused.
         if speaks:
             guard()
             directory.prepare(config, keep=resume)
-        of_all_processes(np.int32(0))  # so that no process makes a step before the directory is this run's
+        of_all_processes(np.int32(0))  # no process makes a step before the directory is this run's
         interrupt.own(directory)
         watch.events.release()
         set_aside()
@@ -300,7 +303,7 @@ def _train(
 
 
 def _reason(error: Exception) -> str:
-    """Says in plain words why a run failed, and what to do about it."""
+    """Returns why a run failed and what to do about it, in plain words."""
     first = (str(error).splitlines() or [""])[0]
     if out_of_memory(error):
         return (

@@ -1,4 +1,4 @@
-"""Text that the model writes while it is trained."""
+"""Lets the model write text while it is trained."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .._exit_codes import out_of_memory
 from ..data import Documents
 from ._job import Job
 
-# Of the first held-out document, how many tokens the model continues, and how boldly.
+# The number of tokens of the first held-out document that the model continues, and the sampling temperature.
 _PROMPT_TOKENS = 24
 _TEMPERATURE = 0.8
 
 
 class Samples:
-    """Has the model continue the beginning of the held-out text.
+    """Lets the model continue the beginning of the held-out text.
 
     Args:
-        job: what is run.
-        wanted: whether there is any, as far as the configuration asks for it.
+        job: the run.
+        wanted: whether to write text if the configuration asks for it.
 
     Attributes:
-        wanted: whether there is any; not of replicas of unequal degree, which have no model in one place, nor after the
-            devices' memory was too small for it.
-        last: the latest text, with its prompt.
+        wanted: whether to write text. False with replicas of unequal degree, which share no mesh, and once the devices
+            have had too little memory for it.
+        last: the latest text, including its prompt; empty before the first.
     """
 
     def __init__(self, job: Job, *, wanted: bool) -> None:
@@ -38,7 +38,7 @@ class Samples:
         self.last = ""
 
     def of(self, state: TrainState) -> str:
-        """Returns a text of the model in this state. Every process must call this."""
+        """Returns a text that the model writes in this state. Every process must call this."""
         job, tokenizer = self._job, self._job.corpus.tokenizer
         held_out = next(one for one in job.corpus.held_out if len(one.tokens))
         prompt = _begin(held_out, tokenizer.separator, job.config.seq)
@@ -65,8 +65,10 @@ class Samples:
 
 
 def _begin(documents: Documents, separator: int, most: int) -> np.ndarray:
-    """Returns the beginning of the first document, `(tokens,)` int64; of a conversation what comes before its first
-    answer, unless that is more than `most` tokens."""
+    """Returns the beginning of the first document, `(tokens,)` int64.
+
+    For a conversation, this is everything before its first answer, unless that is more than `most` tokens.
+    """
     if documents.answers is not None and 0 < (first := int(documents.answers.argmax())) <= most:
         return np.asarray(documents.tokens[:first], np.int64)
     begin = np.asarray(documents.tokens[:_PROMPT_TOKENS], np.int64)
@@ -75,6 +77,7 @@ def _begin(documents: Documents, separator: int, most: int) -> np.ndarray:
 
 
 def block(text: str) -> str:
-    """Returns a text as it is shown: a bar before each line, without what a terminal would take for a command."""
+    """Returns a text as it is displayed: with a bar before each line, and without characters that could control a
+    terminal."""
     shown = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
     return textwrap.indent("".join(shown), "  | ", lambda _: True)

@@ -1,4 +1,4 @@
-"""Checks and reads what a run starts from: a model, unless its parameters are random, and a recipe that fits it."""
+"""Checks and reads what a run starts from: the model of `--from`, if any, and a recipe that must fit the model."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ from ..flags import flag_of, knobs, sizes_of
 from ._tokenizer import name_of_tokenizer, read_origin
 from ._train_flags import BYTE_TOKENS, TrainConfig, names_file
 
-# Process 0 sends this instead of a size that it could not read.
+# Process 0 sends this instead of a vocabulary size that it could not read.
 _UNREADABLE = -1
 
 
 def vocab_size_of(config: TrainConfig, corpus: Corpus, run: Path | None) -> int:
-    """Returns how many tokens the model of a run has to know. Every process must call this.
+    """Returns the vocabulary size that the model of a run needs. Every process must call this.
 
-    Those of its tokenizer, unless the vocabulary is given, which it is by the model that the run starts from.
+    If the configuration gives the size, as the model that a run starts from does, that is used; otherwise, the size
+    that a resumed run's checkpoints record; otherwise, the tokenizer's.
 
     Args:
-        config: the run's configuration.
-        corpus: the text.
-        run: the run's checkpoints, if it is resumed.
+        config: the configuration of the run.
+        corpus: the text of the run.
+        run: the directory of the run's checkpoints, if the run is resumed.
 
     Raises:
-        ValueError: if the run starts with a text that may have a token which its model lacks.
+        ValueError: if a new run's tokenizer has more tokens than its model, and it is not the model's own or the text
+            has a token that the model does not know.
     """
     size = config.sizes.vocab_size
     if size is None:
@@ -62,10 +64,10 @@ def vocab_size_of(config: TrainConfig, corpus: Corpus, run: Path | None) -> int:
 
 
 def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
-    """Checks a text by a tokenizer that knows more tokens than its model, as published ones do.
+    """Checks text whose tokenizer has more tokens than the model, as those of published models may.
 
     Raises:
-        ValueError: if the tokenizer is not the model's own, or the text has a token that the model lacks.
+        ValueError: if the tokenizer is not the model's own, or the text has a token that the model does not know.
     """
     name, known = corpus.tokenizer.name, corpus.vocab_size
     if config.from_ is None:
@@ -94,18 +96,18 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
 
 
 def _saved_vocab_size(checkpoints: Checkpoints) -> int | None:
-    """Returns the vocabulary of the latest step that says how large it is; `None` if none does.
+    """Returns the vocabulary size of the latest step that records it; `None` if no step does.
 
-    Process 0 reads it for all, so that none goes on with another one.
+    Process 0 reads it for all processes, so that all continue with the same size.
 
     Raises:
-        OSError: in process 0, if its file system fails; in the others, a ValueError.
+        OSError: in process 0, if its file system fails. The other processes then raise a ValueError.
     """
     size, failure = 0, None
     if jax.process_index() == 0:
         try:
             size = _read_vocab_size(checkpoints)
-        except Exception as error:  # which the others must hear of: they wait
+        except Exception as error:  # must be sent to the others, which wait
             size, failure = _UNREADABLE, error
     size = int(of_all_processes(np.int32(size))[0])
     if failure is not None:
@@ -117,7 +119,7 @@ def _saved_vocab_size(checkpoints: Checkpoints) -> int | None:
 
 def _read_vocab_size(checkpoints: Checkpoints) -> int:
     for step in reversed(checkpoints.steps()):
-        # a damaged step is passed over, as where the state is restored
+        # damaged steps are skipped, as in restoring the state
         with contextlib.suppress(ValueError, FileNotFoundError, KeyError, TypeError):
             size = saved_architecture(checkpoints.manifest(step)["extra"])["vocab_size"]
             if type(size) is int and 0 < size < np.iinfo(np.int32).max:
@@ -126,14 +128,15 @@ def _read_vocab_size(checkpoints: Checkpoints) -> int:
 
 
 def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a new run, to which the model that it starts from has added its sizes and its tokenizer.
+    """Returns the settings of a new run, with the sizes and the tokenizer of the model that it starts from added.
 
     Args:
-        settings: as they were given.
+        settings: the settings that were given.
 
     Raises:
         FileNotFoundError: if there is no checkpoint to start from.
-        ValueError: if it does not say of which model it is, or settings contradict it, naming them.
+        ValueError: if the checkpoint does not say which model it contains or is from a run with adapters, or if
+            settings contradict the model; the message names them.
     """
     if settings.get("from_") is None:
         return dict(settings)
@@ -174,19 +177,19 @@ def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping[str, Any]) -> None:
-    """Checks that a run goes on with its model.
+    """Checks that a resumed run keeps its model.
 
     Args:
-        before: the run's configuration.
-        config: that it is to go on with.
-        settings: that were given.
+        before: the configuration of the run until now.
+        config: the configuration with which it is to continue.
+        settings: the settings that were given.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: if sizes differ; the message names them.
     """
     sizes, now = sizes_of(before.base), sizes_of(config.base)
     if before.sizes.vocab_size is None and config.sizes.vocab_size is None:
-        now["vocab_size"] = sizes["vocab_size"]  # which a preset does not decide
+        now["vocab_size"] = sizes["vocab_size"]  # the vocabulary is not decided by the preset
     differing = [name for name in {**sizes, **now} if sizes.get(name) != now.get(name)]
     if differing:
         given = [flag for name, flag in _flags().items() if name in settings and name in ("preset", *differing)]
@@ -198,10 +201,10 @@ def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping
 
 
 def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
-    """Checks that a run goes on with its optimizer, whose state the checkpoint has.
+    """Checks that a resumed run keeps its optimizer, because the checkpoint holds that optimizer's state.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: if the optimizer or the use of a weight average differs; the message says how.
     """
     lines, given = [], []
     if before.optimizer != config.optimizer:
@@ -224,10 +227,10 @@ def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
 
 
 def check_same_adapters(before: TrainConfig, config: TrainConfig) -> None:
-    """Checks that a run goes on with what it trains, and with the base that it has frozen.
+    """Checks that a resumed run keeps what it trains (the model or adapters) and its frozen base.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if one of these differs; the message names the old and the new value.
     """
     if before.adapters != config.adapters:
         raise ValueError(
@@ -250,20 +253,20 @@ def _said(adapters: Adapters | None) -> str:
 
 
 def _flags() -> dict[str, str]:
-    """Returns the flags of a run by the names of their fields."""
+    """Returns the flags of `TrainConfig`, by the names of its fields."""
     return {field.name: flag_of(field) for field in knobs(TrainConfig)}
 
 
 def _same(name: str, asked: Any, size: Any) -> bool:
-    """Says whether a setting is the same as a model's; a router that has a bias may move it at any rate."""
+    """Returns whether a setting agrees with a model's. If the router has a bias, its update rate may differ."""
     return asked == size or (name == "router_bias_rate" and size is not None)
 
 
 def check_terms(model: ModelConfig, corpus: Corpus) -> None:
-    """Checks that a loss on answers is all that is added up: experts add terms that count every token.
+    """Checks that a loss that counts only answers has no terms of experts, because these count every token.
 
     Raises:
-        ValueError: naming the terms.
+        ValueError: if there are such terms; the message names them.
     """
     assert isinstance(model, LlamaConfig)
     if not model.num_experts or all(one.answers is None for one in corpus.train):
@@ -278,10 +281,10 @@ def check_terms(model: ModelConfig, corpus: Corpus) -> None:
 
 
 def check_fits(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
-    """Checks that a model, sharded over a mesh, has what the recipe and the adapters of a run name.
+    """Checks that the recipe and the adapters of a run fit the model, sharded over a mesh.
 
     Raises:
-        ValueError: naming the module, the layers, the format or the projection that do not fit.
+        ValueError: if they do not; the message names the module, layers, format or projection that does not fit.
     """
     with jax.set_mesh(mesh):
         if config.adapters is None:
@@ -291,16 +294,15 @@ def check_fits(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
 
 
 def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:
-    """Returns the weights that the latest step there is evaluated with, on the shardings of a state's parameters, and
+    """Returns the evaluation weights of the latest step in a directory, with the shardings of a state's parameters, and
     their origin.
 
-    The origin keeps its tokenizer only if it is the one that the run's text is read with; otherwise a message says what
-    is left out.
+    The origin keeps its tokenizer only if the run's text is read with it; otherwise, a message says what is left out.
 
     Args:
-        directory: the checkpoints.
-        state_like: shapes and shardings of the run's state.
-        tokenizer: the run's, as `tokenizer` of its configuration; `None` if it is that of the model.
+        directory: the directory of the checkpoints.
+        state_like: the shapes and shardings of the run's state.
+        tokenizer: the `tokenizer` of the run's configuration; `None` if it is the model's own.
     """
     checkpoints = _open(directory)
     content = checkpoints.manifest()
@@ -322,7 +324,7 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
 
 
 def _is_of(origin: Origin, tokenizer: str) -> bool:
-    """Returns whether the tokenizer that `--tokenizer` names is that of a model."""
+    """Returns whether the tokenizer that `--tokenizer` names is the one in a model's origin."""
     theirs = origin.files.get(TOKENIZER_FILE)
     return tokenizer != BYTE_TOKENS and theirs is not None and same_tokenizer(tokenizer, theirs)
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go beside its own log: programs that draw them."""
+"""Passes the numbers of a run, in addition to its own log, to programs that plot them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-# By name, the package that a tracker needs and the extra of gtp_jax that brings it.
+# The package that each tracker needs. The tracker's name is also that of the gtp_jax extra that installs the package.
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 TRACKERS = tuple(_PACKAGES)
 
-# Seconds after which TensorBoard sees a step.
+# The longest time, in seconds, until TensorBoard sees a step.
 _FLUSH_S = 10
 
 
 class Tracker(Protocol):
-    """What takes the numbers of a run, those that `log.jsonl` has."""
+    """Receives the numbers of a run: the same ones that `log.jsonl` holds."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes numbers of a step."""
+        """Records the numbers of a step, by name."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Hears that the run goes on from an earlier step, behind which steps come again."""
+        """Is called when the run continues from an earlier step, after which steps are repeated."""
         ...
 
     def close(self) -> None:
-        """Writes what has not been written."""
+        """Writes what has not yet been written."""
         ...
 
 
 def check_trackers(names: Collection[str]) -> None:
-    """Checks that the packages are there.
+    """Checks that the packages of trackers are installed.
 
     Raises:
-        ValueError: saying how to install those that are not.
+        ValueError: if packages are missing; the message says how to install them.
     """
     absent = [name for name in names if importlib.util.find_spec(_PACKAGES[name]) is None]
     if absent:
@@ -50,13 +50,15 @@ def check_trackers(names: Collection[str]) -> None:
 
 
 def open_trackers(names: Collection[str], root: Path, step: int, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Returns trackers that write into directories of their own names, within that of a run. For its first process.
+    """Returns trackers, each of which writes to the directory of its name within that of a run.
+
+    Only the first process may call this.
 
     Args:
-        names: of them.
-        root: directory of the run.
-        step: updates made so far; 0 of a new run.
-        settings: of the run, by name.
+        names: the names of the trackers.
+        root: the directory of the run.
+        step: the number of updates made so far; 0 for a new run.
+        settings: the settings of the run, by name.
     """
     makers: Mapping[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: _TensorBoard(root / "tensorboard", step),
@@ -66,18 +68,18 @@ def open_trackers(names: Collection[str], root: Path, step: int, settings: Mappi
 
 
 def delete_tracked(names: Collection[str], root: Path) -> None:
-    """Deletes what trackers have written of a run that is being replaced."""
+    """Deletes what trackers have written for a run that is being replaced."""
     for name in names:
         if (root / name).is_dir() and not (root / name).is_symlink():
             shutil.rmtree(root / name)
 
 
 class _TensorBoard:
-    """Event files, which need no TensorFlow."""
+    """Writes TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
-        # TensorBoard forgets what was written behind the step that the run goes on from, or begins at
+        # makes TensorBoard discard what was written from the next step on; for a new run, everything
         self._writer = self._open(step + 1 if step else 0 if directory.exists() else None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -94,14 +96,13 @@ class _TensorBoard:
     def _open(self, purge_step: int | None) -> Any:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-        # tensorboardX names a file by the second, and would overwrite one that was begun in the same
+        # tensorboardX names files by the second, and would overwrite one that was created in the same second
         options = {"flush_secs": _FLUSH_S, "filename_suffix": f".{time.time_ns()}"}
         return SummaryWriter(str(self._directory), purge_step=purge_step, **options)
 
 
 class _WandB:
-    """A run of Weights & Biases, written to disk unless WANDB_MODE says otherwise: nothing is sent without being asked
-    for."""
+    """Writes a Weights & Biases run, to disk unless WANDB_MODE says otherwise: nothing is uploaded unless asked for."""
 
     def __init__(self, root: Path, settings: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -114,14 +115,14 @@ class _WandB:
             config={name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Not W&B's own count, which refuses a step that comes again after a rollback.
+        # Not W&B's own step counter, which rejects a step that is repeated after a rollback.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
     def rewind(self, step: int) -> None:
-        del step  # its axis is `step`, which goes back
+        del step  # the plots' axis is `step`, which goes back by itself
 
     def close(self) -> None:
         self._run.finish()

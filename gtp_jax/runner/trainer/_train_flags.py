@@ -1,4 +1,4 @@
-"""The configuration of a training run: every knob, its default and its limits."""
+"""The configuration of a training run: every setting, its default and its limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..flags import (
 from ._divergence import Divergence
 from ._tracker import TRACKERS
 
-# the default number without a GPU, unless degrees require another
+# The default number of devices without a GPU, unless the degrees require another.
 VIRTUAL_DEVICES = 8
 
 _VOCAB_MULTIPLE = 128
@@ -46,40 +46,40 @@ _VOCAB_MULTIPLE = 128
 # The preset of a run that names none and starts from no checkpoint.
 _PRESET = "tiny"
 
-# What `tokenizer` is if every byte is a token; also what it is if nothing is said.
+# The value of `tokenizer` if every byte is a token; the default without --from.
 BYTE_TOKENS = "bytes"
 
-# The optimizer that averages weights in place of a schedule.
+# The optimizer that averages weights instead of decaying the learning rate.
 _SCHEDULE_FREE = "schedule-free"
 
-# What the default learning rate is multiplied by, for each optimizer: Lion's updates are signs, larger than Adam's.
+# The factor of the default learning rate for each optimizer: Lion's updates are signs, which are larger than Adam's.
 _LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
 
-# What of a conversation the loss counts.
+# The parts of a conversation that the loss may count.
 ANSWERS, ALL = "answers", "all"
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
-# float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
+# With float64, which needs JAX_ENABLE_X64, runs on different meshes are comparable to 1e-12.
 DTYPES = ("float32", "bfloat16", "float64")
 
 
 def names_file(tokenizer: str | None) -> TypeGuard[str]:
-    """Says whether `tokenizer` of a configuration is a path."""
+    """Returns whether the `tokenizer` of a configuration is a path."""
     return tokenizer not in (None, BYTE_TOKENS)
 
 
 def default_lr(hidden_size: int) -> float:
-    """Returns the highest learning rate of a model of this width where none is asked for."""
+    """Returns the default peak learning rate for a model of this width."""
     return 0.003 * math.sqrt(128 / hidden_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. The help of each field is what `gtp-jax train --help` shows.
+    """The configuration of a training run. `gtp-jax train --help` shows the help of each field.
 
     Raises:
-        ValueError: if a value is out of range, or values do not fit one another.
+        ValueError: if a value is out of range, or values contradict each other.
     """
 
     preset: str | None = knob(
@@ -273,7 +273,7 @@ class TrainConfig:
             object.__setattr__(self, "preset", _PRESET)
         if self.adapters is not None:
             self._check_adapters()
-        self.base  # noqa: B018  checks that sizes and experts fit one another
+        self.base  # noqa: B018  checks that sizes and experts fit each other
         if self.average is not None and self.average >= 1:
             raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
         if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
@@ -317,25 +317,25 @@ class TrainConfig:
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters that are trained; `None` if the model itself is."""
+        """The adapters to train; `None` if the model itself is trained."""
         return self.adapted.adapters
 
     @property
     def step_recipe(self) -> Recipe | None:
-        """What a step quantizes: nothing if the model is frozen."""
+        """The recipe of the training step; `None` with adapters, whose frozen model is quantized only once."""
         return self.quantization.to_recipe() if self.adapters is None else None
 
     def adapt[M: nnx.Module](self, model: M, rngs: nnx.Rngs) -> M:
-        """Returns the model that is trained: frozen as the recipe has it and with adapters, if there are to be any."""
+        """Returns the model to train: with adapters, and frozen as the recipe says, if the run trains adapters."""
         if self.adapters is None:
             return model
         recipe = self.quantization.to_recipe()
         return self.adapters.on(model, rngs, recipe if any(kind.wire for kind in recipe.kinds) else None)
 
     def virtual_devices(self, processes: int) -> int:
-        """Returns how many virtual CPU devices the degrees need; where they leave gtp open, 8 or the next that fits.
+        """Returns how many virtual CPU devices the degrees need. If gtp is not given: 8, or the next number that fits.
 
-        One process has the failed ones too, and several have those alone that compute.
+        After failures, a single process also counts the failed devices; several count only the devices that compute.
         """
         if self.faults.any:
             plan = self.fault_plan(self._healthy())
@@ -343,14 +343,15 @@ class TrainConfig:
         return self.parallelism.virtual_devices(VIRTUAL_DEVICES)
 
     def degrees(self, devices: int, *, virtual: bool) -> dict[str, int]:
-        """Returns the degrees of the mesh on this many devices: those asked for, the others from what is left over.
+        """Returns the degrees of the mesh: those that are given, and the others from the devices that remain.
 
         Args:
-            devices: how many there are.
-            virtual: whether they are virtual CPU devices, where tp is 2 by default, to show both axes at work.
+            devices: the number of devices.
+            virtual: whether they are virtual CPU devices. If so, tp is 2 by default where it fits, to show both axes.
 
         Raises:
-            ValueError: if the degrees do not multiply to the devices, or model and batch cannot be divided so.
+            ValueError: if the product of the degrees is not the number of devices, or the degrees do not divide the
+                model or the batch.
         """
         asked = self.parallelism
         if self.faults.any:
@@ -359,7 +360,7 @@ class TrainConfig:
             self.base.check_mesh(tp=degrees["tp"], seq=self.seq)
             return degrees
         if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.ep) == 0:
-            with contextlib.suppress(ValueError):  # heads or a sequence that 2 does not divide
+            with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
                 self.base.check_mesh(tp=2, seq=self.seq)
                 asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
@@ -369,7 +370,7 @@ class TrainConfig:
         return degrees
 
     def _healthy(self) -> dict[str, int]:
-        """Returns the degrees of the run before devices failed, whose number does not tell them."""
+        """Returns the degrees before devices failed, which must be given: the number of devices no longer tells."""
         asked = self.parallelism
         if asked.gtp is None and asked.tp is None:
             name = "failed_devices" if self.faults.failed_devices else "replica_batches"
@@ -381,13 +382,13 @@ class TrainConfig:
         return {"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1}
 
     def fault_plan(self, degrees: dict[str, int]) -> FaultPlan:
-        """Returns how the run goes on without its failed devices.
+        """Returns the plan for continuing the run without its failed devices.
 
         Args:
-            degrees: of the healthy run.
+            degrees: the degrees of the run before the failures.
 
         Raises:
-            ValueError: as `plan_faults`, or if experts are divided over ep.
+            ValueError: for the same reasons as `plan_faults`, or if experts are divided over ep.
         """
         if self.parallelism.ep > 1:
             raise ValueError(
@@ -398,27 +399,27 @@ class TrainConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The model as far as the text does not decide it, which the vocabulary may.
+        """The configuration of the model, without what depends on the text: the vocabulary size may.
 
         Raises:
-            ValueError: if sizes and experts do not fit one another.
+            ValueError: if sizes and experts do not fit each other.
         """
         return self.sizes.of(preset_of(self.preset or _PRESET), self.preset, self.experts)
 
     @property
     def title(self) -> str:
-        """What the model is called in headings."""
+        """The name of the model in headings."""
         if self.from_ is not None:
             return f"from {Path(self.from_).expanduser().absolute().name}"
         return " ".join([str(self.preset), *self.sizes.flags])
 
     def model(self, vocab_size: int, *, dtype: str) -> ModelConfig:
-        """Returns the model, computing in `dtype` by default; with a larger vocabulary if the text needs it.
+        """Returns the configuration of the model, with a larger vocabulary if the text needs it.
 
         Args:
-            vocab_size: number of different tokens; rounded up, so that every tp degree divides the model's, unless
-                the model's is given.
-            dtype: compute dtype.
+            vocab_size: the number of different tokens. Unless the configuration gives the model's vocabulary size, it
+                is at least this number rounded up to a multiple of 128, so that tp degrees divide it.
+            dtype: the default compute dtype.
         """
         base = self.base
         if self.sizes.vocab_size is None:
@@ -428,23 +429,23 @@ class TrainConfig:
 
     @property
     def peak_lr(self) -> float:
-        """The highest learning rate."""
+        """The peak learning rate."""
         if self.lr is not None:
             return self.lr
         return _LR_FACTORS[self.optimizer] * default_lr(self.base.hidden_size)
 
     @property
     def schedule_by_name(self) -> str:
-        """The learning rate's schedule."""
+        """The name of the learning-rate schedule."""
         return self.schedule or ("constant" if self.optimizer == _SCHEDULE_FREE else "cosine")
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of linear warm-up."""
+        """The number of steps of linear warm-up."""
         return self.warmup if self.warmup is not None else min(200, self.steps // 10)
 
     def changes(self, before: TrainConfig) -> list[str]:
-        """Returns how this differs from an earlier configuration in what a run computes."""
+        """Returns the changes from an earlier configuration, except those of output settings, a phrase for each."""
         old_settings, new_settings = settings_of(before), settings_of(self)
         names = (field.name for field in knobs(self) if field.metadata["group"] != "output")
         pairs = ((name, old_settings[name], new_settings[name]) for name in names)
@@ -452,18 +453,18 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
-        new = self.draft(path)  # so that a kill leaves the old one
+        new = self.draft(path)  # if the process is killed here, the old file remains
         new.write_text(json.dumps({VERSION_KEY: __version__, **settings_of(self)}, indent=2) + "\n")
         new.replace(path)
 
     @staticmethod
     def draft(path: Path) -> Path:
-        """Returns the file that `save` writes before it takes the place of the old one."""
+        """Returns the path of the new file that `save` writes first, and with which it then replaces the old one."""
         return path.with_name(f"{path.name}.new")
 
     @classmethod
     def is_in(cls, path: Path) -> bool:
-        """Returns whether `save`, of any version, wrote a file."""
+        """Returns whether `save`, of any version, wrote the file."""
         try:
             settings = read_json(path)
         except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Versions of what decides what a run computes."""
+"""Returns the versions of the software that determines what a run computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def installed() -> dict[str, str]:
-    """Returns the versions of installed packages, and of the NVIDIA driver where there is one, by name."""
+    """Returns the versions of the installed packages and of the NVIDIA driver, if there is one, by name."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
