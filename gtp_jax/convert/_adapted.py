@@ -1,4 +1,4 @@
-"""A checkpoint of a run with adapters: what is added to which array of its base."""
+"""Opens a checkpoint of a run with adapters, and finds the adapter of each array of its base."""
 
 from __future__ import annotations
 
@@ -28,43 +28,45 @@ from ..nn import Dense, abstract_model, layout_of, weight_owners
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The matrices of low rank beside a kernel, or beside a stack of kernels.
+    """The low-rank matrices of a kernel, or of a stack of kernels.
 
     Attributes:
-        a, b: as the run evaluates them.
+        a, b: the matrices with which the run evaluates: averaged, if the run averages weights.
     """
 
     a: EvaluationArray
     b: EvaluationArray
 
     def read(self, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `(features in, rank)` and `(rank, features out)`.
+        """Returns both matrices: `a`, `(input features, rank)`, and `b`, `(rank, output features)`.
 
         Args:
-            layer: which; `None` of what is not stacked.
+            layer: the index of the layer; `None` if the kernel is not stacked.
         """
         if layer is None:
             return self.a.read(0, self.a.shape[0]), self.b.read(0, self.b.shape[0])
         return self.a.read(layer, layer + 1)[0], self.b.read(layer, layer + 1)[0]
 
     def damaged(self) -> list[str]:
-        """Returns the names of stored arrays that were read otherwise than they were saved; all layers must have been
-        read. The next reading is another one."""
+        """Returns the names of the stored arrays that differ from what was saved; all layers must have been read.
+
+        Layers that are read later are checked anew.
+        """
         return [*self.a.damaged(), *self.b.damaged()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A checkpoint of a run with adapters, of which nothing is in memory.
+    """A checkpoint of a run with adapters. Its arrays are not in memory until they are read.
 
     Attributes:
-        checkpoints: of the run.
-        step: that is read.
-        config: sizes of the model.
-        adapters: what `gtp_jax.lora` was given.
-        origin: where the model comes from.
-        base: its arrays by path, joined by slashes.
-        beside: adapters by the path of their kernel.
+        checkpoints: the checkpoints of the run.
+        step: the step of the checkpoint.
+        config: the configuration of the model.
+        adapters: the arguments of `gtp_jax.lora`.
+        origin: the Hugging Face model that the base comes from.
+        base: the arrays of the base, by their paths joined with slashes.
+        beside: the adapters, by the paths of their kernels.
     """
 
     checkpoints: Checkpoints
@@ -77,16 +79,19 @@ class Adapted:
 
     @property
     def values(self) -> str:
-        """What adapters were trained beside, in words: formats and dtypes of their kernels."""
+        """The formats and dtypes in which the kernels with adapters are stored, in words."""
         found = [self.base[path] for path in self.beside]
         kinds = [f"{x.format.name} codes" if x.format is not None else x.parts[""].dtype for x in found]
         return " and ".join(sorted(set(kinds)))
 
     def check(self, names: list[str]) -> None:
-        """Refuses arrays that were read otherwise than they were saved.
+        """Refuses arrays that differ from what was saved.
+
+        Args:
+            names: the names of such arrays.
 
         Raises:
-            ValueError: naming their files.
+            ValueError: if there are any; the message names their files.
         """
         if names:
             raise ValueError(self.checkpoints.damage_report(self.step, names))
@@ -97,7 +102,7 @@ def read_adapted(directory: str | Path, step: int | None) -> Adapted:
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if it has no adapters, or is damaged.
+        ValueError: if the checkpoint has no adapters, is damaged, or lacks arrays of its model.
     """
     checkpoints = Checkpoints(directory, read_only=True)
     manifest = checkpoints.manifest(step)

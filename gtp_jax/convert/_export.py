@@ -1,4 +1,4 @@
-"""Exports a checkpoint to Hugging Face's files."""
+"""Exports the model of a checkpoint to Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -45,32 +45,35 @@ def export_llama(
     max_positions: int | None = None,
     progress: bool = False,
 ) -> Converted:
-    """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json. Where a run
-    averages weights, they are the averaged ones, which it evaluates.
+    """Writes the weights of a checkpoint as a Hugging Face Llama: safetensors, their index and config.json.
 
-    One tensor is in memory at a time, or the experts of one layer. What was read is checked against the checkpoint's
-    digests, and `out` appears at the end, complete. What the model was imported with comes back: the other fields of
-    config.json, and the tokenizer's files, byte for byte.
+    These are the weights with which the run evaluates: the averaged weights if the run averages them, otherwise the
+    parameters. The other fields of config.json and the tokenizer's files that the model was imported with are written
+    too, the files byte for byte.
+
+    One tensor, or the experts of one layer, is in memory at a time. What is read is checked against the checkpoint's
+    digests. `out` appears only at the end, complete.
 
     Args:
         checkpoint: the directory of checkpoints.
         out: a new or an empty directory.
-        step: which step; the latest by default.
-        dtype: of the weights: `bfloat16` (rounded to nearest, ties to even) or `float32`; or `mxfp8` or `nvfp4`, which
-            quantize the linear layers of attention and MLP and leave the rest in bfloat16.
-        shard_bytes: bytes of tensors in a file, at most, unless a single tensor has more.
-        config: sizes of the model; by default, those that the checkpoint was saved with.
-        max_positions: for config.json; by default what the model was imported with, if it was.
-        progress: show a bar on a terminal.
+        step: the step to export; by default, the latest.
+        dtype: the dtype of the weights: `bfloat16` (rounded to nearest, ties to even) or `float32`; or `mxfp8` or
+            `nvfp4`, which quantize the linear layers of attention and MLP and leave the rest in bfloat16.
+        shard_bytes: the maximum number of bytes of tensors per file, unless a single tensor has more.
+        config: the configuration of the model; by default, the one that the checkpoint was saved with.
+        max_positions: the maximum number of positions in config.json; by default, the one that the model was imported
+            with, if it was imported.
+        progress: whether to show a progress bar on a terminal.
 
     Returns:
-        What was written.
+        A description of what was written.
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if the checkpoint is damaged, is not of a Llama of these sizes, or does not say which and neither
-            does `config`; if the rows of a weight are not whole blocks; if `out` is not empty; or if an argument is
-            out of range.
+        ValueError: if the checkpoint is damaged, is from a run with adapters, is not of a Llama of these sizes, or does
+            not say which model it contains and `config` is not given; if the rows of a weight are not whole blocks; if
+            `out` is not empty; or if an argument is out of range.
     """
     if dtype not in ENCODINGS:
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(ENCODINGS)}.")
@@ -115,25 +118,25 @@ def export_llama(
 
 
 class _Values:
-    """Reads the values of tensors from our arrays."""
+    """Reads the values of Hugging Face's tensors from the arrays of a checkpoint."""
 
     def __init__(self, stored: dict[str, EvaluationArray], tensors: list[Tensor]) -> None:
         self._stored = stored
         self._tensors = tensors
-        self._row: dict[str, tuple[int, np.ndarray]] = {}  # the last layer that was read of each array of experts
+        self._row: dict[str, tuple[int, np.ndarray]] = {}  # per array of experts, the layer that was read last
         self._fused = ""
         self._amax = np.float32(0)
 
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
-        """Yields the arrays to write, in order."""
+        """Yields the arrays of all tensors, encoded, in the order in which they are written."""
         for tensor in self._tensors:
             yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
-        """Compares what was read with what was saved.
+        """Checks that what was read is what was saved.
 
         Raises:
-            ValueError: if they differ.
+            ValueError: if it is not.
         """
         if wrong := [name for array in self._stored.values() for name in array.damaged()]:
             raise ValueError(checkpoints.damage_report(step, wrong))
@@ -179,10 +182,10 @@ def _config(extra: dict[str, Any], where: str) -> ModelConfig:
 def _parameters(
     arrays: dict[str, EvaluationArray], config: ModelConfig, tensors: list[Tensor], where: str
 ) -> dict[str, EvaluationArray]:
-    """Returns a checkpoint's parameters by path.
+    """Returns a checkpoint's parameters, by path.
 
     Raises:
-        ValueError: if they are not the parameters of such a model.
+        ValueError: if their names or shapes are not those of the model's parameters.
     """
     prefix = "params/"
     has = {name.removeprefix(prefix): array for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""Merges adapters into the model that they were trained beside."""
+"""Merges adapters into the model with which they were trained."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._fresh import fresh_directory
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """What was merged.
+    """A description of what was merged.
 
     Attributes:
-        config: sizes of the model.
-        step: of the run.
-        kernels: how many arrays adapters were added to; those of a stack are one.
-        values: of what kind these were, in words.
+        config: the configuration of the model.
+        step: the step of the run.
+        kernels: the number of kernels to which adapters were added; a stack of kernels counts as one.
+        values: the formats and dtypes in which the run stored these kernels, in words.
     """
 
     config: ModelConfig
@@ -32,20 +32,23 @@ class Merged:
 
 
 def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None = None) -> Merged:
-    """Makes a checkpoint at step 0 of a run with adapters, with `kernel + alpha / rank * a @ b` in place of kernels.
+    """Makes a checkpoint at step 0 from a run with adapters, with kernels replaced by `kernel + alpha / rank * a @ b`.
 
-    Sums are of float32 numbers, which are stored, as an import has them. Where the base was frozen as codes, they are
-    added to the values of the codes, beside which adapters were trained; not to those of the model that was quantized,
-    of which the run has nothing. A layer of a kernel is in memory at a time. `out` appears at the end, complete.
+    Adds in float32 and stores float32, as an import does. If the run froze its base as codes, the adapters are added to
+    the values of the codes, with which they were trained. They are not added to the weights before quantization,
+    which the run does not have. One layer of a kernel is in memory at a time. `out` appears only at the end, complete.
 
     Args:
-        checkpoint: the directory of checkpoints of the run.
-        out: a new or an empty directory, of checkpoints then.
-        step: which step; the latest by default.
+        checkpoint: the directory of the run's checkpoints.
+        out: a new or an empty directory, which becomes a directory of checkpoints.
+        step: the step to merge; by default, the latest.
+
+    Returns:
+        A description of what was merged.
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if it has no adapters or is damaged, or if `out` is not empty.
+        ValueError: if the step has no adapters or is damaged, or if `out` is not empty.
     """
     run = read_adapted(checkpoint, step)
     params = {
@@ -59,7 +62,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None 
 
 
 def _merged(run: Adapted, path: str, digests: dict[str, Digest], begin: int) -> np.ndarray:
-    """Returns a part of an array, and checks the array with its last part."""
+    """Returns some rows of a merged array. With the last rows, checks all that was read of it."""
     if begin == 0:
         digests.clear()
     base, adapter = run.base[path], run.beside.get(path)

@@ -1,4 +1,4 @@
-"""Exports adapters as PEFT stores them."""
+"""Exports adapters in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WEIGHT = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """Adapters that were exported.
+    """A description of the adapters that were exported.
 
     Attributes:
-        config: sizes of the model.
-        step: of the run.
-        tensors: how many.
-        targets: the names of the projections, as Hugging Face has them.
-        values: of what kind the kernels were that they were trained beside, in words.
+        config: the configuration of the model.
+        step: the step of the run.
+        tensors: the number of tensors that were written.
+        targets: Hugging Face's names of the projections that have adapters.
+        values: the formats and dtypes in which the run stored the kernels of these projections, in words.
     """
 
     config: ModelConfig
@@ -38,17 +38,20 @@ class Exported:
 
 
 def export_peft(checkpoint: str | Path, out: str | Path, *, step: int | None = None) -> Exported:
-    """Writes the adapters of a run as PEFT's `PeftModel.from_pretrained` reads them, in float32.
+    """Writes the adapters of a run in float32, in the files that PEFT's `PeftModel.from_pretrained` reads.
 
     Args:
-        checkpoint: the directory of checkpoints of the run.
+        checkpoint: the directory of the run's checkpoints.
         out: a new or an empty directory.
-        step: which step; the latest by default.
+        step: the step to export; by default, the latest.
+
+    Returns:
+        A description of the adapters.
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if it has no adapters, is damaged, or is of a model that Hugging Face does not store; if `out` is
-            not empty.
+        ValueError: if the step has no adapters, is damaged, or has a model that Hugging Face's files cannot describe;
+            or if `out` is not empty.
     """
     run = read_adapted(checkpoint, step)
     adapters, model_type = run.adapters, run.origin.config.get("model_type")
