@@ -16,10 +16,10 @@ _EXTRA = "lora"
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Arguments of `gtp_jax.lora`.
+    """The arguments of `gtp_jax.lora` with which a run added its adapters.
 
     Attributes:
-        rank, alpha, targets, dropout: as there.
+        rank, alpha, targets, dropout: the arguments of these names.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Adapters:
     dropout: float = 0.0
 
     def on[M: nnx.Module](self, model: M, rngs: nnx.Rngs, recipe: Recipe | None = None) -> M:
-        """Returns the model with these adapters, and frozen but for them."""
+        """Returns the model with these adapters added and all other weights frozen, as `gtp_jax.lora` does."""
         options: Any = {"targets": self.targets, "dropout": self.dropout, "recipe": recipe}
         return lora(model, self.rank, self.alpha, rngs=rngs, **options)
 
@@ -38,10 +38,10 @@ class Adapters:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], where: str) -> Self | None:
-        """Returns the adapters that a checkpoint was saved with; `None` without.
+        """Returns the adapters that a checkpoint was saved with; `None` if it has none.
 
         Raises:
-            ValueError: if they are described as by no version.
+            ValueError: if this version does not understand their description.
         """
         fields = extra.get(_EXTRA)
         if fields is None:

@@ -1,4 +1,4 @@
-"""The frozen base of a run with adapters, read from its checkpoint: values, also where codes are stored."""
+"""Reads the frozen base of a run with adapters from its checkpoint, as values even if it is stored as codes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ FROZEN = "frozen/"
 
 @dataclasses.dataclass(frozen=True)
 class BaseArray:
-    """A logical array of a base, of which nothing is in memory.
+    """A logical array of a base. Nothing of it is in memory until it is read.
 
     Attributes:
-        parts: the arrays that are stored: one, whose name is empty, or those of codes, by their names.
-        format: of the codes; `None` of an array.
-        matrix: the shape of one matrix of codes, output features first.
-        transposed: whether the array has input features first, where codes have output features.
+        parts: the stored arrays by name: a single one, whose name is empty, or those of a quantized array: `codes`,
+            `scales` and `amax`, as far as the format has them.
+        format: the format of the codes; `None` if values are stored.
+        matrix: the logical shape of one quantized matrix, output features first.
+        transposed: whether the logical array has input features first, whereas codes have output features first.
     """
 
     parts: Mapping[str, StoredArray]
@@ -33,7 +34,7 @@ class BaseArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its logical shape."""
+        """The logical shape."""
         if self.format is None:
             return self.parts[""].shape
         lead: tuple[int, ...] = self.parts["codes"].shape[:-2]
@@ -41,16 +42,19 @@ class BaseArray:
 
     @property
     def rows(self) -> int:
-        """How many indices of the first dimension are read at a time: a layer, or all of what is not stacked."""
+        """The number of rows that are read at a time: 1 for a stack of matrices, otherwise all.
+
+        A row is one index of the first dimension, so that a row of a stack is a layer.
+        """
         first, *others = self.shape
         return 1 if len(others) > 1 else first
 
     def read(self, begin: int, digests: dict[str, Digest]) -> np.ndarray:
-        """Returns `rows` indices of the first dimension; of codes what they stand for, in float32.
+        """Returns `rows` rows; dequantizes codes to float32.
 
         Args:
-            begin: the first of them.
-            digests: by name of the stored array, to which what is read is added.
+            begin: the index of the first row.
+            digests: the digests of the stored arrays by name, to which what is read is added.
         """
         found = {name: _read(part, begin, self.rows, digests) for name, part in self.parts.items()}
         if self.format is None:
@@ -63,19 +67,19 @@ class BaseArray:
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def damaged(self, digests: Mapping[str, Digest]) -> list[str]:
-        """Returns the names of stored arrays that were read otherwise than they were saved."""
+        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read."""
         return [part.name for part in self.parts.values() if part.shape and digests[part.name].text() != part.digest]
 
 
 def base_arrays(
     stored: Mapping[str, StoredArray], static: Mapping[str, str], transposed: Mapping[str, bool]
 ) -> dict[str, BaseArray]:
-    """Returns the arrays of a checkpoint's base, by path joined by slashes.
+    """Returns the arrays of a checkpoint's frozen base, by their paths joined with slashes.
 
     Args:
-        stored: all of its arrays by name.
-        static: static fields of its state, as the manifest has them.
-        transposed: by path, whether a kernel has input features first.
+        stored: all arrays of the checkpoint, by name.
+        static: the static fields of the checkpoint's state, from the manifest.
+        transposed: whether each kernel has input features first, by path.
     """
     found: dict[str, dict[str, StoredArray]] = {}
     formats: dict[str, Format] = {}
@@ -99,7 +103,7 @@ def base_arrays(
 
 
 def _read(stored: StoredArray, begin: int, rows: int, digests: dict[str, Digest]) -> np.ndarray:
-    if not stored.shape:  # the amax of one matrix, too little for a digest
+    if not stored.shape:  # the amax of a single matrix, a scalar without a digest
         return np.asarray(stored.open().read().result())
     if rows > 1:
         begin, rows = 0, stored.shape[0]

@@ -1,4 +1,4 @@
-"""A model from a checkpoint: of a run, or imported."""
+"""Loads a model from a checkpoint of a run or of an import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._evaluation import EvaluationArray, evaluation_arrays
 from ._families import build, saved_config
 from ._family import ModelConfig
 
-# Rows of a matrix that are in memory twice while it is read.
+# The number of rows of a matrix that are read at a time. Only these are in memory twice.
 _ROWS = 4096
 _SHOWN = 8
 
@@ -41,25 +41,28 @@ def load(
     param_dtype: str | None = None,
     recipe: Recipe | None = None,
 ) -> nnx.Module:
-    """Returns the model of a checkpoint, sharded over the mesh in scope; of an optimizer only the average of
-    weights is read, if the run has one, which the model then has: the weights that the run evaluates.
+    """Returns the model of a checkpoint, sharded over the mesh in scope.
 
-    Each array is read a few rows at a time and checked against the checkpoint's digest. The whole array is in the
-    host's memory only in the dtype in which devices store it. Of a run with adapters the model has them, and is frozen
-    but for them, as values in the dtype of compute, also where the run froze it as codes.
+    The model has the weights with which the run evaluates: the averaged weights if the run averages them, otherwise the
+    parameters. Nothing else of the optimizer's state is read. The model of a run with adapters has these adapters; all
+    other weights are frozen, and stored as values even if the run froze them as codes.
+
+    Each array is read a few rows at a time, and checked against the checkpoint's digest. The host's memory holds a
+    whole array only in the dtype in which devices store it.
 
     Args:
-        path: the directory of a run, or of what `gtp-jax convert import` made.
-        step: which step; the latest by default.
-        dtype: the dtype of compute.
-        param_dtype: the dtype in which devices store the weights that are gathered; `dtype` by default, which serves
-            for `gtp_jax.generate`; `"float32"` for training. Norms and routers keep that of the checkpoint.
-        recipe: freezes the weights as codes, as `gtp_jax.freeze` makes them of float32 masters, which devices hold
-            meanwhile.
+        path: the directory of a run, or one that `gtp-jax convert import` made.
+        step: the step to load; by default, the latest.
+        dtype: the compute dtype.
+        param_dtype: the dtype in which devices store gathered weights: by default `dtype`, which suits
+            `gtp_jax.generate`; `"float32"` for training. Norms and routers keep the checkpoint's dtype.
+        recipe: the recipe with which to quantize and freeze the weights, as `gtp_jax.freeze` does. Devices hold them in
+            float32 until then, whatever `param_dtype` is.
 
     Raises:
         FileNotFoundError: if there is no such directory or step.
-        ValueError: if there is no checkpoint, it does not say of which model it is, or it is damaged.
+        ValueError: if there is no checkpoint, if it does not say which model it contains or is damaged, or if it has
+            adapters and `recipe` is given.
     """
     check_mesh_in_scope()
     directory, checkpoints = opened(path)
@@ -128,10 +131,10 @@ def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, Any], kept: np.dtype, where: str) -> None:
-    """Puts a checkpoint's arrays into an abstract model.
+    """Fills an abstract model with a checkpoint's arrays.
 
     Raises:
-        ValueError: if it has other arrays, or they are damaged.
+        ValueError: if the checkpoint has other arrays than the model, or its arrays are damaged.
     """
     variables = {
         "/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Frozen)))
@@ -159,7 +162,7 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
 
 
 def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
-    """Returns an array of a frozen base in another dtype, read a layer at a time."""
+    """Reads an array of a frozen base, one layer at a time, and returns it in the given dtype."""
     whole, digests = np.empty(array.shape, dtype), {}
     for begin in range(0, array.shape[0], array.rows):
         whole[begin : begin + array.rows] = array.read(begin, digests)
@@ -169,10 +172,10 @@ def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike, where: str) -> np.nd
 
 
 def _read(stored: EvaluationArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
-    """Returns an array in another dtype, read a few rows at a time."""
+    """Reads an array, a few rows at a time, and returns it in the given dtype."""
     whole = np.empty(stored.shape, dtype)
     length = stored.shape[0]
-    rows = 1 if len(stored.shape) > 2 else _ROWS  # of a stack a layer
+    rows = 1 if len(stored.shape) > 2 else _ROWS  # one layer of a stack
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
         whole[begin:end] = stored.read(begin, end)
