@@ -1,4 +1,4 @@
-"""`gtp-jax convert`: models from and to Hugging Face's files, and adapters into models."""
+"""`gtp-jax convert`: imports and exports Hugging Face's files, and merges adapters into models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SHARD_GB = 5
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
+    """Adds the subcommand, with the verbs `import`, `export` and `merge`."""
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
     parser = subparsers.add_parser(
         "convert",

@@ -1,4 +1,4 @@
-"""`gtp-jax train`: from text to a trained model. Its flags are fields of `TrainConfig` (`trainer/_train_flags.py`)."""
+"""`gtp-jax train`: trains a model on text. Its flags are the fields of `TrainConfig` (`trainer/_train_flags.py`)."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def _save(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     else:
         training = settings_of(config)
     own = {**given(args, ElasticOptions), **given(args, LaunchOptions)}
-    own.pop("process_id", None)  # all processes may read the file
+    own.pop("process_id", None)  # the same file may be given to all processes
     write_settings(args.save_config.expanduser(), {**training, **own}, __version__)

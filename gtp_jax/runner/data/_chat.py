@@ -70,7 +70,7 @@ class Chat:
         return [one for file in files for one in JsonLines(file, self.document)]
 
     def documents(self, conversations: Iterable[bytes]) -> Documents:
-        """Returns the tokens of conversations, each with the separator as its last token, and which are answers."""
+        """Returns the tokens of conversations, each ending with the separator, and which of them are answers."""
         tokens, masks = [], []
         for batch in itertools.batched(conversations, _CHUNK):
             rendered = [Rendered(*json.loads(one)) for one in batch]
@@ -166,11 +166,11 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, An
 
 
 def _within(places: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns which tokens overlap a span, `(tokens,)` bool.
+    """Returns whether each token overlaps a span, `(tokens,)` bool.
 
     Args:
         places: `(tokens, 2)`, the first character of each token and the one after its last.
-        spans: the first character of each span and the one after its last, ascending.
+        spans: the first character of each span and the one after its last, in ascending order.
     """
     begins, ends = np.asarray(spans, np.int64).reshape(-1, 2).T
     # the last of the spans that begin before a token's end

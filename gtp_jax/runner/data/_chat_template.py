@@ -24,7 +24,7 @@ _DEFAULT = "default"
 # The largest published tokenizer_config.json files have about 1.2 MB.
 _MAX_BYTES = 1 << 24
 
-# Mark the begin and end of what `{% generation %}` blocks write, to find it. Neither is a character (Unicode, 23.7).
+# They mark the beginning and the end of what `{% generation %}` blocks write. Neither is a character (Unicode, 23.7).
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 # The date of `strftime_now` in training text. It is fixed, so that a run sees the same text on every day, and is the
@@ -37,7 +37,7 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: the conversation, with special tokens written out.
-        answers: `(begin, end)` of each answer in `text`, in characters, including what ends the answer; ascending.
+        answers: `(begin, end)` of each answer in `text`, in characters, including the text that ends it; ascending.
     """
 
     text: str
@@ -50,7 +50,7 @@ class ChatTemplate:
     Args:
         source: the template.
         tokens: the texts of special tokens by name, such as `eos_token`; `None` if they are unknown.
-        where: the place of the template, for messages.
+        where: a description of where the template comes from, for messages.
 
     Attributes:
         whole: the template, preceded by definitions of the special tokens that it uses.
@@ -233,7 +233,7 @@ def stored_template(files: Mapping[str, bytes], where: str) -> ChatTemplate | No
 
     Args:
         files: the contents of the files by name.
-        where: the place of the files, for messages.
+        where: a description of where the files come from, for messages.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
