@@ -1,4 +1,4 @@
-"""Flax NNX modules: they hold parameters and configuration, and call the layers below."""
+"""Flax NNX modules: they hold parameters and configuration, and call the packages below."""
 
 from typing import TYPE_CHECKING
 
@@ -74,5 +74,5 @@ ABOVE = {
     "gtp_jax.experts": ("AuxLossOf", "ExpertParallel", "GroupedDense", "MoE", "Routing", "Score"),
     "gtp_jax.inspect": ("AttentionFact", "Explanation", "WireFact", "explain"),
 }
-if not TYPE_CHECKING:  # so that they see which names there are
+if not TYPE_CHECKING:  # type checkers use the imports above, so that they report unknown names
     __getattr__ = look_up(__name__, ABOVE)

@@ -1,4 +1,4 @@
-"""Layers of Flax's with an adapter around them."""
+"""Linear layers of Flax, wrapped with an adapter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STOCK = (nnx.Linear, nnx.LinearGeneral)
 
 
 class AdaptedLinear(nnx.Module):
-    """Returns `base(x)` and what an adapter adds to it.
+    """Computes the sum of `base(x)` and the adapter's term.
 
     Args:
-        base: an `nnx.Linear`, or an `nnx.LinearGeneral` over the last dimensions of its input.
-        adapter: for its kernel as a matrix, `layout_of_stock(base)`.
+        base: the layer: an `nnx.Linear`, or an `nnx.LinearGeneral` over the last dimensions of its input.
+        adapter: the adapter of its kernel, viewed as a matrix with `layout_of_stock(base)`.
     """
 
     def __init__(self, base: Any, adapter: Adapter) -> None:
@@ -32,7 +32,7 @@ class AdaptedLinear(nnx.Module):
         self.ranks = current_roles().batch
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        """Maps `(..., *features in)` to `(..., *features out)`; further arguments are those of `base`."""
+        """Maps `(..., *features in)` to `(..., *features out)`. Further arguments are passed to `base`."""
         y = self.base(x, *args, **kwargs)
         lead = x.shape[: x.ndim - len(_tuple(self.base.in_features))]
         rows = jnp.reshape(x, (*lead, self.layout.shape[0])).astype(y.dtype)
@@ -41,16 +41,17 @@ class AdaptedLinear(nnx.Module):
 
 
 def layout_of_stock(layer: Any) -> Layout:
-    """Returns the layout of a layer's kernel as a matrix, which tp does not divide."""
+    """Returns the layout of a layer's kernel viewed as a matrix, which tp does not divide."""
     shape = math.prod(_tuple(layer.in_features)), math.prod(_tuple(layer.out_features))
     return Layout(shape=shape, rows=1, roles=current_roles())
 
 
 def check_stock(layer: Any, name: str) -> None:
-    """Refuses a layer whose adapter would be something else than a product of two matrices.
+    """Checks that the adapter of a layer would be a product of two matrices.
 
     Raises:
-        ValueError: naming it and what it has.
+        ValueError: if it would not: if the layer contracts other dimensions than the last, has batch axes, or has a
+            stacked kernel. The message names the layer and what it has.
     """
     features = len(_tuple(layer.in_features))
     ahead = layer.kernel.get_raw_value().ndim - features - len(_tuple(layer.out_features))
@@ -67,8 +68,8 @@ def check_stock(layer: Any, name: str) -> None:
 
 
 def places_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """Yields the path of each layer of Flax's in a model, what holds it, and the layer; one that several hold several
-    times."""
+    """Yields the path of each linear Flax layer in a model, the node that contains it, and the layer. A layer that
+    several nodes contain is yielded once for each."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.List):
             held = list(enumerate(node))

@@ -1,4 +1,4 @@
-"""What LoRA adds to the product with one kernel (Hu et al. 2021, arXiv 2106.09685)."""
+"""The low-rank term that LoRA adds to the product with one kernel (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from ..ops import linear, slotted
 from ._frozen import Frozen
 from ._weight import Initializer, placed_once
 
-# uniform within 1 / sqrt(features in): Kaiming's with a = sqrt(5), as PEFT has it
+# uniform within +-1 / sqrt(features in): Kaiming-uniform with a = sqrt(5), as in PEFT
 _init_a = initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-_WORDS = 2  # of a key of threefry
+_WORDS = 2  # the number of words of a threefry key
 
 
 class DropoutWords(Frozen):
-    """The words that tell an adapter's dropout from that of others: uint32 `(2,)`.
+    """The words that make an adapter's dropout differ from that of other adapters: uint32 `(2,)`.
 
-    They are constant. `with_dropout` makes the key of a step of them; without it nothing is dropped.
+    They are constant. `with_dropout` derives the key of a step from them; without it, nothing is dropped.
     """
 
 
 class Adapter(nnx.Module):
-    """Two matrices of low rank beside a kernel: `scale * dropout(x) @ a @ b` is added to `x @ kernel`.
+    """Two low-rank matrices for a kernel: `scale * dropout(x) @ a @ b` is added to `x @ kernel`.
 
-    Over tp `b` is sharded like the output features of a column-parallel kernel, and `a` like the input features of a
-    row-parallel one; the other is whole. Both are whole over gtp.
+    For a column-parallel kernel, tp shards `b` like the kernel's output features, and `a` is whole. For a row-parallel
+    kernel, tp shards `a` like the kernel's input features, and `b` is whole. If tp divides the features unevenly, both
+    are stored whole, and each rank takes its part in the call. Both are whole over gtp.
 
     Args:
-        layout: of the kernel, whose `split` says which of its dimensions tp divides.
-        rank: of the product.
-        scale: of the product.
-        dropout: the share of the input that is dropped in training.
-        length: number of layers of the stack that it is in, whose adapters are stacked; `None` outside of stacks.
-        dtype: of the matrices.
-        rngs: the `params` stream is used.
+        layout: the layout of the kernel.
+        rank: the rank of the product `a @ b`.
+        scale: the factor of the product.
+        dropout: the fraction of the input that is dropped in training.
+        length: the number of layers of the stack that the adapter is in, whose adapters are stacked; `None` outside
+            stacks.
+        dtype: the dtype of the matrices.
+        rngs: the random streams, of which `params` is used.
 
     Attributes:
-        a: `(features in, rank)`, Kaiming-uniform.
-        b: `(rank, features out)`, zeros.
-        words: of dropout; `None` without it.
+        a: the first matrix, `(features in, rank)`, initially Kaiming-uniform.
+        b: the second matrix, `(rank, features out)`, initially zero.
+        words: the words for dropout; `None` without dropout.
     """
 
     def __init__(
@@ -85,14 +87,15 @@ class Adapter(nnx.Module):
             self.words = placed_once(DropoutWords(words, out_sharding=(None,) * words.ndim, **stored))
 
     def low(self, x: jax.Array, layout: Layout, ranks: tuple[str, ...], part: int) -> jax.Array:
-        """Maps `(..., features in)`, of this tp rank, to `(..., rank)`: with a row-parallel kernel a term of a sum over
-        tp.
+        """Maps this tp rank's `(..., features in)` to `(..., rank)`. With a row-parallel kernel, the result is a
+        partial sum, to be summed over tp.
 
         Args:
             x: the input.
-            layout: of the kernel.
-            ranks: mesh axes whose ranks have other examples, places or features, and drop others.
-            part: of the sequence.
+            layout: the layout of the kernel.
+            ranks: the mesh axes whose ranks have different examples, positions or features, and therefore different
+                dropout masks.
+            part: the index of the part of the sequence.
         """
         a = self.a.get_value()
         if layout.takes_part and layout.split_dim == 0 and layout.split is not None:
@@ -102,7 +105,7 @@ class Adapter(nnx.Module):
         return _product(x, a) * jnp.asarray(self.scale, x.dtype)
 
     def output(self, low: jax.Array, layout: Layout) -> jax.Array:
-        """Maps `(..., rank)` to `(..., features out)`, of this tp rank."""
+        """Maps `(..., rank)` to this tp rank's `(..., features out)`."""
         b = self.b.get_value()
         if layout.takes_part and layout.split_dim == 1 and layout.split is not None:
             b = layout.split.take(b, 1)
@@ -118,17 +121,17 @@ class Adapter(nnx.Module):
 
 
 def drops(variables: Any) -> bool:
-    """Returns whether a model, or its state, has adapters with dropout."""
+    """Returns whether a model, or a state of one, has adapters with dropout."""
     state = nnx.state(variables) if isinstance(variables, nnx.Module) else variables
     return any(isinstance(v, DropoutWords) for _, v in nnx.to_flat_state(state))
 
 
 def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
-    """Returns the model with the dropout of its adapters on, in calls until another key is given.
+    """Returns a copy of the model with the dropout of its adapters on. All calls of the copy use this key.
 
     Args:
-        model: is left as it is.
-        key: uint32 `(2,)`: of a step and a microbatch.
+        model: the model, which is not changed.
+        key: the key, uint32 `(2,)`, of a step and a microbatch.
     """
     graph, state = nnx.split(model)
 
@@ -143,7 +146,7 @@ def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
 
 
 def _folded(words: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns the words of one adapter in a step."""
+    """Returns the words of one adapter for one step, given the step's key."""
     return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(_key(words), key[0]), key[1]))
 
 
@@ -152,5 +155,5 @@ def _key(words: jax.Array) -> jax.Array:
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Returns `x @ matrix` in the dtype of `x`; the matrix has its gradient in its own."""
+    """Returns `x @ matrix` in the dtype of `x`. The gradient of the matrix has the dtype of the matrix."""
     return linear(x, slotted(matrix.T.astype(x.dtype), matrix.T))

@@ -1,4 +1,4 @@
-"""Weights of any shape, gathered where they are used."""
+"""Weights of any shape that are gathered where they are used."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from ._weight import ArrayWeight, placed_once
 
 
 class GatheredOnUse(nnx.Variable):
-    """What a variable that holds a weight of any shape can do; see `Param`."""
+    """The methods of a variable that holds a weight of any shape; see `Param`."""
 
     def gather(self) -> jax.Array:
         """Returns the array to compute with, in `dtype`.
 
-        Without a mesh and in global view that is the logical array, in global view perhaps sharded over tp along
-        `tensor_dim`. In local view it is the array gathered over gtp; along `tensor_dim` this tp rank's part, with
-        zeros behind it where tp divides the dimension unevenly.
+        Without a mesh and in global view, this is the logical array, which in global view may be sharded over tp along
+        `tensor_dim`. In local view, it is the array gathered over gtp, but along `tensor_dim` only this tp rank's part,
+        padded with zeros if tp divides the dimension unevenly.
 
-        In a layer of a `Stack` it has been gathered under the layer before. Elsewhere the gathered array is saved for
-        backward if what you compute with it needs it: `nnx.remat` around your code gathers it again instead.
+        In a layer of a `Stack`, the array was gathered while the previous layer computed. Elsewhere, the gathered array
+        is saved for backward if your computation needs it there; `nnx.remat` around your code gathers it again instead.
 
         Raises:
-            ValueError: if it holds the arrays of all layers of a `Stack`, or the mesh in scope has other degrees than
-                it was built for.
+            ValueError: if the variable holds the stacked arrays of all layers of a `Stack`, or the weight was built for
+                a mesh of other degrees than the mesh in scope.
         """
         return gather_array(self)
 
     def get_value(self, **index: Any) -> Any:
-        """Returns what it holds; in a layer of a `Stack`, where that is what was gathered, what `gather` returns.
+        """Returns the value of the variable; in a layer of a `Stack`, where the gathered weight is stored in it, the
+        result of `gather`.
 
-        So `param[...]`, `param * x` and other readings mean there what they mean elsewhere.
+        `param[...]`, `param * x` and other reads thus mean the same there as elsewhere.
         """
         if not isinstance(self.get_raw_value(), Gathered):
             return super().get_value(**index)
@@ -52,25 +53,28 @@ class GatheredOnUse(nnx.Variable):
 
 
 class Param(GatheredOnUse, nnx.Param):
-    """A parameter of any shape, sharded over gtp in storage, and gathered where it is used.
+    """A parameter of any shape, sharded over gtp in storage and gathered where it is used.
 
         self.queries = gtp_jax.Param(nnx.initializers.normal(0.02)(rngs.params(), (16, 4, 64)))    # in `__init__`
         scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
 
-    It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. Of its dimensions gtp shards
-    the longest that it divides evenly; see `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+    It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. gtp shards the longest
+    dimension that it divides evenly; see `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.
-        tensor_dim: a dimension that tp shards too, as in a parallel layer; negative ones count from the end.
-        dtype: of the gathered array, on the wire too; that of `value` by default.
+        tensor_dim: the dimension that tp shards, as in a parallel layer; `None` for none. Negative numbers count from
+            the end.
+        dtype: the dtype of the gathered array, also on the wire; that of `value` by default.
         grad_reduce: how its gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see `reduction_of`.
-            It leaves your code in `dtype`. In global view outside a `Stack` XLA takes the sum, in `dtype`.
-        metadata: as of any `nnx.Variable`; but not `out_sharding`, which follows from the mesh.
+            Your computation produces the gradient in `dtype`. In global view outside a `Stack`, XLA sums it, in
+            `dtype`.
+        metadata: metadata as for any `nnx.Variable`, except a sharding such as `out_sharding`, which follows from the
+            mesh.
 
     Raises:
-        TypeError: if `value` is no array of floating-point numbers.
-        ValueError: if it is empty or has no dimension `tensor_dim`, or `out_sharding` is given.
+        TypeError: if `value` is not an array of floating-point numbers.
+        ValueError: if the array is empty or does not have the dimension `tensor_dim`, or a sharding is given.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Param(GatheredOnUse, nnx.Param):
 def array_metadata(
     value: Any, tensor_dim: int | None, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce
 ) -> dict[str, Any]:
-    """Returns what tells `weight_owners` that a variable is a weight of any shape."""
+    """Returns the metadata that make a variable a weight of any shape, which `weight_owners` finds."""
     array = layout_of_array(jnp.shape(value), tensor_dim=tensor_dim)
     dtype = np.dtype(jnp.result_type(value) if dtype is None else dtype)
     reduction_of(grad_reduce, dtype)
@@ -117,7 +121,7 @@ def array_metadata(
 
 
 def gather_array(variable: nnx.Variable) -> jax.Array:
-    """Returns what `Param.gather` does, of any variable with `array_metadata`."""
+    """Returns the gathered array of any variable with `array_metadata`; see `Param.gather`."""
     check_mesh_in_scope()
     owner = ArrayWeight(variable)
     array, value, view = owner.array, owner.value, current_view()
@@ -135,24 +139,25 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
-    """Returns an array made without the mesh in scope, such as a pretrained one, on its devices."""
-    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # where an array is placed by the program that makes it
+    """Puts an array that was made outside of the mesh in scope, such as a pretrained one, on the devices of that
+    mesh."""
+    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # then the program that makes the array places it
     if traced or current_view() != "global":
         return jnp.asarray(value)
     return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
 
 
 def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:
-    """Returns a kernel of a module of Flax's as a weight that is gathered.
+    """Returns the kernel of a Flax module as a weight that is gathered.
 
-    A plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
+    It is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one.
     """
     value = kernel.get_value()
     return placed_once(nnx.Param(value, **array_metadata(value, None, dtype, grad_reduce)))
 
 
 def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None:
-    """Refuses options of a module of Flax's that mean nothing here."""
+    """Raises an error if options of a Flax module are given that gtp_jax's module does not support."""
     for option in refused:
         if options.get(option) is not None:
             raise ValueError(
@@ -164,16 +169,17 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
 def over_batch(
     module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool
 ) -> jax.Array:
-    """Returns `function(module, x)`, with the module's `kernel` gathered for it, and again in backward.
+    """Returns `function(module, x)`, with the module's `kernel` gathered for the call, and again in backward.
 
-    In global view it is called on each rank's own examples, so that each rank reduces the gradient of its own.
+    In global view, the function is called on each rank's own examples, so that each rank computes the gradient of its
+    own examples before these are summed over the ranks.
 
     Args:
-        module: with a `kernel` that has `array_metadata`; its other parameters are whole on every rank.
-        function: written for one rank's examples.
-        x: perhaps with the batch first.
-        batched: whether the first dimension of `x` and of the result is the batch, of which every example is computed
-            alone.
+        module: a module whose `kernel` has `array_metadata`, and whose other parameters are whole on every rank.
+        function: a function written for one rank's examples.
+        x: the input.
+        batched: whether the first dimension of `x` and of the result is the batch, and each example is computed
+            independently.
     """
     check_mesh_in_scope()
     graph, state = nnx.split(module)
@@ -202,7 +208,8 @@ def over_batch(
 
 
 def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, sums: np.dtype) -> jax.Array:
-    """Returns a stored global array as `Param.gather` has it; its gradient goes straight to the stored partition."""
+    """Returns a stored global array, gathered by XLA, as `Param.gather` returns it. Its gradient gets the partition of
+    the stored array directly."""
 
     def gather(value: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(value.astype(dtype), array.use_spec)
@@ -220,7 +227,7 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTy
 
 
 def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
-    """Returns the array in use as a rank's part of the global array of partition `use_spec`."""
+    """Returns this rank's part of the global array whose partition is `use_spec`, given the gathered weight."""
     part, split = jnp.reshape(weight, array.use_shape), array.matrix.split
     return part if split is None or not array.matrix.takes_part else join_split(part, split, array.tensor_dim or 0)
 

@@ -1,4 +1,4 @@
-"""The attention half of a transformer block, and attention to another sequence."""
+"""Self-attention and cross-attention layers of transformer blocks."""
 
 from __future__ import annotations
 
@@ -18,36 +18,41 @@ from ._options import DenseOptions
 
 
 class Attention(Layer):
-    """Self-attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245) and rotary embedding.
+    """Self-attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245) and a rotary embedding. Normalizes
+    its input first.
 
-    Where it runs in cuDNN's kernels, `gtp_jax.explain` says.
+    `gtp_jax.explain` reports whether cuDNN kernels are used.
 
     Args:
-        features: size of the input and of the output.
-        num_heads: query heads, divided among tp ranks with the key-value head that they share.
-        num_kv_heads: key and value heads; divides `num_heads`, and is at least tp. All heads by default.
-        head_dim: `features // num_heads` by default.
-        causal: whether a token attends to no later one.
-        window: how many keys a token sees, its own included; to both sides if not `causal`.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
-        qk_norm: normalise each head of queries and keys by RMSNorm, as in Qwen3.
-        sinks: learn a logit for each head that takes part in its softmax with no value behind it, as in gpt-oss.
-        scale: of the scores; `head_dim ** -0.5` by default.
-        dropout_rate: the share of attention weights dropped in training, by the `dropout` stream of `rngs`. Each rank
-            folds its place on the mesh into the key, so that masks differ from those without a mesh.
-        rope_theta: base of the rotary wavelengths; `None` for no rotary embedding.
-        rope_scaling: of the rotary frequencies.
-        rotary_dim: how many of the first dimensions of a head are rotated; all by default.
-        norm: of the input, as in `LayerNormDense`.
-        epsilon: of all norms.
-        qkv_bias: whether queries, keys and values have biases, as in Qwen2; by default `use_bias`, an option, which
-            gives one to the output as well.
-        sequence_parallel: as in `Dense`.
-        rngs: the `params` stream is used, and `dropout` where there is any.
-        options: passed to both `Dense` layers.
+        features: the size of the input and of the output.
+        num_heads: the number of query heads. They are divided among tp ranks in groups that share a key-value head.
+        num_kv_heads: the number of key-value heads, which divides `num_heads` and is at least tp. `num_heads` by
+            default.
+        head_dim: the size of a head; `features // num_heads` by default.
+        causal: whether a token may not attend to later tokens.
+        window: the size of the attention window: a token attends to keys less than this many positions away, including
+            its own. With `causal`, these are the last `window` keys.
+        soft_cap: if given, scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
+        qk_norm: whether to normalize each head of queries and keys by RMSNorm, as in Qwen3.
+        sinks: whether to learn, for each head, a logit that takes part in the softmax but has no value, as in gpt-oss.
+        scale: the factor of the scores; `head_dim ** -0.5` by default.
+        dropout_rate: the fraction of attention weights that are dropped in training, with keys from the `dropout`
+            stream of `rngs`. On a mesh, each rank folds its index into the key, so that dropout masks differ from those
+            without a mesh.
+        rope_theta: the base of the rotary wavelengths; `None` for no rotary embedding.
+        rope_scaling: how the rotary frequencies are scaled, if at all.
+        rotary_dim: the number of leading dimensions of each head that are rotated; all by default.
+        norm: the norm of the input, as in `LayerNormDense`.
+        epsilon: the epsilon of all norms.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2; the option `use_bias` by default. Whether
+            the output has a bias depends on `use_bias` alone.
+        sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
+        rngs: the random streams, of which `params` is used, and `dropout` if `dropout_rate` is not 0.
+        options: further arguments of both `Dense` layers.
 
     Raises:
-        ValueError: if there are fewer key-value heads than tp ranks, or arguments do not fit each other.
+        ValueError: if there are fewer key-value heads than tp ranks, or the arguments are not consistent with each
+            other.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class Attention(Layer):
         sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
         group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
         units = {"query": group, "key": head_dim, "value": head_dim}
-        # padding is whole heads of zeros, which attend to nothing but zeros
+        # the padding consists of whole heads of zeros, which attend only to zeros
         of_qkv = shared if qkv_bias is None else {**shared, "use_bias": qkv_bias}
         self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **of_qkv)
         self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)
@@ -121,22 +126,23 @@ class Attention(Layer):
     ) -> jax.Array:
         """Maps `(batch, sequence, features)` to the same shape.
 
-        Inside a `shard_map` positions, segments and masks are of this rank's examples, and of the whole sequence even
-        where `x` is sharded along it.
+        Inside a `shard_map`, `positions`, `segment_ids` and `mask` cover this rank's examples and the whole sequence,
+        even if `x` is sharded along the sequence.
 
         Args:
             x: the input.
-            positions: `(batch, sequence)` or `(sequence,)`, for the rotary embedding. By default those of
+            positions: the positions for the rotary embedding, `(batch, sequence)` or `(sequence,)`. By default
                 `positions_of(segment_ids)`, or 0, 1, ... without segments.
-            segment_ids: `(batch, sequence)` integers; a token attends to those of the same id, such as its document.
-            mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples, or
-                `(batch, sequence, sequence)`, or with 1 in the place of heads behind the batch. A token that may attend
-                to none gets zeros from the attention.
+            segment_ids: `(batch, sequence)` integers, such as numbers of documents. Tokens attend only to tokens with
+                the same id.
+            mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples;
+                `(batch, sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. For a token
+                that may attend to none, the attention is zero.
             deterministic: whether dropout is off; the module's `deterministic` by default.
-            dropout_key: in place of the next one of the module's own.
+            dropout_key: the key for dropout; by default the next key of the module's own stream.
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: if the shapes are not consistent with each other.
         """
         if x.ndim != 3:
             raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
@@ -145,7 +151,7 @@ class Attention(Layer):
         return super().__call__(x, deterministic=key is None, **given)
 
     def local(self, x: jax.Array, *, deterministic: bool, **inputs: Any) -> jax.Array:
-        del deterministic  # said by the key
+        del deterministic  # without dropout, the key is `None`
         if inputs["positions"] is None and inputs["segment_ids"] is not None and self.core.rope_theta is not None:
             inputs["positions"] = positions_of(inputs["segment_ids"])
         by_head = {name: _by_head(y, self.core.head_dim) for name, y in self.qkv(x).items()}
@@ -157,13 +163,14 @@ class Attention(Layer):
 
 
 class CrossAttention(Layer):
-    """Attention to the output of another network, an encoder.
+    """Attention to a memory: the output of another network, such as an encoder.
 
-    Queries are made of the normalised input, keys and values of the memory as it is.
+    Queries are projections of the normalized input; keys and values are projections of the memory, which is not
+    normalized.
 
     Args:
-        features: size of the input and of the output.
-        memory_features: size of the memory; `features` by default.
+        features: the size of the input and of the output.
+        memory_features: the size of the memory; `features` by default.
 
     The other arguments are those of `Attention`.
     """
@@ -234,14 +241,16 @@ class CrossAttention(Layer):
 
         Args:
             x: the input.
-            memory: `(batch, memory, memory_features)`; inside a `shard_map` sharded along its sequence like `x`.
-            segment_ids: of `x` and of the memory, `(batch, sequence)` and `(batch, memory)`; a token attends to those
-                of the same id.
-            mask: boolean, true where a token may attend: `(batch, sequence, memory)`, or as in `Attention`.
+            memory: the memory, `(batch, memory, memory_features)`. Inside a `shard_map` it is sharded along its
+                sequence like `x`.
+            segment_ids: the segment ids of `x` and those of the memory, `(batch, sequence)` and `(batch, memory)`.
+                Tokens of `x` attend only to tokens of the memory with the same id.
+            mask: boolean, true where a token may attend: `(batch, sequence, memory)`, or the other shapes of
+                `Attention` with the length of the memory last.
             deterministic, dropout_key: as in `Attention`.
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: if the shapes are not consistent with each other.
         """
         if x.ndim != 3 or memory.ndim != 3:
             raise ValueError(
@@ -253,7 +262,7 @@ class CrossAttention(Layer):
         return super().__call__(x, memory=memory, deterministic=key is None, **given)
 
     def local(self, x: jax.Array, *, memory: jax.Array, deterministic: bool, **inputs: Any) -> jax.Array:
-        del deterministic  # said by the key
+        del deterministic  # without dropout, the key is `None`
         q = _by_head(self.query(x), self.core.head_dim)
         kv = self.kv(memory)
         k, v = (_by_head(kv[name], self.core.head_dim) for name in ("key", "value"))
@@ -271,7 +280,7 @@ def _by_head(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def _partition(layer: Layer, name: int | str, array: Any) -> PartitionSpec:
-    """Returns the partition of a mask, positions or segments: whole where all examples have the same."""
+    """Returns the partition of a mask, positions or segment ids. Arrays that all examples share are whole."""
     alike = {"mask": array.ndim == 2 or array.shape[0] == 1, "positions": array.ndim == 1} if array.ndim else {}
     return PartitionSpec() if alike.get(str(name)) else Layer.partition_of_input(layer, name, array)
 
@@ -288,10 +297,10 @@ def _head_dim(features: int, num_heads: int, num_kv_heads: int, head_dim: int | 
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Refuses heads that cannot be divided among groups and tp ranks.
+    """Checks that query heads can be divided into groups, and groups among tp ranks.
 
     Raises:
-        ValueError: naming the two numbers and the remedy.
+        ValueError: if they cannot, or a number is below 1. The message names the numbers.
     """
     if min(num_heads, num_kv_heads) < 1:
         raise ValueError(

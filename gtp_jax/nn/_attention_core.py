@@ -1,4 +1,4 @@
-"""What attention does between its projections: norms of heads, rotation, softmax."""
+"""The part of attention between its projections: norms of heads, rotary embedding and softmax."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ _CACHED = (
 
 
 class AttentionCore(nnx.Module):
-    """Maps queries, keys and values of a rank's heads to its output heads.
+    """Maps the queries, keys and values of a rank's heads to the outputs of these heads.
 
-    Its arguments are those of `Attention`, and:
+    The arguments are those of `Attention`, and in addition:
 
     Args:
-        num_heads, num_kv_heads, head_dim: of all ranks.
-        queries: layout of the kernel that makes the queries: sinks are divided among tp ranks like its heads.
-        keys: layout of the kernel that makes the keys.
-        roles: of mesh axes.
-        dtype: of queries, keys and values.
+        num_heads, num_kv_heads: the numbers of heads of all ranks together.
+        queries: the layout of the kernel that computes the queries. tp divides the sinks in the same way as its heads.
+        keys: the layout of the kernel that computes the keys.
+        roles: the roles of the mesh axes.
+        dtype: the dtype of queries, keys and values.
+        param_dtype: the dtype of the stored parameters.
 
     Attributes:
         cached_keys, cached_values: the `Cache`s of `gtp_jax.generate`; `None` elsewhere.
-        kv_heads: key-value heads of all ranks, with the padding of ranks that have fewer.
-        deterministic: whether dropout is off; `nnx.Module.eval` and `nnx.Module.train` set it.
+        kv_heads: the number of key-value heads of all ranks together, including the padding of ranks that have fewer.
+        deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class AttentionCore(nnx.Module):
         self.query_scale, self.key_scale = scale_of_heads(), scale_of_heads()
         split = queries.split
         assert split is not None
-        # where storage is whole on every tp rank, each takes its heads in the call
+        # if the sinks are stored whole on every tp rank, each rank takes those of its heads in the call
         self.split = (
             Split(num_heads, num_heads // num_kv_heads, split.owners, split.axis) if queries.takes_part else None
         )
@@ -104,13 +105,13 @@ class AttentionCore(nnx.Module):
         self.rngs: Any = rngs["dropout"].fork() if dropout_rate else nnx.data(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets whether dropout is off, for `nnx.view`."""
+        """Sets whether dropout is off; called by `nnx.view`."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def dropout_key(self, deterministic: bool | None, key: jax.Array | None) -> jax.Array | None:
-        """Returns the key of a call's dropout: the one that is given, or the next of the module's own; `None` where
-        nothing is dropped."""
+        """Returns the key for the dropout of a call: the given one, or the next key of the module's own stream; `None`
+        if nothing is dropped."""
         if not self.dropout_rate or (self.deterministic if deterministic is None else deterministic):
             return None
         return self.rngs() if key is None else key
@@ -126,7 +127,7 @@ class AttentionCore(nnx.Module):
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps `(batch, sequence, heads, head_dim)` of queries, and likewise keys and values, to that of queries."""
+        """Maps queries, keys and values, each `(batch, sequence, heads, head_dim)`, to the shape of the queries."""
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; one mask serves all heads, so dimension 1 must be 1.")
         if self.query_scale is not None:
@@ -159,7 +160,7 @@ class AttentionCore(nnx.Module):
         )
 
     def _fill(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
-        """Writes the caches of sequences that begin here."""
+        """Writes the keys and values of sequences that begin with this call to the caches."""
         places = jnp.broadcast_to(positions, k.shape[:2])
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
             cache.set_value(filled_from(x, places, cache.get_value().shape[1]))
@@ -167,7 +168,8 @@ class AttentionCore(nnx.Module):
     def _with_cached(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, options: dict[str, Any]
     ) -> jax.Array:
-        """Returns the attention of one token of each sequence to those that are cached, and adds it to them."""
+        """Adds the keys and values of one token per sequence to the caches, and returns the attention of these tokens
+        to the cached ones."""
         if q.shape[1] != 1:
             raise ValueError(
                 f"attention is called with {q.shape[1]} tokens of each sequence while `gtp_jax.generate` generates one "
@@ -182,7 +184,8 @@ class AttentionCore(nnx.Module):
         return attention(q, keys, values, mask=seen_slots(places, keys.shape[1])[:, None], **options)
 
     def lacks(self) -> str:
-        """Says why cuDNN does not compute it on the devices at hand; nothing if it does. See `ops.cudnn_lacks`."""
+        """Returns why cuDNN does not support this attention on the current devices; an empty string if it does. See
+        `ops.cudnn_lacks`."""
         return cudnn_lacks(
             self.dtype,
             self.head_dim,
@@ -198,7 +201,7 @@ class AttentionCore(nnx.Module):
         return sinks if self.split is None else self.split.take(sinks, 0)
 
     def _of_rank(self, key: jax.Array | None) -> jax.Array | None:
-        """Returns a key that differs on ranks with other examples or heads."""
+        """Returns a key that differs between ranks with different examples or heads."""
         axes = [axis for axis in (*self.roles.batch, self.roles.tensor) if axis is not None and degree(axis) > 1]
         if key is None or current_view() != "local" or not axes:
             return key

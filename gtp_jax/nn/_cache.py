@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that came before, so that the next token computes only its own.
+"""Caches of the keys and values of previous tokens, so that only those of the next token need to be computed.
 
-A cache is a ring of slots: the token at place p of its sequence is in slot `p % slots`. With as many slots as tokens no
-slot is used twice; with a window of attention, `window` slots hold all that a token may see.
+A cache is a ring of slots: the token at position p of its sequence is in slot `p % slots`. If there is a slot for every
+token, no slot is used twice. With an attention window, `window` slots hold all tokens to which a token may attend.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from flax import nnx
 
 
 class Calls:
-    """Counts the calls of a module while a program is traced. Compared by identity, as it is static.
+    """Counts the calls of a module while a program is traced. It is static metadata, and compared by identity.
 
     Attributes:
-        count: of the calls so far.
+        count: the number of calls so far.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class Calls:
 
 
 class Cache(nnx.Variable):
-    """The keys, or the values, of one attention layer: `(batch, slots, kv_heads, head_dim)`, in a `Stack` with a
-    leading dimension of layers. Sharded over the batch axes and the tensor axis.
+    """The cached keys, or values, of one attention layer: `(batch, slots, kv_heads, head_dim)`, in a `Stack` with a
+    leading dimension of layers. The batch axes shard the batch, and the tensor axis shards the heads.
 
-    `gtp_jax.generate` gives caches to a copy of a model, and reads what its calls wrote. Metadata `filled` says whether
-    it holds tokens: then a call adds one token to each sequence; otherwise a call begins the sequences. `calls` counts
-    the calls of its module.
+    `gtp_jax.generate` gives caches to a copy of a model, and reads what its calls have written. The metadata `filled`
+    is true if the cache holds tokens: a call then adds one token to each sequence; otherwise, it begins the sequences.
+    The metadata `calls` counts the calls of the layer.
     """
 
 
@@ -36,12 +36,13 @@ def filled_from(x: jax.Array, places: jax.Array, slots: int) -> jax.Array:
     """Returns the cache of sequences that begin with this call.
 
     Args:
-        x: `(batch, sequence, kv_heads, head_dim)`, keys or values.
-        places: `(batch, sequence)`, 0, 1, ... up to the last token of each row, which padding behind it repeats.
-        slots: how many there are.
+        x: the keys or values, `(batch, sequence, kv_heads, head_dim)`.
+        places: the positions, `(batch, sequence)`: 0, 1, ... up to the last token of each row. Padding after it repeats
+            the last position.
+        slots: the number of slots.
     """
     length = x.shape[1]
-    if slots >= length:  # padding lies in slots that later tokens overwrite before they see them
+    if slots >= length:  # padding is in slots that later tokens overwrite before any token attends to them
         return jnp.pad(x, ((0, 0), (0, slots - length), (0, 0), (0, 0)))
     kept = jnp.maximum(_places_of_slots(places[:, -1], slots), 0)
     return jnp.take_along_axis(x, kept[..., None, None], axis=1)
@@ -51,18 +52,18 @@ def with_token(cached: jax.Array, x: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the cache with one more token in each sequence.
 
     Args:
-        cached: `(batch, slots, kv_heads, head_dim)`.
-        x: `(batch, 1, kv_heads, head_dim)`.
-        places: `(batch,)`, of the tokens in their sequences.
+        cached: the cache, `(batch, slots, kv_heads, head_dim)`.
+        x: the keys or values of the new tokens, `(batch, 1, kv_heads, head_dim)`.
+        places: the positions of the new tokens in their sequences, `(batch,)`.
     """
     return cached.at[jnp.arange(len(places)), places % cached.shape[1]].set(x[:, 0])
 
 
 def seen_slots(places: jax.Array, slots: int) -> jax.Array:
-    """Returns which slots hold a token, `(batch, slots)`, where the latest token is at these places."""
+    """Returns which slots hold a token, `(batch, slots)`, given the positions of the latest tokens, `(batch,)`."""
     return _places_of_slots(places, slots) >= 0
 
 
 def _places_of_slots(latest: jax.Array, slots: int) -> jax.Array:
-    """Returns the place of the token that is in each slot, `(batch, slots)`; below 0 where there is none yet."""
+    """Returns the position of the token in each slot, `(batch, slots)`; negative if the slot is still empty."""
     return latest[:, None] - (latest[:, None] - jnp.arange(slots)) % slots

@@ -13,27 +13,27 @@ from ._array import array_weight, over_batch, refuse_options
 
 
 class Conv(nnx.Conv):
-    """`nnx.Conv` with its kernel sharded over gtp, and gathered for each call.
+    """`nnx.Conv` with a kernel that is sharded over gtp and gathered for each call.
 
-    It computes what `nnx.Conv` computes, of one example bit for bit, on every mesh: each rank convolves the examples of
-    its own, every one whole. Where ranks do not divide the batch, all compute all of it. In a layer of a `Stack` the
-    kernel is gathered under the layer before. No recipe quantizes it.
+    It computes the same as `nnx.Conv` on every mesh, bit for bit for each example, because each rank convolves its own
+    examples, each as a whole. If the ranks do not divide the batch, every rank computes all of it. In a layer of a
+    `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the output's.
-        kernel_size: of the window, a number for each spatial dimension.
-        strides: of the window.
+        in_features: the size of the last dimension of the input.
+        out_features: the size of the last dimension of the output.
+        kernel_size: the size of the window: one number for each spatial dimension.
+        strides: the strides of the window.
         grad_reduce: how the kernel's gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
-            `reduction_of`. It leaves the convolution in `dtype`.
-        rngs: the `params` stream is used.
-        options: of `nnx.Conv`: `padding`, `input_dilation`, `kernel_dilation`, `feature_group_count`, `use_bias`,
-            `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others; but neither `mask` nor
+            `reduction_of`. The convolution produces the gradient in `dtype`.
+        rngs: the random streams, of which `params` is used.
+        options: options of `nnx.Conv`: `padding`, `input_dilation`, `kernel_dilation`, `feature_group_count`,
+            `use_bias`, `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others, except `mask` and
             `kernel_metadata`.
 
     Raises:
-        ValueError: if a size is not positive, `feature_group_count` does not divide the features, or an option is one
-            of those two.
+        ValueError: if a size is not positive, `feature_group_count` does not divide the features, or `mask` or
+            `kernel_metadata` is given.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Conv(nnx.Conv):
         """Maps `(*batch, *spatial, in_features)` to `(*batch, *spatial, out_features)`.
 
         Raises:
-            ValueError: if the input has other features, or too few dimensions.
+            ValueError: if the input has another number of features, or too few dimensions.
         """
         dims = len(self.kernel_size) + 1
         if inputs.ndim < dims or inputs.shape[-1] != self.in_features:

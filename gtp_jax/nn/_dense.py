@@ -39,47 +39,51 @@ default_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class Dense(WeightOwner):
-    """`x @ kernel + bias`, the kernel sharded over gtp, and over tp if parallel.
+    """Computes `x @ kernel + bias`. The kernel is sharded over gtp, and in a parallel layer also over tp.
 
-    | parallel | kernel `(in, out)` is sharded | input features | output features |
+    | parallel | how the kernel `(in, out)` is sharded | input features | output features |
     |---|---|---|---|
     | `column` | out over tp, then gtp | whole | sharded over tp |
     | `row` | in over tp, out over gtp | sharded over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    Where gtp does not divide `out`, it shards `in`; where tp does not divide the features evenly, ranks own runs of
-    units of different lengths, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). The other axes
-    that roles may give these parts are named in `gtp_jax.Roles`.
+    If gtp does not divide `out`, it shards `in`. If tp does not divide the features evenly, ranks own runs of units of
+    different lengths, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). Other mesh axes can take
+    the roles of gtp and tp; see `gtp_jax.Roles`.
 
-    Sequence parallel, the whole-feature side of a parallel layer is sharded along the sequence over tp. The sequence
-    then moves part by part, each while another is multiplied (`collectives.gather_linear`), and has a gradient in
-    reverse mode only; where a recipe has operands in formats, at once. An input without a sequence, `(batch,
-    in_features)`, is whole on every tp rank.
+    With sequence parallelism, activations on the side of a parallel layer where features are whole are sharded along
+    the sequence over tp. The parts of the sequence then move between ranks one at a time, each while another part is
+    multiplied (`collectives.gather_linear`), and only reverse-mode differentiation is supported. If a recipe quantizes
+    the operands of the matmul, the whole sequence moves at once. An input without a sequence, `(batch, in_features)`,
+    is whole on every tp rank.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the output's, or a mapping from names to sizes: several kernels that meet the same input
-            and share one gather and one matmul. The call then returns a dict of outputs.
-        parallel: see the table.
-        use_bias: whether to add one. It stays whole, or is sharded over tp alone where the output is.
-        units: how many neighbouring features stay together on a tp rank, such as the features of a head: a number, or
-            one for each name of `out_features`.
-        padding_value: what stands behind a rank's last feature where tp divides the output unevenly. The default is
-            neutral for softmax, maxima and `cross_entropy`; row-parallel layers leave the padding out, whatever has
-            become of it.
-        sequence_parallel: shard the sequence over tp between parallel layers.
-        dtype: compute dtype; input and weight are cast to it.
-        param_dtype: dtype of the stored shards.
+        in_features: the size of the last dimension of the input.
+        out_features: the size of the last dimension of the output; or a mapping from names to sizes, for several
+            kernels that have the same input and share one gather and one matmul. The call then returns a dict of
+            outputs.
+        parallel: how tp divides the layer; see the table.
+        use_bias: whether to add a bias. It is whole on every rank, except that in a column-parallel layer it is sharded
+            over tp alone if tp divides the features evenly.
+        units: the number of consecutive features that stay together on a tp rank, such as the features of a head: one
+            number, or one for each name of `out_features`.
+        padding_value: the value of the padding after a rank's last feature if tp divides the output unevenly. The
+            default does not affect softmax, maxima or `cross_entropy`. Row-parallel layers ignore the padding of their
+            input, whatever its values.
+        sequence_parallel: whether to shard activations along the sequence over tp between parallel layers.
+        dtype: the compute dtype, to which input and weight are cast.
+        param_dtype: the dtype of the stored shards.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
-        kernel_init: called with the key and the logical shape.
-        rngs: the `params` stream is used.
+        kernel_init: the initializer, called with the key, the logical shape and `param_dtype`.
+        rngs: the random streams, of which `params` is used.
 
     Attributes:
-        lora: the `Adapter` of `gtp_jax.lora`, or a dict of such by name; `None` without.
+        lora: the `Adapter` that `gtp_jax.lora` added, or a dict of adapters by the names of kernels; `None` without
+            adapters.
 
     Raises:
-        ValueError: if a size is not positive, or `units` do not divide the features.
+        ValueError: if a size is not positive, or `units` does not divide the features.
     """
 
     codes_multiply = True
@@ -159,7 +163,7 @@ class Dense(WeightOwner):
         return self._by_name([part if one.split is None else join_split(part, one.split, -1) for one, part in parts])
 
     def __call__(self, x: jax.Array) -> Any:
-        """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
+        """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or to a dict of such arrays."""
         self._check_features(x)
         return super().__call__(x)
 
@@ -169,17 +173,17 @@ class Dense(WeightOwner):
         return jax.tree.map(lambda *parts: self._whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
-        """Returns whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind
-        them."""
+        """Returns whether the parts of the sequence move over tp one at a time, overlapped with matmuls. Otherwise, the
+        whole sequence moves at once, before or after the matmul."""
         return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
-        """Returns what a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at
-        once."""
+        """Returns the output of a call for each part of the sequence (`collectives.Parts`). If the sequence moves at
+        once, the whole is a single part."""
         self._check_features(x)
         x, axis, whole = self.prepare(x).astype(self.dtype), self.roles.tensor, self.shards_sequence(x.ndim)
         low = self._low(x)
-        if self.parallel == "column":  # of a low rank, so that it is gathered at once
+        if self.parallel == "column":  # gathered at once, because it is small: its last dimension is the rank
             low = [gather_sequence(own, axis, sequence_parallel=whole) for own in low]
         if axis is not None and self.moves_in_parts(x):
             products = save_for_backward(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
@@ -191,7 +195,8 @@ class Dense(WeightOwner):
         return tuple(self._named(self._outputs(y, low)) for y, low in zip(products, lows, strict=True))
 
     def from_parts(self, parts: Parts) -> Any:
-        """Returns what a call of a row-parallel layer returns, from its input in parts, or from one whole."""
+        """Returns the output of a row-parallel layer. Its input is given in parts of the sequence, or whole, as a
+        single part."""
         self._check_features(parts[0])
         split, axis = self.layouts[0].split, self.roles.tensor
         assert split is not None
@@ -201,7 +206,7 @@ class Dense(WeightOwner):
             parts = parts if len(parts) > 1 else split_parts(x, axis)
             y = save_for_backward(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
             of_parts = [self._low(part, number) for number, part in enumerate(parts)]
-            # of a low rank, so that it is summed at once, ahead of the product with `b`
+            # summed at once before the product with `b`, because it is small: its last dimension is the rank
             low = [
                 reduce_scatter_sequence(join_parts(own, axis), axis, sequence_parallel=True)
                 for own in zip(*of_parts, strict=True)
@@ -213,11 +218,12 @@ class Dense(WeightOwner):
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
-        """Returns what is multiplied, from the input."""
+        """Returns the left operand of the matmul, computed from the input."""
         return x
 
     def _low(self, x: jax.Array, part: int = 0) -> list[jax.Array]:
-        """Returns `(..., rank)` of all adapters side by side, in a list of one; an empty one without adapters."""
+        """Returns a list of one array: the results of `Adapter.low` of all adapters, concatenated along the last
+        dimension. Returns an empty list without adapters."""
         if self.lora is None:
             return []
         ranks = self.roles.batch
@@ -227,7 +233,7 @@ class Dense(WeightOwner):
         return [jnp.concatenate([one.low(x, layout, ranks, part) for one, layout in pairs if one is not None], axis=-1)]
 
     def _outputs(self, y: jax.Array, low: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Returns the kernels' outputs, of the product with the fused weight and what `_low` returned."""
+        """Returns each kernel's output, given the product with the fused weight and the result of `_low`."""
         outputs = split_features(y, self.layouts)
         if not low:
             return outputs
@@ -253,7 +259,7 @@ class Dense(WeightOwner):
             raise ValueError(f"{type(self).__name__} takes {expected} input features{rank}; got shape {x.shape}.")
 
     def _named(self, outputs: Sequence[jax.Array]) -> Any:
-        """Adds biases, fills the padding, and returns one output or a dict of them."""
+        """Adds the biases, fills the padding, and returns the output, or a dict of outputs by name."""
         column = self.parallel == "column"
         if self.bias is not None:
             biases = [b.get_value() for b in self._parts_of(self.bias)]
@@ -284,7 +290,11 @@ class Dense(WeightOwner):
 
 
 def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> list[int]:
-    """Units by name of the kernel, of which each divides the kernel's features."""
+    """Returns the unit of each kernel, in the order of `sizes`.
+
+    Raises:
+        ValueError: if a unit does not divide the kernel's features, or `units` has names of which there are no kernels.
+    """
     by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
     unknown = [name for name in by_name if name not in sizes]
     if unknown:
@@ -300,10 +310,10 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
 
 
 def check_norm(norm: Any) -> Norm:
-    """Returns the name of a norm.
+    """Returns its argument if it is the name of a norm, or `None`.
 
     Raises:
-        ValueError: if it is another.
+        ValueError: if it is anything else.
     """
     if norm not in ("rms", "layer", None):
         raise ValueError(f"`norm` is {norm!r}; it must be 'rms', 'layer' or None.")
@@ -311,15 +321,15 @@ def check_norm(norm: Any) -> Norm:
 
 
 class LayerNormDense(Dense):
-    """A column-parallel `Dense` behind a normalisation of its input.
+    """A `Dense` layer, column-parallel by default, that first normalizes its input.
 
-    The norm works on each rank's own part of the sequence; its scale stays whole.
+    Each rank normalizes its own part of the sequence. The scale of the norm is whole on every rank.
 
     Args:
-        norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for neither.
-        epsilon: of the norm.
+        norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
+        epsilon: the epsilon of the norm.
 
-    The other arguments are those of `Dense`.
+    The other arguments are those of `Dense`, except that `parallel` may not be `"row"`.
     """
 
     def __init__(

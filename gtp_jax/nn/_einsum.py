@@ -1,4 +1,4 @@
-"""Products that a string describes."""
+"""Einsum layers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from ._array import array_weight, over_batch, refuse_options
 
 
 class Einsum(nnx.Einsum):
-    """`nnx.Einsum` with its kernel sharded over gtp, and gathered for each call.
+    """`nnx.Einsum` with a kernel that is sharded over gtp and gathered for each call.
 
-    It computes what `nnx.Einsum` computes, of one example bit for bit, on every mesh. Where the string leads input and
-    output by the same letter, which the kernel does not have (`"bte,ehd->bthd"`), that is the batch, and each rank
-    multiplies the examples of its own; otherwise, or where ranks do not divide the batch, all multiply all of it. In a
-    layer of a `Stack` the kernel is gathered under the layer before. No recipe quantizes it.
+    It computes the same as `nnx.Einsum` on every mesh, bit for bit for each example. If input and output begin with the
+    same letter, and the kernel does not have it (`"bte,ehd->bthd"`), that dimension is the batch, and each rank
+    multiplies its own examples. Otherwise, or if the ranks do not divide the batch, every rank computes all of it. In a
+    layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
 
     Args:
-        einsum_str: of two operands, the input and the kernel, such as `"bte,ehd->bthd"`.
-        kernel_shape: shape of the kernel.
-        bias_shape: shape of the bias, of the kernel's dimensions that the output has; `None` for no bias.
+        einsum_str: the einsum string of two operands, the input and the kernel, such as `"bte,ehd->bthd"`.
+        kernel_shape: the shape of the kernel.
+        bias_shape: the shape of the bias, which has those dimensions of the kernel that the output has too; `None` for
+            no bias.
         grad_reduce: how the kernel's gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
-            `reduction_of`. It leaves the product in `dtype`.
-        rngs: the `params` stream is used.
-        options: of `nnx.Einsum`: `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others; but not
-            `kernel_metadata`.
+            `reduction_of`. The product produces the gradient in `dtype`.
+        rngs: the random streams, of which `params` is used.
+        options: options of `nnx.Einsum`: `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others,
+            except `kernel_metadata`.
 
     Raises:
-        ValueError: if the string has not two operands and an output, the kernel another number of dimensions than it
-            says, or `kernel_metadata` is given.
+        ValueError: if the string does not have two operands and an output, the kernel does not have the number of
+            dimensions that the string gives it, or `kernel_metadata` is given.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ def _check_string(string: str, kernel_shape: tuple[int, ...]) -> None:
 
 
 def _leads_with_batch(string: str, ndim: int) -> bool:
-    """Says whether the first dimensions of input and output are one, of which every element is computed alone.
+    """Returns whether input and output have the same first dimension, and each element along it is computed
+    independently.
 
     Args:
-        string: without spaces.
-        ndim: of the input.
+        string: the einsum string, without spaces.
+        ndim: the number of dimensions of the input.
     """
     operands, _, output = string.partition("->")
     term, kernel = operands.split(",")

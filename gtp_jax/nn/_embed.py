@@ -1,4 +1,4 @@
-"""Token embedding and the output head."""
+"""Token embeddings, and output heads that share their table."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ default_embedding_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """A table of vectors, its vocabulary sharded over tp, then gtp.
+    """A table of vectors, one per token of the vocabulary. The vocabulary is sharded over tp, then gtp.
 
-    A token outside the vocabulary, a negative one too, is an error where its value is at hand, as in a call outside of
-    `jax.jit`; inside a program its vector is NaN, and with it the loss. `gtp_jax.check_ids` then names it.
+    A token outside the vocabulary, such as a negative one, raises an error if its value is concrete (not traced), as in
+    a call outside of `jax.jit`. In a traced program its vector is NaN, and so is the loss; `gtp_jax.check_ids` then
+    names the token.
 
-    Where tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
+    If tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
 
     Args:
-        num_embeddings: number of rows.
-        features: size of a row.
-        sequence_parallel: shard the output's sequence over tp.
-        dtype: of the output.
-        param_dtype: dtype of the stored shards.
+        num_embeddings: the number of rows.
+        features: the size of a row.
+        sequence_parallel: whether to shard the output along the sequence over tp.
+        dtype: the dtype of the output.
+        param_dtype: the dtype of the stored shards.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
-        embedding_init: called with the key and `(num_embeddings, features)`.
-        rngs: the `params` stream is used.
+        embedding_init: the initializer, called with the key, `(num_embeddings, features)` and `param_dtype`.
+        rngs: the random streams, of which `params` is used.
 
     Raises:
         ValueError: if a size is not positive.
@@ -70,7 +71,7 @@ class Embed(WeightOwner):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows."""
+        """The number of rows."""
         return self.layouts[0].shape[0]
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -78,7 +79,7 @@ class Embed(WeightOwner):
 
         Raises:
             TypeError: if tokens are not integers.
-            ValueError: if a token whose value is at hand is outside the vocabulary.
+            ValueError: if tokens are concrete (not traced), and one of them is outside the vocabulary.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
@@ -92,9 +93,12 @@ class Embed(WeightOwner):
         return PartitionSpec(self.roles.batch), between_layers(self.roles, self.shards_sequence(ndim + 1))
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Returns logits by the same table (Press and Wolf 2017, arXiv 1608.05859), this rank's part of the vocabulary.
+        """Computes this rank's part of the logits with the same table (Press and Wolf 2017, arXiv 1608.05859).
 
-        Where tp divides the vocabulary unevenly, the padding behind a rank's last logit is -inf.
+        If tp divides the vocabulary unevenly, the padding after a rank's last logit is -inf.
+
+        Raises:
+            ValueError: in global view.
         """
         if current_view() == "global":
             raise ValueError("Embed.attend runs inside a shard_map or without a mesh; call it through a `TiedHead`.")
@@ -120,18 +124,20 @@ class Embed(WeightOwner):
 
 
 class TiedHead(Layer):
-    """Final norm and projection to the vocabulary by an embedding's own table. Untied: a `LayerNormDense`.
+    """The final norm, and the projection to the vocabulary with the table of an embedding. For a head with a weight of
+    its own, use a `LayerNormDense`.
 
-    The table is gathered for each of its two uses, and its gradient scattered for each.
+    The embedding and the head each gather the table, and each reduce-scatter its gradient.
 
     Args:
-        embed: whose table is used.
-        norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for none.
-        epsilon: of the norm.
-        rngs: the `params` stream is used.
+        embed: the embedding whose table is used.
+        norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
+        epsilon: the epsilon of the norm.
+        param_dtype: the dtype of the norm's parameters.
+        rngs: the random streams, of which `params` is used.
 
     Raises:
-        ValueError: if `norm` is another.
+        ValueError: if `norm` is anything else.
     """
 
     fewest_dims = 2
@@ -155,7 +161,7 @@ class TiedHead(Layer):
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """Maps `(batch, ..., features)` to logits `(batch, ..., vocab)`, this rank's part."""
+        """Maps `(batch, ..., features)` to this rank's part of the logits `(batch, ..., vocab)`."""
         if self.norm == "rms":
             x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         elif self.norm == "layer":

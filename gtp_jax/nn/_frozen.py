@@ -1,4 +1,4 @@
-"""Weights that are not trained: they exist as codes, or in the dtype in which they travel, and have no master."""
+"""Weights that are not trained: they are stored as codes, or in their dtype on the wire, and have no master copy."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ._weight import Weight, groups_of, kernel_places, weight_owners
 
 
 class Frozen(GatheredOnUse):
-    """A parameter that `freeze` made constant. It is no `nnx.Param`: nothing takes its gradient, no optimizer sees it.
+    """A parameter that `freeze` made constant. It is not an `nnx.Param`: it has no gradient, and no optimizer sees it.
 
-    Of a weight that was frozen as codes it holds a `QuantizedArray`, of the matrix that is multiplied: output features
-    first. `gtp_jax.dequantize(kernel.get_value())` returns its values.
+    A weight that was frozen as codes is stored as a `QuantizedArray` of the matrix that is multiplied, which has the
+    output features first. `gtp_jax.dequantize(kernel.get_value())` returns its values.
     """
 
-    constant = True  # by which `gtp_jax.shard` knows it
+    constant = True  # `gtp_jax.shard` recognizes frozen weights by this
 
     def get_value(self, **index: Any) -> Any:
-        """Returns what it holds.
+        """Returns the value of the variable.
 
         Raises:
-            TypeError: if elements of codes are asked for.
+            TypeError: if elements are read of a weight that is stored as codes.
         """
         if "index" in index and isinstance(self.get_raw_value(), QuantizedArray):
             raise TypeError(
@@ -51,7 +51,7 @@ class Frozen(GatheredOnUse):
         return super().get_value(**index)
 
     def set_value(self, value: Any, **index: Any) -> None:
-        """Refuses to change it.
+        """Raises an error, because a frozen weight cannot be set.
 
         Raises:
             ValueError: always.
@@ -63,31 +63,35 @@ class Frozen(GatheredOnUse):
 
 
 def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: Any = nnx.LoRAParam) -> M:
-    """Returns the model with all parameters constant but those that are trained, such as adapters (LoRA).
+    """Returns the model with all parameters constant except those that are trained, such as adapters (LoRA).
 
-    Weights that are gathered are stored as what travels: codes and scales where the recipe quantizes them, else arrays
-    of the module's dtype. No master of theirs exists, no gradient, nothing of the optimizer's, and no step quantizes
-    them again: what `train_step(recipe=...)` makes of the same masters in every step, freezing makes once, bit for bit.
-    Other parameters, such as norms and biases, stay as they are.
+    Weights that are gathered are stored in the form in which they travel: as codes and scales if the recipe quantizes
+    them, otherwise as arrays in the module's dtype. They have no master copy, gradient or optimizer state, and no step
+    quantizes them again: freezing computes once, bit for bit, the codes that `train_step(recipe=...)` computes in every
+    step from the same master weights. Other constant parameters, such as norms and biases, keep their values and
+    dtypes.
 
-    Storage has logical shapes and is sharded like the shards that travel, so that a checkpoint restores on any mesh.
-    Over axes that would divide only the optimizer's state (dp) it is whole: there is no such state.
+    The stored arrays have logical shapes and are sharded like the shards that travel, so that a checkpoint can be
+    restored on any mesh. They are replicated over axes that would divide only masters and optimizer state (dp), because
+    there are none.
 
-    Inside of `gtp_jax.init` masters never leave the program that makes them:
+    Inside `gtp_jax.init`, master weights never leave the program that computes them:
 
         model = gtp_jax.init(lambda rngs: gtp_jax.freeze(Model(rngs), gtp_jax.NVFP4()), nnx.Rngs(0))
 
     Args:
-        model: is left as it is; its weights may have been loaded.
-        recipe: what is stored as codes, by which the module also multiplies; what it excludes travels as it would
-            otherwise. By default nothing is. A recipe of `train_step` is about trained weights alone.
-        trained: NNX filter of the parameters that stay parameters, such as `nnx.PathContains("adapter")`.
+        model: the model, which is not changed. Its weights may have been loaded.
+        recipe: decides which weights are stored as codes, and in which formats their modules multiply. Weights that it
+            excludes are stored in the module's dtype. By default, no weight is stored as codes. A recipe of
+            `train_step` concerns only trained weights.
+        trained: an NNX filter for the parameters that remain parameters, such as `nnx.PathContains("adapter")`.
 
     Raises:
-        TypeError: if `recipe` is no recipe.
-        ValueError: if nothing would be trained, or nothing frozen; if some kernels that share a gather are trained and
-            others not; if the recipe rounds gradients stochastically, or has layers of one `Stack` differ; if the mesh
-            cuts blocks of the format in two; as `resolve`, if the recipe speaks of what the model does not have.
+        TypeError: if `recipe` is not a recipe.
+        ValueError: if no parameter would be trained, or none frozen; if only some of the kernels that share a gather
+            would be trained; if the recipe rounds gradients stochastically, or gives layers of one `Stack` different
+            formats; if shards are not whole blocks of the format; if the recipe names modules or layers that the model
+            does not have; or if the model is abstract, or the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()
@@ -116,7 +120,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
             known = FrozenAs(_format(group), group.operands)
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
     for place, variable in enumerate(leaves):
-        if place not in put:  # a copy, as a step donates its state, and the model is left as it is
+        if place not in put:  # a copy, because a step donates its state, and the given model must not change
             value = jax.tree.map(jnp.copy, variable.get_raw_value())
             put[place] = _frozen(variable, value) if place in frozen else variable.replace(value)
     return nnx.merge(graph, jax.tree.unflatten(tree, [put[place] for place in range(len(leaves))]))
@@ -125,10 +129,10 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
 def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
     kept = variable.get_metadata()
     placement = kept.get("placement")
-    if placement is not None and type(variable) is placement.kind:  # `gtp_jax.shard` goes on gathering it
+    if placement is not None and type(variable) is placement.kind:  # so that `gtp_jax.shard` still gathers it
         kept = {**kept, "placement": dataclasses.replace(placement, kind=Frozen)}
     found: Any = Frozen.from_metadata(value, {**kept, **metadata})
-    if metadata:  # codes are of another shape, as `partition_of` knows
+    if metadata:  # codes have another shape; `partition_of` returns their partitions
         of_array = None if isinstance(value, QuantizedArray) else tuple(partition_of(found))
         found.set_metadata(out_sharding=of_array)
     return found
@@ -154,7 +158,11 @@ def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:
 
 
 def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]) -> bool:
-    """Says whether a module's kernels are frozen, which is one thing for all that share a gather."""
+    """Returns whether all kernels of a module are frozen.
+
+    Raises:
+        ValueError: if only some of them are, because they share a gather.
+    """
     own = [place in frozen for place in places]
     if any(own) and not all(own):
         raise ValueError(
@@ -165,7 +173,11 @@ def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]
 
 
 def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModulePath, WeightGroup]:
-    """Returns what is decided about each weight that is frozen, by path."""
+    """Returns the weight groups of the weights that will be frozen, by path.
+
+    Raises:
+        ValueError: if the recipe's decision about one of them does not allow freezing.
+    """
     found: dict[ModulePath, WeightGroup] = {}
     for (path, _), group in groups.items():
         name = ".".join(map(str, path))
@@ -201,7 +213,7 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
 
 
 def _kept(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
-    """Returns what is stored of weights that are frozen, in place of their masters."""
+    """Returns the arrays or codes that are stored for frozen weights instead of their masters."""
     coded = [group for group in groups if group.wire is not None]
 
     def run(masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
@@ -218,7 +230,7 @@ def _format(group: WeightGroup) -> Format | None:
 
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:
-    """Returns masters in the dtype in which they travel, sharded like what travels."""
+    """Returns masters in the dtype in which they travel, with the partition of the shards that travel."""
     cast = tuple(jnp.array(x, group.dtype, copy=True) for x in masters)
     if current_view() != "global":
         return cast

@@ -16,21 +16,24 @@ from ._weight import name_weights
 
 
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
-    """Builds a model under the mesh in scope, every array sharded from the start.
+    """Builds a model on the mesh in scope, with every array sharded from the start.
 
-    The program that makes the values is compiled with the shardings on its outputs, so no device ever holds a whole
-    model; and the values are those of the logical arrays, so that models on different meshes start equal.
+    The program that computes the values is compiled with the shardings of its outputs, so that no device ever holds a
+    whole model. The values are those of the logical arrays, so that models on different meshes start equal.
 
     Args:
-        factory: makes the model, e.g. the class itself; called once to find shapes and once under `jit`.
-        rngs: as for any NNX module.
+        factory: a function that makes the model, such as its class. It is called once to find the shapes, and once
+            under `jax.jit`.
+        rngs: the random streams, as for any NNX module.
 
     Returns:
-        The model, its arrays sharded. Its weights know their paths, which recipes match; see `gtp_jax.use_recipe`.
-        Without a mesh it is whole, on one device, with a warning if there are several.
+        The model, with sharded arrays. Its weights know their paths in the model, against which recipes match their
+        patterns; see `gtp_jax.use_recipe`. Without a mesh, the model is whole on one device, and a warning is issued if
+        there are several.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; while JAX traces.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
+            program.
     """
     check_mesh_in_scope(creates=True)
     graph, make, keys = _birth(factory, rngs)
@@ -40,10 +43,10 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
 
 
 def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:
-    """Returns a model's graph, the jitted program that makes its arrays, and that program's argument."""
+    """Returns a model's graph, the jitted program that computes its arrays, and that program's argument."""
     mesh = mesh_of_devices("gtp_jax.init")
     streams, keys = nnx.split(rngs)
-    # of copies of the streams themselves, as a model's variables may name them
+    # copies, because the model's variables may refer to the streams themselves
     abstract = _abstract(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
     graph, state = nnx.split(abstract)
     shardings = None
@@ -58,15 +61,15 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 
 
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """Returns the model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
+    """Returns the model with a `jax.ShapeDtypeStruct`, sharded for the mesh in scope, instead of each array.
 
-    Allocates nothing, so the mesh may consist of devices that are not there. Its weights know their paths, as those of
-    `init` do. The factory is called with `nnx.Rngs(0)`.
-    A model that keeps its `nnx.Rngs`, by the names of their streams, makes its own:
-    `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
+    Nothing is allocated, so that the mesh may consist of devices that do not exist here. The weights know their paths,
+    as those of `init` do. The factory is called with `nnx.Rngs(0)`. If a model keeps its `nnx.Rngs`, with streams of
+    certain names, let the factory make them: `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; while JAX traces.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
+            program.
     """
     model = _abstract(factory)
     name_weights(model)
@@ -74,10 +77,10 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
 
 
 def _abstract[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """Returns an abstract model, as a factory makes it: its weights do not know their paths."""
+    """Returns an abstract model as its factory makes it: its weights do not yet know their paths."""
     check_mesh_in_scope()
     mesh = mesh_of_devices("gtp_jax.nn.abstract_model")
-    # not `nnx.eval_shape`, which takes every variable for one array: codes are several
+    # not `nnx.eval_shape`, which assumes that every variable holds one array: quantized weights hold several
     graph, state = jax.eval_shape(lambda: nnx.split(factory(nnx.Rngs(0))))
     _refuse_tracers(nnx.merge(graph, state))
 
@@ -94,17 +97,18 @@ def _abstract[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
 
 
 def _shardings(mesh: Mesh, leaf: Any) -> Any:
-    """Returns how what a variable holds is sharded: a pytree prefix."""
+    """Returns the shardings of a variable's value, as a pytree prefix of it."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), partition_of(leaf), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Refuses arrays that Flax has not recognized as data, as it does not recognize those made under a trace.
+    """Raises an error if a module keeps an array in a plain attribute: Flax does not recognize arrays that are made
+    under a trace as data.
 
     Raises:
-        TypeError: naming the module and its attribute.
+        TypeError: if there is such an attribute. The message names the module and the attribute.
     """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():

@@ -21,21 +21,22 @@ from ..weights import Beside, Gathered, Holds, Stored, codes_specs, forget_after
 from ._cache import Cache
 from ._shared import SharedInputs
 
-# A leaf of a module's state: a variable, or an array that is a module's attribute.
+# A leaf of a module's state: a variable, or an array that is an attribute of a module.
 Leaf = Any
 
 
 def layout_of(leaf: Leaf) -> Layout | None:
     """Returns the layout of a weight that is gathered, from its metadata; `None` for any other leaf.
 
-    A weight is a plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
+    Such a weight is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one.
     """
     return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
 
 
 def partition_of(leaf: Leaf) -> Any:
-    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none. Of
-    codes, those of their arrays."""
+    """Returns the partition spec of a variable's array, including the leading dimension of a stack; that of a whole
+    array if its metadata name none. For quantized weights, returns the partition specs of the arrays of codes and
+    scales."""
     layout = layout_of(leaf)
     value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
     if layout is not None and isinstance(value, QuantizedArray):
@@ -49,8 +50,8 @@ def partition_of(leaf: Leaf) -> Any:
 
 
 def value_of(leaf: Leaf) -> Any:
-    """Returns what a variable holds: an array; of a weight of which more is known `Stored`, in a chain `Gathered`. An
-    array is its own value."""
+    """Returns the value of a variable: usually an array; a `Stored` if more than its array is known of a weight; in a
+    chain, a `Gathered`. A leaf that is an array is returned as it is."""
     if not isinstance(leaf, nnx.Variable):
         return leaf
     value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
@@ -58,7 +59,8 @@ def value_of(leaf: Leaf) -> Any:
 
 
 def with_value(variable: Leaf, value: Any) -> Leaf:
-    """Returns the variable with this for `value_of`; in place of an array this itself."""
+    """Returns the variable with a value that `value_of` then returns. For a leaf that is an array, returns the value
+    itself."""
     if not isinstance(variable, nnx.Variable):
         return value
     if not isinstance(value, Stored):
@@ -90,10 +92,11 @@ _REFUSED_READS = {Holds.PLACEHOLDER: _refuse_read, Holds.ROUNDED: _refuse_rounde
 
 
 class _Method:
-    """A method that `nnx.tabulate` leaves alone: it would call every public function of a class with arrays."""
+    """A method that `nnx.tabulate` does not call, because it is not a function. `nnx.tabulate` would call every public
+    function of a class with arrays."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.__dict__.update(vars(function))  # such as that it is abstract
+        self.__dict__.update(vars(function))  # including the mark of abstract methods
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -104,17 +107,18 @@ class _Method:
 
 
 def check_shape(variable: Leaf, owner: str) -> None:
-    """Refuses a weight that holds an array of another shape than its own: on a rank that is not seen.
+    """Checks that a weight holds an array of the shape that it was built with. In local view, nothing is checked,
+    because a rank sees only its part.
 
     Args:
-        variable: perhaps of all layers of a stack.
-        owner: names what it belongs to.
+        variable: the variable of the weight, possibly with a leading dimension of layers.
+        owner: the name of its owner in error messages.
 
     Raises:
-        ValueError: naming both shapes.
+        ValueError: if the array has another shape. The message names both shapes.
     """
     if not isinstance(variable, nnx.Variable) or isinstance(variable.get_raw_value(), QuantizedArray):
-        return  # codes are of the matrix, and nothing sets them
+        return  # codes have the shape of the matrix, and cannot be set
     metadata = variable.get_metadata()
     layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
     if layout is None or shape is None or current_view() == "local":
@@ -128,14 +132,15 @@ def check_shape(variable: Leaf, owner: str) -> None:
 
 
 class _RefuseBroadcast:
-    """Refuses an array that would fill a weight by being repeated: an `on_set_value` of its variable. A scalar may.
+    """A hook for `on_set_value` that refuses to fill a weight by broadcasting an array. Scalars are allowed.
 
-    A weight is a plain `nnx.Param`, so that it cannot have a `set_value` of its own. A hook is not told the index, so
-    that `kernel[0] = row` is refused with `kernel[...] = row`. It is false, as an optimizer's variables are given a
-    parameter's metadata, and NNX warns of every true hook that a new variable is given.
+    It is a hook because a weight is a plain `nnx.Param`, which cannot have a `set_value` of its own. A hook does not
+    receive the index, so that it refuses `kernel[0] = row` as well as `kernel[...] = row`. Its truth value is false,
+    because `nnx.Optimizer` copies a parameter's metadata to variables of its own, and NNX warns of every hook of a new
+    variable that is true.
 
     Raises:
-        ValueError: naming both shapes.
+        ValueError: if an array would be broadcast. The message names both shapes.
     """
 
     def __bool__(self) -> bool:
@@ -162,15 +167,15 @@ refuse_broadcast = _RefuseBroadcast()
 
 
 class Layer(nnx.Module):
-    """A module that finds its own way: see `current_view`.
+    """A module whose call works in every view; see `current_view`.
 
-    Without a mesh, or inside a `shard_map`, a call is `local`. In global view it opens a `shard_map` around itself,
-    and finds itself in local view there.
+    Without a mesh, or inside a `shard_map`, a call runs `local`. In global view, it opens a `shard_map`, and runs
+    `local` in local view inside it.
 
     Attributes:
         sequence_parallel: whether activations between layers are sharded along the sequence, over the tensor axis; see
             `shards_sequence`.
-        fewest_dims: the fewest dimensions of an input whose first one is the batch.
+        fewest_dims: the minimum number of dimensions of an input whose first dimension is the batch.
     """
 
     sequence_parallel: bool
@@ -185,23 +190,28 @@ class Layer(nnx.Module):
 
     @property
     def roles(self) -> Roles:
-        """The roles of mesh axes in scope when it was built; those in scope now if it never called `__init__` here."""
+        """The roles of mesh axes that were in scope when the layer was built; the roles in scope now if a subclass did
+        not call `Layer.__init__`."""
         return getattr(self, "_roles", None) or current_roles()
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name of the layer in error messages."""
         return type(self).__name__
 
     @abc.abstractmethod
     def local(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes the call on this rank's part."""
+        """Computes the call on this rank's part of the input."""
 
     def shards_sequence(self, ndim: int) -> bool:
         """Returns whether an activation of `ndim` dimensions is sharded over the tensor axis between layers.
 
-        With `sequence_parallel` one of three dimensions or more, `(batch, sequence, ..., features)`, is sharded in
-        dimension 1. One of two, `(batch, features)`, has no sequence, and is whole on every tensor rank.
+        With `sequence_parallel`, an activation of three dimensions or more, `(batch, sequence, ..., features)`, is
+        sharded in dimension 1. One of two dimensions, `(batch, features)`, has no sequence, and is whole on every rank
+        of the tensor axis.
+
+        Raises:
+            AttributeError: if the layer does not set `sequence_parallel`.
         """
         if not hasattr(self, "sequence_parallel"):
             raise AttributeError(
@@ -211,34 +221,38 @@ class Layer(nnx.Module):
         return self.sequence_parallel and ndim > 2
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
+        """Returns the partitions of input and output in global view; by default those of activations between layers.
+
+        Args:
+            ndim: the number of dimensions of the input.
+        """
         between = between_layers(self.roles, self.shards_sequence(ndim))
         return between, between
 
     @property
     def converts(self) -> tuple[bool, bool]:
-        """Whether `from_global` and `to_global` change what they are given; by default whether a class overrides
+        """Whether `from_global` and `to_global` change their arguments; by default, whether the class overrides
         them."""
         own = type(self)
         return own.from_global is not Layer.from_global, own.to_global is not Layer.to_global
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
-        """Returns the partition, in global view, of an array among the inputs behind the first: sharded over the batch
-        in dimension 0, all else whole; a scalar or a key is whole.
+        """Returns the partition, in global view, of an array among the inputs after the first. By default, the batch
+        axes shard dimension 0, and other dimensions are whole; a scalar or a random key is whole.
 
         Args:
-            name: of the argument, or its number, from 0, if it is passed by position.
-            array: anything with a shape.
+            name: the name of the argument; or if it is passed by position, its index after the first input, from 0.
+            array: the array, or anything with a shape.
         """
         del name
         return PartitionSpec(self.roles.batch) if jnp.ndim(array) else PartitionSpec()
 
     def from_global(self, x: Any) -> Any:
-        """Returns this rank's input, from what `partitions` leaves it of a global array."""
+        """Returns the input of `local`, given this rank's part, by `partitions`, of the global input."""
         return x
 
     def to_global(self, y: Any) -> Any:
-        """Returns what `partitions` wants of this rank's output: the inverse of `from_global` behind the layer."""
+        """Returns this rank's part, by `partitions`, of the global output, given the output of `local`."""
         return y
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +263,7 @@ class Layer(nnx.Module):
 
 
 def wrap_methods[T: type](cls: T) -> T:
-    """Makes methods of a class, those of its public functions, that `nnx.tabulate` leaves alone."""
+    """Replaces the public functions of a class by methods that `nnx.tabulate` does not call."""
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
             setattr(cls, name, _Method(member))
@@ -260,15 +274,15 @@ wrap_methods(Layer)
 
 
 def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
-    """Returns the partition of activations between layers, `(batch, sequence, features)`: features whole."""
+    """Returns the partition of activations between layers, `(batch, sequence, features)`; features are whole."""
     if sequence_parallel and degree(roles.tensor) > 1:
         return PartitionSpec(roles.batch, roles.tensor)
     return PartitionSpec(roles.batch)
 
 
 def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
-    """Returns the partition of activations inside a parallel layer: features sharded over the tensor axis, or whole if
-    it does not divide them evenly, as global arrays cannot be sharded so."""
+    """Returns the partition of activations inside a parallel layer. Features are sharded over the tensor axis, or whole
+    if it does not divide them evenly, because global arrays cannot be sharded unevenly."""
     if ndim == 1:  # features alone
         return PartitionSpec(roles.tensor) if even else PartitionSpec()
     if not even:
@@ -277,14 +291,15 @@ def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec
 
 
 def states_partitions(module: nnx.Module) -> TypeGuard[Layer]:
-    """Returns whether a module says how its input and output are partitioned in global view."""
+    """Returns whether a module states how its input and output are partitioned in global view."""
     if not isinstance(module, Layer):
         return False
     return hasattr(module, "sequence_parallel") or type(module).partitions is not Layer.partitions
 
 
 def sides_of(layer: Layer, taken: int, returned: int) -> tuple[PartitionSpec, PartitionSpec]:
-    """Returns the partitions, in global view, of a layer's input of `taken` dimensions and output of `returned`."""
+    """Returns the partitions, in global view, of a layer's input with `taken` dimensions and its output with `returned`
+    dimensions."""
     if type(layer).partitions is not Layer.partitions:
         return layer.partitions(taken)
     return layer.partitions(taken)[0], layer.partitions(returned)[1]
@@ -293,18 +308,18 @@ def sides_of(layer: Layer, taken: int, returned: int) -> tuple[PartitionSpec, Pa
 def in_shard_map(
     module: Layer, x: jax.Array, into: PartitionSpec, out: PartitionSpec, others: SharedInputs | None = None
 ) -> Any:
-    """Calls a module, in global view, on every rank's own part.
+    """Calls a module in global view, on every rank's own part. Caches that the call writes are updated.
 
     Args:
-        module: is called with `x` inside the `shard_map`.
-        x: `(batch, ...)`.
-        into: partition of `x`.
-        out: partition of the result, or of each array in it.
-        others: further inputs; `Layer.partition_of_input` says how they are sharded.
+        module: the module, which is called with this rank's part of `x` inside a `shard_map`.
+        x: the input, `(batch, ...)`.
+        into: the partition of `x`.
+        out: the partition of the result, or of each array in it.
+        others: further inputs, whose partitions `Layer.partition_of_input` returns.
 
     Raises:
-        ValueError: if the mesh does not divide the batch or the sequence, the batch of inputs differs, or the model was
-            built for another mesh.
+        ValueError: if the mesh does not divide the batch or the sequence; if inputs differ in the size of the batch; if
+            the model was built for another mesh; or if the call writes other variables than parameters and caches.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
@@ -344,7 +359,7 @@ def in_shard_map(
 
 
 def _caches(module: nnx.Module) -> list[tuple[Any, Cache]]:
-    """Returns the caches of a module, by path: of all variables only these may be written by each rank's own call."""
+    """Returns the caches of a module, by path. They are the only variables that each rank's own call may write."""
     return list(nnx.to_flat_state(nnx.state(module, Cache)))
 
 
@@ -361,7 +376,8 @@ def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array
 
 
 def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
-    """Refuses a call that has written variables, which every rank would have written for itself."""
+    """Raises an error if a call has written variables other than parameters and caches, because each rank would have
+    written values of its own."""
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
         leaves = jax.tree.leaves(value_of(v))
@@ -374,7 +390,7 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
 
 
 def _value_spec(variable: Leaf) -> Any:
-    """Returns the partition of what a variable holds, in global view: a pytree prefix."""
+    """Returns the partitions, in global view, of a variable's value, as a pytree prefix of it."""
     value = value_of(variable)
     if isinstance(value, Stored):
         layout = layout_of(variable)
@@ -386,13 +402,13 @@ def _value_spec(variable: Leaf) -> Any:
 
 
 def _for_view(value: Any) -> Any:
-    """Returns a variable's value, with keys for the call made now."""
+    """Returns a variable's value, with the keys of stochastic rounding for the current call."""
     keys = value.keys if isinstance(value, Stored | Gathered) else None
     return value if keys is None else dataclasses.replace(value, keys=keys.for_view())
 
 
 def _on_rank(value: Any) -> Any:
-    """Returns a variable's value inside the `shard_map`, with keys of this rank's own."""
+    """Returns a variable's value inside the `shard_map`, with this rank's own keys of stochastic rounding."""
     keys = value.keys if isinstance(value, Stored | Gathered) else None
     if keys is None:
         return value

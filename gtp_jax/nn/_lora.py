@@ -1,4 +1,4 @@
-"""Adapters of low rank on a model's projections, and nothing else to train: LoRA."""
+"""LoRA: low-rank adapters on a model's projections, with all other parameters frozen."""
 
 from __future__ import annotations
 
@@ -35,33 +35,37 @@ def lora[M: nnx.Module](
     recipe: Recipe | None = None,
     rngs: nnx.Rngs,
 ) -> M:
-    """Returns the model with an adapter on each projection, and with all else frozen.
+    """Returns the model with an adapter on each targeted projection, and with all other parameters frozen.
 
-    Projections are those of `Dense`, and of Flax's `nnx.Linear` and `nnx.LinearGeneral`; `gtp_jax.shard` comes first.
+    Projections are the kernels of `Dense`, and of Flax's `nnx.Linear` and `nnx.LinearGeneral`. Call `gtp_jax.shard`, if
+    you use it, before this function.
 
-    `x @ kernel` becomes `x @ kernel + alpha / rank * dropout(x) @ a @ b`. Each projection has an adapter of its own,
-    also where several share a matmul (query, key and value; gate and up). `a` begins Kaiming-uniform and `b` as zeros,
-    so that the model computes at first what it did. Adapters are `nnx.LoRAParam`s, in float32 at least, whole over gtp
-    and sharded over tp like the side of the kernel that tp divides. A step computes and sums gradients of them alone.
+    `x @ kernel` becomes `x @ kernel + alpha / rank * dropout(x) @ a @ b`. Each projection has its own adapter, even if
+    several projections share a matmul (query, key and value; gate and up). Initially `a` is Kaiming-uniform and `b` is
+    zero, so that the model at first computes the same as before. Adapters are `nnx.LoRAParam`s in at least float32.
+    They are whole over gtp, and sharded over tp along the dimension of the kernel that tp divides. A step computes and
+    sums gradients of the adapters only.
 
         model = gtp_jax.lora(gtp_jax.models.load("llama"), 8, 16, rngs=nnx.Rngs(0))
 
     Args:
-        model: is left as it is. It may be frozen already, as codes too.
-        rank: of adapters.
-        alpha: their scale is `alpha / rank`.
+        model: the model, which is not changed. It may already be frozen, also as codes.
+        rank: the rank of the adapters.
+        alpha: the numerator of the adapters' scale, `alpha / rank`.
         targets: patterns of projections, such as `"query"`, `"attention.out"` or `"mlp"`: names joined by dots, with
-            wildcards, as in a recipe; a name of several kernels' is the last one. By default all but heads.
-        dropout: the share of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`, by
-            other bits in each step and microbatch; elsewhere nothing is. Each rank has bits of its own, so that they
-            differ between meshes.
-        recipe: what is frozen as codes; see `freeze`.
-        rngs: the `params` stream is used.
+            wildcards, as in a recipe. If a layer has several kernels, the kernel's name is the last of its path. By
+            default all projections, except those with the usual names of heads and embeddings.
+        dropout: the fraction of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`,
+            with different random bits in each step and microbatch. Elsewhere nothing is dropped. Each rank has its own
+            bits, so that they differ between meshes.
+        recipe: decides which weights are frozen as codes; see `freeze`.
+        rngs: the random streams, of which `params` is used.
 
     Raises:
-        ValueError: if an argument is out of range; if a pattern matches no projection, or weights that are none, such
-            as those of experts; if a layer of Flax's is in several places, or its kernel is stacked; if the model has
-            adapters already; as `freeze`.
+        ValueError: if an argument is out of range; if a pattern matches no projection, or matches weights that are not
+            projections, such as those of experts; if a targeted Flax layer is in several places, or its kernel is
+            stacked; if a `recipe` is given and a Flax layer is targeted; if the model already has adapters; if it is
+            abstract, or the call is inside a `shard_map`; or for the reasons that `freeze` gives.
     """
     _check(rank, alpha, dropout)
     check_mesh_in_scope()
@@ -73,7 +77,7 @@ def lora[M: nnx.Module](
             "the model is abstract, so that there is nothing to freeze. Add adapters within: "
             "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.lora(Model(rngs), ..., rngs=rngs))`."
         )
-    adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # with variables of its own
+    adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # a copy with its own variables
     lengths = {path: stack.length for path, stack in stacks_of(adapted).items()}
     chosen = _chosen(adapted, targets)
     if recipe is not None and any(place.holder is not None for place in chosen):
@@ -114,16 +118,16 @@ def _check(rank: Any, alpha: Any, dropout: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an adapter goes.
+    """A projection that can have an adapter.
 
     Attributes:
-        words: path of the projection, by which patterns know it.
-        path: of its layer.
-        layer: a `Dense`, or a layer of Flax's.
-        name: of the kernel of a `Dense`; empty if it is alone.
-        layout: of the kernel.
-        dtype: of the layer.
-        holder: what holds a layer of Flax's; `None` for a `Dense`.
+        words: the path of the projection, against which patterns are matched.
+        path: the path of its layer.
+        layer: the layer, a `Dense` or a Flax layer.
+        name: the name of the kernel in a `Dense`; empty if it is the only one.
+        layout: the layout of the kernel.
+        dtype: the dtype of a `Dense`, or the parameter dtype of a Flax layer.
+        holder: the node that contains a Flax layer; `None` for a `Dense`.
     """
 
     words: tuple[str, ...]
@@ -135,7 +139,7 @@ class _Place:
     holder: Any = None
 
     def put(self, adapter: Adapter) -> None:
-        """Puts an adapter there."""
+        """Adds an adapter to this projection."""
         if self.holder is not None:
             key, around = self.path[-1], AdaptedLinear(self.layer, adapter)
             if isinstance(self.holder, nnx.List | nnx.Dict):

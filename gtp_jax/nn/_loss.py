@@ -1,4 +1,4 @@
-"""The loss of a language model on logits that may be sharded."""
+"""The cross-entropy loss of logits that may be sharded."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from ..ops import check_concrete_ids, to_index, token_cross_entropy
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None, *, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of token losses and the number of tokens, whose quotient is the mean loss.
+    """Returns the weighted sum of the token losses and the sum of the weights, which by default is the number of
+    tokens. Their quotient is the mean loss.
 
-    Inside a `shard_map` both count this rank's examples; in global view, the whole batch. Where ranks do not divide the
-    batch, each computes all of it. A token that is left out changes neither the sums nor any gradient, even if its
-    logits are not finite. Second derivatives are `jax.jvp` or `jax.grad` of a gradient; a first derivative exists in
-    reverse mode only.
+    Inside a `shard_map`, the sums are over this rank's examples; in global view, over the whole batch. If the ranks do
+    not divide the batch, each rank computes all of it. A token that is left out affects neither the sums nor any
+    gradient, even if its logits are not finite. The function itself can be differentiated in reverse mode only; its
+    gradient can be differentiated by `jax.jvp` or `jax.grad`.
 
     Args:
-        logits: `(batch, ..., vocab)`, of any number of dimensions: `(batch, sequence, vocab)` of a language model,
-            `(batch, vocab)` of a classifier. Inside a `shard_map`, this rank's part of the vocabulary as a
-            column-parallel head leaves it, or, of a head with `parallel=None`, all of it.
-        targets: `(batch, ...)`, integers. A negative one leaves its token out, whether it is -1 or -100. One that
-            is not below vocab is an error where its value is at hand, and makes the loss NaN inside a program;
-            `gtp_jax.check_ids(targets, vocab, name="targets", ignore_negative=True)` then names it.
-        weights: `(batch, ...)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
-        vocab_size: size of the whole vocabulary; the logits' by default. Needed inside a `shard_map` over tp, where it
-            tells logits that are sharded from whole ones.
+        logits: `(batch, ..., vocab)`, with any number of dimensions: `(batch, sequence, vocab)` for a language model,
+            `(batch, vocab)` for a classifier. Inside a `shard_map`, they are this rank's part of the vocabulary, as
+            returned by a column-parallel head, or the whole vocabulary, as returned by a head with `parallel=None`.
+        targets: `(batch, ...)` integers. Any negative target, such as -1 or -100, leaves its token out. A target that
+            is not below the vocabulary size raises an error if its value is concrete (not traced). In a traced program
+            it makes the loss NaN; `gtp_jax.check_ids(targets, vocab, name="targets", ignore_negative=True)` then names
+            it.
+        weights: `(batch, ...)`, the weight of each token in both sums: 0 leaves the token out. 1 by default.
+        vocab_size: the size of the whole vocabulary; by default, the last dimension of the logits. Required inside a
+            `shard_map` over tp, where it shows whether the logits are sharded.
 
     Raises:
-        ValueError: if shapes do not agree; if a target whose value is at hand is not below vocab; inside a `shard_map`
-            over tp without `vocab_size`.
+        ValueError: if shapes are not consistent with each other; if a concrete target is not below the vocabulary size;
+            or if `vocab_size` is missing inside a `shard_map` over tp, or does not fit the logits.
         TypeError: if targets are not integers.
     """
     if (
@@ -52,7 +54,7 @@ def cross_entropy(
     sharded, vocab_size = _vocabulary(logits.shape[-1], vocab_size)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
-    # one way to leave a token out: its target is negative
+    # from here on, a token is left out if and only if its target is negative
     targets = jnp.where(weights == 0, -1, to_index(jnp.asarray(targets)))
     weights = jnp.where(targets < 0, 0, weights)
     check_concrete_ids(targets, vocab_size, name="targets", ignore_negative=True)
@@ -75,14 +77,14 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
     """Returns whether the vocabulary of these logits is sharded over tp, and its size.
 
     Raises:
-        ValueError: if the size does not fit the logits, or is needed.
+        ValueError: if the size does not fit the logits, or is required but missing.
     """
     axis = current_roles().tensor
     tp = degree(axis)
     if current_view() != "local" or tp == 1:
         if vocab_size not in (None, width):
             raise ValueError(f"`vocab_size` is {vocab_size}, but the logits are of {width} tokens; leave it out.")
-        # a global array is sharded over an axis that divides it, and else whole
+        # a global array is sharded over tp if tp divides it; otherwise it is whole
         return tp > 1 and width % tp == 0, width
     if vocab_size is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block."""
+"""The feed-forward layer of a transformer block."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ._options import DenseOptions
 
 
 class MLP(Layer):
-    """`down(activation(gate(norm(x))) * up(norm(x)))`: SwiGLU by default (Shazeer 2020, arXiv 2002.05202).
+    """Computes `down(activation(gate(norm(x))) * up(norm(x)))`: SwiGLU by default (Shazeer 2020, arXiv 2002.05202).
 
     Args:
-        features: size of the input and of the output.
-        hidden: size in between, sharded over tp.
-        gated: with a gate; without, `down(activation(up(norm(x))))`.
-        activation: elementwise.
-        norm: as in `LayerNormDense`.
-        sequence_parallel: as in `Dense`.
-        rngs: the `params` stream is used.
-        options: passed to both `Dense` layers.
+        features: the size of the input and of the output.
+        hidden: the size of the hidden layer, whose features tp shards.
+        gated: whether there is a gate. Without one, the layer computes `down(activation(up(norm(x))))`.
+        activation: the elementwise function applied to the gate, or without a gate to the hidden layer.
+        norm: the norm of the input, as in `LayerNormDense`.
+        epsilon: the epsilon of the norm.
+        sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
+        rngs: the random streams, of which `params` is used.
+        options: further arguments of both `Dense` layers.
     """
 
     fewest_dims = 2

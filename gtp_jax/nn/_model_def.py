@@ -1,4 +1,4 @@
-"""A model taken apart into plain arrays and what is needed to put it together again."""
+"""A model split into plain arrays and a definition from which it can be merged again."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from ._weight import layer_counts
 
 Tree = Any
 
-# Stands in a definition for an array that is a module's attribute.
+# Replaces, in a definition, an array that is an attribute of a module.
 _ARRAY = object()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelDef:
-    """Everything of a model but its arrays. Compared by identity, so that it is cheap as static data of a pytree.
+    """Everything of a model except its arrays. Compared by identity, so that it is cheap as static data of a pytree.
 
     Attributes:
-        graph: the modules.
-        variables: the model's variables and arrays, without values: an NNX state.
-        specs: nested dict of the parameters' partitions.
-        layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
-        state_specs: nested dict of the partitions of other variables.
-        key_impls: the generators of variables that hold random keys, by path; a state holds their words.
-        roles: of mesh axes.
-        frozen_specs: nested dict of the partitions of frozen weights.
-        update_rules: of parameters that no optimizer moves, by path.
-        layer_counts: the number of layers that each parameter holds along its first dimension, by its path; 0 outside
-            of a `Stack`.
-        largest_unit: the elements of which a rank stores the gradients, of the unit of `gtp_jax.shard` with most.
+        graph: the graph definition of the modules.
+        variables: an NNX state of the model's variables and arrays, without their values.
+        specs: a nested dict of the parameters' partitions.
+        layouts: a nested dict with the `Layout` of each parameter, or `None` for a parameter that is not gathered.
+        state_specs: a nested dict of the partitions of other variables.
+        key_impls: for variables that hold random keys, the implementation of the random generator, by path. A state
+            holds the words of the keys.
+        roles: the roles of the mesh axes.
+        frozen_specs: a nested dict of the partitions of frozen weights.
+        update_rules: the update rules of parameters that the optimizer does not update, by path.
+        layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
+            `Stack`.
+        largest_unit: the number of gradient elements that a rank stores for that unit of `gtp_jax.shard` for which it
+            stores most; 0 without units.
     """
 
     graph: Any
@@ -56,10 +58,11 @@ class ModelDef:
     largest_unit: int = 0
 
     def check_mesh(self) -> None:
-        """Refuses a mesh in scope that the model was not built for.
+        """Checks that the model was built for a mesh like the mesh in scope.
 
         Raises:
-            ValueError: naming both; or as `check_mesh_in_scope`.
+            ValueError: if it was built for a mesh of other degrees; or as in `check_mesh_in_scope`. The message names
+                the degrees of both.
         """
         check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
@@ -68,14 +71,13 @@ class ModelDef:
     def model(
         self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None, *, read_only: bool = False
     ) -> Any:
-        """Returns the model with these arrays for its parameters, its other variables and its frozen weights, if it has
-        any.
+        """Returns the model with the given arrays.
 
         Args:
-            params: nested dict.
-            model_state: nested dict.
-            frozen: nested dict.
-            read_only: refuse code that sets a parameter, which a step would drop.
+            params: a nested dict of the parameters.
+            model_state: a nested dict of the other variables, if there are any.
+            frozen: a nested dict of the frozen weights, if there are any.
+            read_only: whether code that sets a parameter raises an error, because a step would lose the change.
         """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
@@ -89,21 +91,21 @@ class ModelDef:
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns what a model's variables other than parameters hold, such as after a call; without those that it did
-        not have when it was split."""
+        """Returns the values of a model's variables that are neither parameters nor frozen, for example after a call.
+        Leaves out variables that the model did not have when it was split."""
         known = {path for path, _ in nnx.to_flat_state(self.variables)}
         found = [(path, v) for path, v in _others(nnx.split(model)[1]) if path in known]
         return _nested(found)
 
 
 class Split(NamedTuple):
-    """A model taken apart: nested dicts of arrays beside its definition.
+    """A model split into its definition and nested dicts of arrays.
 
     Attributes:
         model_def: the definition.
-        params: parameters.
-        model_state: other variables: batch statistics, random keys and counts.
-        frozen: weights that are not trained, see `freeze`; some of them codes.
+        params: the parameters.
+        model_state: the other variables, such as batch statistics, random keys and counts.
+        frozen: the weights that are not trained, some of them as codes; see `freeze`.
     """
 
     model_def: ModelDef
@@ -113,11 +115,12 @@ class Split(NamedTuple):
 
 
 def split_model(model: nnx.Module) -> Split:
-    """Takes a model apart.
+    """Splits a model into its definition and its arrays.
 
     Raises:
-        ValueError: if its modules were built under different roles, a weight holds an array of another shape, or a
-            module writes parameters when it is called.
+        ValueError: if modules were built under different roles; if a weight holds an array of another shape than it was
+            built with; or if the model has an `nnx.WeightNorm` or `nnx.SpectralNorm`, which write parameters when
+            called.
     """
     _refuse_writers(model)
     graph, variables = nnx.split(model)
@@ -151,8 +154,8 @@ def split_model(model: nnx.Module) -> Split:
 
 
 def _others(variables: Any) -> list[tuple[Any, Leaf]]:
-    """Returns the variables of a state that are neither parameters nor frozen, and arrays that are attributes, by
-    path."""
+    """Returns, by path, the variables of a state that are neither parameters nor frozen, and the arrays that are
+    attributes."""
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
 
 
@@ -163,7 +166,7 @@ def _partitions(leaf: Leaf) -> Any:
 
 
 def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
-    """Returns variables' values as nested dicts, with the words of random keys in their place."""
+    """Returns the values of variables as nested dicts, with the words of random keys instead of the keys."""
     found: dict[str, Any] = {}
     for path, variable in variables:
         *ahead, last = map(str, path)
@@ -176,7 +179,11 @@ def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
 
 
 def _roles_of(layouts: Any) -> Roles:
-    """Returns the roles that a model's weights were laid out by; those in scope if it has none."""
+    """Returns the roles with which a model's weights were laid out; the roles in scope if there are no such weights.
+
+    Raises:
+        ValueError: if weights were laid out with different roles.
+    """
     roles = {layout.roles for layout in jax.tree.leaves(layouts, is_leaf=_is_layout)}
     if len(roles) > 1:
         raise ValueError(
@@ -187,8 +194,8 @@ def _roles_of(layouts: Any) -> Roles:
 
 
 def _refuse_writers(model: nnx.Module) -> None:
-    """Refuses Flax's modules that put other values into a layer's parameters, which a step, as it updates those that it
-    was given, would drop."""
+    """Raises an error if a model has a Flax module that sets the parameters of its layer, because a step updates the
+    parameters that it was given, and would lose the change."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
             raise ValueError(
@@ -206,10 +213,11 @@ def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _RefuseWrite:
-    """A hook of a variable, which refuses to set it. All are equal, so that layers alike stay alike.
+    """A hook for `on_set_value` that refuses to set the variable. All such hooks compare equal, so that the metadata of
+    layers of the same structure stay equal.
 
     Attributes:
-        path: of the variable in the model.
+        path: the path of the variable in the model.
     """
 
     path: tuple[Any, ...] = dataclasses.field(compare=False)
@@ -239,7 +247,7 @@ def _at(params: Tree, path: tuple[Any, ...]) -> Any:
 
 
 def _dicts(node: Any) -> Any:
-    """Returns plain nested dicts with string keys out of an NNX state."""
+    """Returns an NNX state as plain nested dicts with string keys."""
     if isinstance(node, nnx.State | dict):
         return {str(key): _dicts(value) for key, value in node.items()}
     return node

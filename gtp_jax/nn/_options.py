@@ -1,4 +1,4 @@
-"""The arguments that layers made of several `Dense` layers pass on to each of them."""
+"""The arguments that `Attention`, `CrossAttention`, `MLP` and `LayerNormDense` pass on to `Dense`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of layers beside the activation: variables that they write."""
+"""Outputs of layers in addition to the activation: the variables that they write."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from ..chain import Outputs
 from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
-# Variables of one layer, or the stacked ones of all layers of a stack, and arrays that are attributes, by path.
+# The variables of one layer, or the stacked variables of a stack's layers, and arrays that are attributes; by path.
 Written = dict[tuple[Any, ...], Leaf]
 
 
 class AuxLoss(nnx.Variable):
-    """An auxiliary loss, such as one that balances experts: declare it in `__init__`, write it in the call.
+    """An auxiliary loss, such as one that balances experts. Declare it in `__init__`, and write it in the call.
 
         self.balance = gtp_jax.AuxLoss(jnp.zeros(()))   # in `__init__`
         self.balance.set_value(loss)                    # in `__call__`
 
-    After the call, `nnx.state(model, gtp_jax.AuxLoss)` holds the losses, of a `Stack` one a layer, stacked; a loss
-    function adds them to its own, and gradients flow through them. This is how NNX hands values out of a module: as
-    variables, which every transformation already carries, so that the same module works alone, in a Python loop and in
-    a `Stack`. A returned tuple would change what a layer returns, and `Module.sow` creates variables during the call,
-    which NNX has deprecated outside of `nnx.capture`; both it and any other variable type work all the same.
+    After the call, `nnx.state(model, gtp_jax.AuxLoss)` contains the losses; those of a `Stack` are stacked, one per
+    layer. A loss function adds them to its own loss, and gradients flow through them.
+
+    In NNX, a module returns further values as variables. Every transformation already carries these, so that the same
+    module works alone, in a Python loop and in a `Stack`. A tuple would change what the layer returns. `Module.sow`
+    creates variables during the call, which NNX has deprecated outside of `nnx.capture`. Both `sow` and any other type
+    of variable nevertheless work.
     """
 
 
@@ -34,28 +36,29 @@ class Metric(nnx.Variable):
     """A value that a layer reports, declared and written like an `AuxLoss`. Gradients do not flow through it."""
 
 
-# Types whose values a `Stack` hands on without a gradient.
+# The types of variables, besides `Metric`, whose values have no gradient in a `Stack`.
 _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState, Cache)
 
 
 def variables_of(module: nnx.Module) -> Written:
-    """Returns the module's variables and arrays by path, weights that are gathered excepted."""
+    """Returns the module's variables and arrays by path, except weights that are gathered."""
     flat = nnx.to_flat_state(nnx.split(module)[1])
     return {path: v for path, v in flat if layout_of(v) is None}
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Returns the variables' present values, which a call may replace, or write to: `sow` adds to a dict in place."""
+    """Returns the current values of the variables. Containers are copied, because a call may change them in place, as
+    `sow` adds to a dict."""
     return {path: jax.tree.map(lambda a: a, value_of(variable)) for path, variable in variables.items()}
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
-    """Returns what a call has written, as the chain's outputs.
+    """Returns the variables that a call has written, as outputs of the chain.
 
     Args:
-        before: the values of the module's variables ahead of the call, by path.
-        after: the variables after it, perhaps more of them.
-        name: of the module.
+        before: the values of the module's variables before the call, by path.
+        after: the variables after the call, which may have created some.
+        name: the name of the module in error messages.
 
     Raises:
         ValueError: if the call has written a parameter, or an attribute that is an array.
@@ -85,11 +88,12 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
 
 
 def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
-    """Writes what a chain returned for a module to its variables.
+    """Writes the outputs that a chain returned for a module to the module's variables.
 
     Args:
-        module: a module, or the layers of a stack.
-        parts: one, or of a stack one for each of its stretches of layers, in order.
+        module: the module, or the layers of a stack.
+        parts: the outputs of the module's stages, in order: several for a stack that consists of several stretches of
+            layers, otherwise one.
         stacked: whether arrays have a leading dimension of layers.
     """
     outputs = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts) if stacked and len(parts) > 1 else parts[0]
@@ -105,7 +109,7 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
 
 
 def _only(variable: nnx.Variable, *, floats: bool) -> nnx.Variable:
-    """Returns the variable with `None` in place of its other arrays."""
+    """Returns the variable with only its floats, or only its other arrays; the rest is replaced by `None`."""
     value = jax.tree.map(lambda a: a if is_float(a) is floats else None, variable.get_value())
     return variable.replace(value)
 
@@ -118,7 +122,7 @@ def _joined(one: nnx.Variable, other: nnx.Variable) -> nnx.Variable:
 
 
 def is_float(leaf: Any) -> bool:
-    """Says whether gradients are taken with respect to an array."""
+    """Returns whether an array consists of floats, so that gradients can be taken with respect to it."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jnp.issubdtype(dtype, jnp.inexact)
 

@@ -29,8 +29,8 @@ from ._weight import weight_owners, with_weights
 
 
 def shards_of(model: nnx.Module) -> dict[ModulePath, Shards]:
-    """Returns what this rank stores of all weights, by path of the module that owns them, of frozen ones nothing; in
-    global view whole arrays."""
+    """Returns the shards of all weights that this rank stores, by path of the module that owns them; in global view,
+    whole arrays. Frozen weights have an empty tuple."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
@@ -44,15 +44,15 @@ def with_groups(
     rounded: Collection[ModulePath] = (),
 ) -> Any:
     """Returns a copy of the model that gathers what was prepared, and multiplies and sums gradients as its weight
-    groups say. Gradients still go to its own parameters.
+    groups say. Gradients are still taken with respect to its own parameters.
 
     Args:
-        model: is left as it is.
-        groups: as `gtp_jax.weights.resolve` returns them.
-        prepared: what `gtp_jax.weights.prepare` made of its weights; each module prepares its own where there is none.
-        keys: keys of stochastic rounding, by path, see `keys_of`; without gradients none.
-        placeholders: whether the model's weights are placeholders: arrays of NaN of whole shards.
-        rounded: modules whose weights have been rounded to the dtype in which they travel.
+        model: the model, which is not changed.
+        groups: the weight groups, as `gtp_jax.weights.resolve` returns them.
+        prepared: what `gtp_jax.weights.prepare` returned for its weights. A module without an entry prepares its own.
+        keys: the keys of stochastic rounding, by path; see `keys_of`. Not needed if no gradients are taken.
+        placeholders: whether the model's weights are placeholders: arrays of NaN with the shapes of whole shards.
+        rounded: the paths of modules whose weights have been rounded to the dtype in which they travel.
     """
     keys = keys or {}
     by_path: dict[ModulePath, list[tuple[Layers, WeightGroup]]] = {}
@@ -74,8 +74,8 @@ def with_groups(
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
-    """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
-    have been quantized already, and are still the same."""
+    """Returns the layers of a stack, with their weights quantized here by the recipe in scope. Returns the layers as
+    they are if there is no recipe, or if their weights have already been quantized and none has been replaced since."""
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):
@@ -95,11 +95,11 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
 
 
 def keys_of(key: jax.Array, groups: Groups) -> dict[ModulePath, CallKeys]:
-    """Returns keys of the modules that round stochastically, by path.
+    """Returns the keys of the modules that round stochastically, by path.
 
     Args:
-        key: uint32 `(2,)`: of this step, microbatch and rank.
-        groups: as `gtp_jax.weights.resolve` returns them.
+        key: the key of this step, microbatch and rank, uint32 `(2,)`.
+        groups: the weight groups, as `gtp_jax.weights.resolve` returns them.
     """
     found = {}
     for (path, layers), group in groups.items():

@@ -1,4 +1,4 @@
-"""Inputs of a call behind the activation: a layer's own, or those that all layers of a stack share."""
+"""Inputs of a call after the activation: those of one layer, or those that all layers of a stack share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from flax import nnx
 
 
 class SharedInputs:
-    """The arguments of a layer's or a `Stack`'s call behind the activation, split into arrays and the rest.
+    """The arguments of a call of a layer or a `Stack` after the activation, split into arrays and other values.
 
     Attributes:
-        arrays: the arrays among them, which a chain carries and a `shard_map` shards. Others, such as `True`,
+        arrays: the arrays among them, which a chain carries and a `shard_map` shards. Other values, such as `True`,
             `"causal"` or `None`, are part of the program.
-        names: of the argument that each array is in, or its number if it is passed by position.
+        names: for each array, the name of the argument that contains it; or the argument's index if it is passed by
+            position.
 
     Raises:
-        TypeError: if there is an NNX object among them.
+        TypeError: if an NNX object is among them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,17 +42,17 @@ class SharedInputs:
 
     @property
     def empty(self) -> bool:
-        """Says whether there are none."""
+        """Whether there are no such arguments."""
         return not self._is_array
 
     def without_arrays(self) -> SharedInputs:
-        """Returns the rest alone, for a rule of a derivative, which outlives the trace of the arrays."""
+        """Returns only the other values, for functions that JAX keeps after the trace of the arrays has ended."""
         rest = copy.copy(self)
         rest.arrays = []
         return rest
 
     def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments, with these arrays in place of `arrays`."""
+        """Returns the positional and the keyword arguments, with the given arrays instead of `arrays`."""
         values = iter(arrays)
         leaves = [next(values) if array else v for v, array in zip(self._others, self._is_array, strict=True)]
         return jax.tree.unflatten(self._tree, leaves)

@@ -1,4 +1,4 @@
-"""Modules joined into a chain: `Stack`, layers alike, and `run_chain`, modules of any kind in a row."""
+"""Chains of modules: `Stack` for layers of the same structure, and `run_chain` for modules of any kind."""
 
 from __future__ import annotations
 
@@ -23,43 +23,46 @@ from ._weight import StackedLayers
 
 
 class Stack(StackedLayers):
-    """`length` layers alike, run as a chain: each layer's weights are gathered under the layer ahead of it.
+    """A chain of `length` layers of the same structure. Each layer's weights are gathered while the previous layer
+    computes.
 
     `stack(x, *shared, **shared)` equals
 
         for layer in layers:
             x = layer(x, *shared, **shared)
 
-    Arrays among the shared inputs (positions, masks, an encoder's output) are supplied to each layer, again in
-    backward, and never saved with a layer. Variables that a layer writes, such as `nnx.BatchStat`, the counts of
-    dropout's `nnx.RngStream`, `gtp_jax.AuxLoss` or what is captured by `nnx.capture`, are updated as in that loop,
-    once a call whatever is recomputed in backward. Gradients flow through the floats among them, but not through
-    `nnx.BatchStat` and `gtp_jax.Metric`, which leave the stack as constants.
+    Each layer receives the arrays among the shared inputs (positions, masks, an encoder's output), in forward and again
+    in backward; they are never saved per layer. Variables that a layer writes, such as `nnx.BatchStat`, the counts of
+    dropout's `nnx.RngStream`, `gtp_jax.AuxLoss` or values captured by `nnx.capture`, are updated as in that loop: once
+    per call, even if backward recomputes the layer. Gradients flow through those of them that are floats, but not
+    through `nnx.BatchStat` and `gtp_jax.Metric`, which leave the stack as constants.
 
-    All variables are stored stacked: one array each, with a leading dimension of `length`.
+    Each variable is stored as one stacked array, with a leading dimension of `length`.
 
-    Under a mesh in global view layers compute on global arrays: batch statistics are those of the whole batch, and
-    dropout's masks those of the model without a mesh. Layers that derive from `gtp_jax.nn.Layer`, whose `local` is
-    written for a rank's own part, and have no variables but parameters, are called within one `shard_map`.
+    In global view, layers compute on global arrays: batch statistics are those of the whole batch, and the masks of
+    `nnx.Dropout` are those of the model without a mesh. But layers that derive from `gtp_jax.nn.Layer`, whose `local`
+    computes on a rank's own part, all run within one `shard_map`, if they have no variables other than parameters and
+    the call has no shared inputs.
 
     Args:
-        factory: makes one layer, called as `factory(rngs=...)`. The layer maps activations to activations of the same
-            shape, dtype and partition.
-        length: number of layers.
-        schedule: when things happen; see `Schedule`.
-        remat: what is kept for backward; see `with_remat`.
-        sequence_parallel: whether the activation that is handed on is sharded along the sequence over tp, for a
-            `gtp_jax.nn.Layer` that does not say so itself.
-        rngs: split, so that every layer draws from streams of its own, in the factory and, if it keeps them, in calls.
+        factory: a function that makes one layer, called as `factory(rngs=...)`. The layer maps activations to
+            activations of the same shape, dtype and partition.
+        length: the number of layers.
+        schedule: how the chain is run; see `Schedule`.
+        remat: the policy for what is saved for backward; see `with_remat`.
+        sequence_parallel: whether activations between layers are sharded along the sequence over tp, if a layer does
+            not state this itself.
+        rngs: the random streams. They are split, so that each layer draws from its own streams, in the factory and, if
+            it keeps them, in calls.
 
     Attributes:
-        layers: one module, whose variables are all layers', stacked.
-        length: how many layers.
+        layers: one module, whose variables hold the stacked arrays of all layers.
+        length: the number of layers.
 
     Raises:
-        ValueError: if `length` is less than 1, `remat` is not a known policy, a layer holds a `Stack` of its own, or
-            variables that `factory` did not make; by a call, if a layer writes a parameter.
-        TypeError: by a call, if an NNX object is among the shared inputs.
+        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer contains a `Stack` or
+            variables that `factory` did not make. A call raises it if a layer writes a parameter.
+        TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """
 
     def __init__(
@@ -101,16 +104,17 @@ class Stack(StackedLayers):
 
     @property
     def fewest_dims(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The fewest dimensions of an input of its layers."""
+        """The minimum number of dimensions of the layers' input."""
         return getattr(self.layers, "fewest_dims", 1)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Partitions of input and output in global view: those of a layer that states its own."""
+        """Returns the partitions of input and output in global view: those of its layers, if these state them."""
         layer = self.layers
         return layer.partitions(ndim) if states_partitions(layer) else super().partitions(ndim)
 
     def linked(self, ndim: int) -> bool:
-        """Returns whether a layer returns the same part of an activation of `ndim` dimensions as it takes."""
+        """Returns whether, for an activation of `ndim` dimensions, a layer's input and output have the same partition,
+        and neither needs conversion."""
         into, out = self.partitions(ndim)
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
@@ -125,23 +129,25 @@ def run_chain(
     remat: Remat | None = None,
     shared: Sequence[Any] | Mapping[str, Any] = (),
 ) -> Any:
-    """Calls modules one after the other as one chain, so that the gathers between them are hidden too.
+    """Calls modules in sequence as one chain, so that gathers overlap with compute between modules too.
 
-    `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`; but the first block's weights are
-    gathered under the embedding, the head's under the last block, and likewise in backward.
+    `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`. But the first block's weights are
+    gathered while the embedding computes, and the head's while the last block computes; the same holds in backward.
 
     Args:
         x: the first module's input.
-        modules: `Stack`s and other modules.
-        schedule: that of the `Stack`s by default.
-        remat: for all modules; by default each `Stack` has its own, and the others that of the first.
+        modules: the modules, `Stack`s or others.
+        schedule: how the chain is run; by default as the schedule of the `Stack`s says.
+        remat: the policy for what all modules save for backward. By default, each `Stack` uses its own, and other
+            modules use that of the first `Stack`.
         shared: further arguments of the layers of each `Stack`, by position or by name; see `Stack`. Other modules
-            get none.
+            receive none of them.
 
     Raises:
-        ValueError: without modules; if `Stack`s differ in their schedules and none is given; if a module holds a
-            `Stack`; if there are shared inputs and no `Stack`.
-        TypeError: if one is not a `gtp_jax.nn.Layer`, or `shared` is neither a sequence nor a mapping.
+        ValueError: if there are no modules; if `Stack`s have different schedules and `schedule` is not given; if a
+            module that is not a `Stack` contains one; or if there are shared inputs but no `Stack`.
+        TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, or `shared` is neither a
+            sequence nor a mapping.
     """
     if not modules:
         raise ValueError("`run_chain` joins one module or more; it got none.")
@@ -173,7 +179,7 @@ def run_chain(
 
 
 def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
-    """Calls modules one after another, of which nothing is gathered."""
+    """Calls modules in sequence, not as a chain, because the weights of `Unstacked` layers are gathered already."""
     for module in modules:
         if not isinstance(module, Unstacked):
             x = module(x)
@@ -183,11 +189,12 @@ def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
 
 
 def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """Calls a chain as the view in scope requires: in global view within one `shard_map` if all of its modules are
-    written for local view, and each hands on what the next one takes."""
+    """Calls a chain in the view in scope. In global view, it runs within one `shard_map` if all of its modules are
+    written for local view, there are no shared inputs, and each module's output has the partition of the next one's
+    input."""
     check_mesh_in_scope()
     if current_view() == "global" and shared.empty and all(_is_local(link.module) for link in links):
-        ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # ids become vectors
+        ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # an embedding turns ids into vectors
         chain = Chain(modules, schedule, tuple(link.remat for link in links), ndim)
         if chain.linked(jnp.ndim(x)):
             try:
@@ -200,10 +207,10 @@ def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule:
 
 
 class OtherDimensions(Exception):
-    """An output has another number of dimensions than a chain was traced for.
+    """Raised if the output of a chain does not have the number of dimensions that the chain was built for.
 
     Attributes:
-        ndim: the number that it has.
+        ndim: the number of dimensions that it has.
     """
 
     def __init__(self, ndim: int) -> None:
@@ -212,16 +219,17 @@ class OtherDimensions(Exception):
 
 
 class Chain(Layer):
-    """Modules in a row, called like one module, within one `shard_map`.
+    """A sequence of modules, called as one module within one `shard_map`.
 
     Args:
-        modules: at least one.
-        schedule: when things happen.
-        remat: what each module keeps for backward.
-        ndim: dimensions of the output, and of what modules hand on to each other. The trace checks it.
+        modules: the modules, at least one.
+        schedule: how the chain is run.
+        remat: for each module, the policy for what is saved for backward.
+        ndim: the number of dimensions of the output, and of the activations between modules. A call checks that of the
+            output.
 
     Raises:
-        OtherDimensions: if the output of a call has another number of dimensions.
+        OtherDimensions: by a call, if the output has another number of dimensions.
     """
 
     def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...], ndim: int) -> None:
@@ -254,10 +262,13 @@ class Chain(Layer):
         return sides[0][0], sides[-1][1]
 
     def linked(self, ndim: int) -> bool:
-        """Returns whether each layer hands on exactly the part of an activation that the next one takes, so that no
-        global array lies between them; `ndim` is the input's.
+        """Returns whether each module's output has exactly the partition of the next module's input, so that the chain
+        needs no global arrays between modules.
 
-        Where they do not, as between two column-parallel layers, every layer finds its own way in global view.
+        If not, as between two column-parallel layers, each module opens its own `shard_map` in global view.
+
+        Args:
+            ndim: the number of dimensions of the chain's input.
         """
         if any(isinstance(m, Stack) and not m.linked(self.ndim) for m in self.modules):
             return False
@@ -269,12 +280,12 @@ class Chain(Layer):
         )
 
     def _sides(self, ndim: int) -> list[tuple[PartitionSpec, PartitionSpec]]:
-        """Returns the partitions of every module's input and output."""
+        """Returns the partitions of each module's input and output, for a chain's input of `ndim` dimensions."""
         sides = [sides_of(self.modules[0], ndim, self.ndim)]
         for place, module in enumerate(self.modules[1:], 2):
             if states_partitions(module) or place == len(self.modules):
                 sides.append(sides_of(module, self.ndim, self.ndim))
-            else:  # works on what it is given
+            else:  # it works on any part, and keeps the partition
                 sides.append((sides[-1][1], sides[-1][1]))
         return sides
 
@@ -291,7 +302,8 @@ def _same(one: PartitionSpec, other: PartitionSpec) -> bool:
 
 
 def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """Returns the axes of more than one rank that shard each dimension, without the whole dimensions at the end."""
+    """Returns the axes with more than one rank that shard each dimension. Trailing dimensions that are whole are left
+    out."""
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in entries]
     while axes and not axes[-1]:
@@ -300,7 +312,8 @@ def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def _is_local(module: nnx.Module) -> bool:
-    """Says whether a module is written for local view, and has no variables other than parameters and caches."""
+    """Returns whether a module is written for local view, and has no variables other than parameters, frozen weights
+    and caches."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Variable))
     return isinstance(module, Layer) and all(isinstance(v, nnx.Param | Frozen | Cache) for _, v in variables)
 
@@ -322,7 +335,8 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _refuse_outer_variables(layer: nnx.Module) -> None:
-    """Refuses a layer with variables that its factory did not make: a stack would give every layer its own copy."""
+    """Raises an error if a layer has variables that its factory did not make, because a stack would give every layer
+    its own copy of them."""
     for path, variable in nnx.iter_graph(layer):
         if isinstance(variable, nnx.Variable) and not _is_of_this_trace(variable):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Modules as the chain sees them: stages of arrays and pure functions."""
+"""Converts modules to the form that the chain runs: stages of arrays and pure functions."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
 from ._weight import Weight, kernel_places, weight_owners
 
-# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of some of them.
+# One layer's gathered weights by path, as arrays or codes; and the arrays that receive the gradients of some of them.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
-# What one layer gathers; and in the same order what is sent in place of it, where that is something else.
+# What one layer gathers; and in the same order what is sent instead of it, or `None` if that is the wire itself.
 Wires = tuple[Wire, ...]
 Ready = tuple[Wire | None, ...]
 
-# What is decided about one layer's weights, by path.
+# The weight groups of one layer, by path.
 Groups = Mapping[Any, WeightGroup]
 
-# One layer's keys of stochastic rounding by path, and the arrays of its variables that have no gradient.
+# One layer's keys of stochastic rounding, by path; and those arrays of its variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], list[Any]]
 
 
@@ -64,9 +64,9 @@ class Link:
     """A module of a chain.
 
     Attributes:
-        module: one layer; or `length` layers, whose variables are stacked.
-        remat: what is saved for backward.
-        length: number of layers; `None` of a module that is not stacked.
+        module: one layer, or `length` layers whose variables are stacked.
+        remat: the policy for what is saved for backward.
+        length: the number of layers; `None` for a module that is not stacked.
     """
 
     module: nnx.Module
@@ -76,16 +76,16 @@ class Link:
 
 @forget_after()
 def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """Runs modules as one chain, and writes to their variables what their calls wrote.
+    """Runs modules as one chain, and updates the variables that their calls have written.
 
-    In global view what a chain has gathered is a global array of every rank's copy (see `on_ranks`), so that layers
-    compute on global arrays, and gradients of weights stay one a rank until the chain reduces them.
+    In global view, a gathered weight is a global array that holds every rank's copy (see `on_ranks`). Layers can thus
+    compute on global arrays, while each rank has its own gradients of weights until the chain reduces them.
 
     Args:
         links: the modules.
-        x: the first one's input.
-        schedule: when things happen.
-        shared: for every layer of the stacked ones.
+        x: the input of the first module.
+        schedule: how the chain is run.
+        shared: further inputs of every layer of the stacked modules.
     """
     stages: list[Stage] = []
     counts: list[int] = []
@@ -101,8 +101,9 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
 
 
 def _stages(link: Link, shared: SharedInputs) -> list[Stage]:
-    """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
-    already, with codes to be gathered, and in high precision again."""
+    """Returns the stages of a module. A stack has one stage for each stretch of consecutive layers with the same weight
+    groups and the same wires: for example, first layers in high precision, layers whose codes have already been
+    gathered, layers whose codes are still to be gathered, and last layers in high precision."""
     stacked, length = link.length is not None, link.length or 1
     module = quantized_in_scope(link.module, length) if stacked else link.module
     template = _Template(module, stacked)
@@ -141,15 +142,15 @@ def _of_layer(layer: int, groups: Sequence[tuple[Layers, WeightGroup]]) -> Weigh
 
 
 class _Template:
-    """One layer's modules, into which a chain puts the values of each layer in turn.
+    """The modules of one layer, into which a chain puts the values of each layer in turn.
 
     Attributes:
-        owners: modules with weights that the chain gathers, by path.
-        places: of their kernels among the layer's leaves.
-        shards: of those that are trained, by path.
-        frozen: what is gathered of the others of a stack.
-        params: the floats of the other variables, but for those that are frozen.
-        constants: the rest of them: integers, keys, what is frozen.
+        owners: the owners of weights that the chain gathers, by path.
+        places: the indices of their kernels among the layer's leaves.
+        shards: the shards of the weights that are trained, by path.
+        frozen: the wires of a stack's weights that are frozen.
+        params: the floats of all other variables, except frozen ones.
+        constants: the other arrays of these variables: integers, keys and frozen arrays.
     """
 
     def __init__(self, layer: nnx.Module, stacked: bool) -> None:
@@ -184,10 +185,20 @@ class _Template:
         remat: Remat,
         shared: SharedInputs | None = None,
     ) -> Stage:
-        """Returns the layer as a stage, not stacked."""
+        """Returns the layer as a stage. For layers of a stack, the caller sets `length`, `stacked` and `first`.
+
+        Args:
+            groups: the weight groups, by path.
+            shards: the shards of the weights that are trained, by path.
+            wires: what the layer gathers.
+            params: the arrays that are differentiated without being gathered.
+            constants: the keys of stochastic rounding, and the arrays without a gradient.
+            remat: the policy for what is saved for backward.
+            shared: the shared inputs; `None` if the layer receives none.
+        """
 
         view = current_view()
-        # what JAX keeps of a chain when its trace is over must not hold the trace's arrays
+        # JAX keeps functions of a chain after its trace has ended; they must not hold arrays of the trace
         template = self._without_arrays()
         rest = None if shared is None else shared.without_arrays()
 
@@ -246,7 +257,13 @@ class _Template:
         return template
 
     def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
-        """Returns the layer with these values in its variables; those of weights by their place among the leaves."""
+        """Returns the layer with these values in its variables.
+
+        Args:
+            params: the floats, as in the attribute `params`.
+            constants: the other arrays, as in the attribute `constants`.
+            weights: the values of the weights' variables, by index among the leaves.
+        """
         floats, others = iter(params), iter(constants)
         arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
         values = iter(jax.tree.unflatten(self.values, arrays))
@@ -261,7 +278,7 @@ class _Template:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
     def _values(self, groups: Groups, weights: Any, slots: Slots, keys: dict[Any, jax.Array]) -> dict[int, Any]:
-        """Returns what the weights' variables hold in a call, by place."""
+        """Returns the values that the weights' variables have in a call, by index among the leaves."""
         found: dict[int, Any] = {}
         for path, (first, *others) in self.places.items():
             weight = slotted(weights[path], slots[path]) if path in slots else weights[path]
@@ -279,7 +296,7 @@ def _ready(groups: Groups, wires: Wires) -> Ready:
 
 
 def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
-    """Gathers the weights of one layer, by path, differentiable in the shards."""
+    """Gathers the weights of one layer, by path; differentiable with respect to the shards."""
 
     def make(wires: Wires) -> Weights:
         return {path: weight for one in wires for path, weight in one.gather(groups).items()}
@@ -289,28 +306,29 @@ def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
 
 
 def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
-    """Sums the gradients of one layer's weights, of which some are in slots; see `reduce_gradients`."""
+    """Sums the gradients of one layer's weights, some of which are in slots; see `reduce_gradients`."""
     of_weights, of_slots = gradients
     return reduce_gradients(groups, {**of_weights, **of_slots})
 
 
 def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
-    """Returns the gradients of shards, summed over replicas too, in global view."""
+    """Returns, in global view, the gradients of shards, summed also over axes that only replicate the shards."""
     found = stored_gradients(groups, _reduce(groups, gradients))
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
     summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
-    found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # in which this sum is taken
+    found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # the dtype of the sum over replicas
     return Reduced({}, sum_over_replicas(found, specs))
 
 
 def _of_one_layer(leaf: Leaf) -> dict[str, Any]:
-    """Returns the metadata of one layer's variable that differ from the stacked one's."""
+    """Returns the metadata of one layer's variable that differ from those of the stacked variable."""
     sharding = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
 def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:
-    """Returns a key for each layer, by path of each module that rounds stochastically: the first word counts layers."""
+    """Returns the keys of all layers, by path of each module that rounds stochastically. The layer's index is added to
+    the first word."""
     found = {}
     for path, owner in owners.items():
         if owner.keys is not None:
@@ -321,9 +339,10 @@ def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Splits stacked arrays between layers.
+    """Splits stacked arrays before the given layers.
 
-    Floats by `jnp.split`, because the gradients of slices would each be padded to the whole stack and added up.
+    Floats are split by `jnp.split`, because the gradients of slices would each be padded to the whole stack and then
+    added.
     """
     if not at:
         return [tree]

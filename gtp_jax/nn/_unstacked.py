@@ -1,4 +1,4 @@
-"""A `Stack` taken apart, for calls that compute with the same weights many times and differentiate nothing."""
+"""A `Stack` split into its layers, for programs that call the same weights many times without gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ._weight import StackedLayers, Weight, weight_owners
 
 
 class Unstacked(Layer):
-    """The layers of a `Stack`, each with variables of its own, called one after another.
+    """The layers of a `Stack`, each with its own variables, called in sequence.
 
     Args:
-        layers: in order.
+        layers: the layers, in order.
     """
 
     def __init__(self, layers: list[nnx.Module]) -> None:
@@ -36,11 +36,12 @@ class Unstacked(Layer):
 
 
 def with_gathered_weights(model: nnx.Module) -> nnx.Module:
-    """Returns a model that holds its weights as layers multiply by them: its stacks are taken apart, and each weight is
-    gathered, cast and fused with those that meet the same input. Called in a program; nothing is differentiated.
+    """Returns the model with its weights in the form in which layers multiply by them: stacks are split into their
+    layers, and each weight is gathered, cast and fused with the other kernels of its module. Call this in a traced
+    program that takes no gradients.
 
     Args:
-        model: changed; without codes.
+        model: the model, which is changed in place. It may not contain weights that are stored as codes.
     """
     for path, module in list(nnx.iter_modules(model)):
         if isinstance(module, StackedLayers):

@@ -1,4 +1,4 @@
-"""Parameters that a step moves by a rule of their own."""
+"""Parameters that a step updates by a rule of their own instead of the optimizer."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from flax import nnx
 
 
 class UpdateRule(Protocol):
-    """How a step moves a parameter that no optimizer moves. Rules are static: they compare by value.
+    """How a step updates a parameter that the optimizer does not update. Rules are static, and compared by value.
 
-    What arrives as the gradient of such a parameter is its owner's business. It is summed and averaged as gradients
-    are, counts in no norm and is not clipped.
+    The module that owns such a parameter decides what its gradient contains. The step sums and averages it like other
+    gradients, but does not include it in any norm, and does not clip it.
     """
 
     def moved(self, value: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Returns the parameter after a step."""
+        """Returns the value of the parameter after a step."""
         ...
 
     def metrics(self, gradients: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Returns what a step reports, of the gradients of all parameters with rules of this class."""
+        """Returns the metrics that a step reports, given the gradients of all parameters with rules of this class."""
         ...
 
 
 def set_update_rule(variable: nnx.Variable, rule: UpdateRule) -> None:
-    """Leaves a parameter to a rule."""
+    """Makes a step update a parameter by a rule."""
     variable.set_metadata(update_rule=rule)
 
 
 def update_rule_of(variable: nnx.Variable) -> UpdateRule | None:
-    """Returns the rule that moves a parameter; `None` if the optimizer does."""
+    """Returns the rule that updates a parameter; `None` if the optimizer updates it."""
     return variable.get_metadata().get("update_rule")

@@ -49,17 +49,22 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
-    """Makes a weight, of the values that `init` gives to the logical array, whatever the mesh."""
+    """Makes a weight that is gathered. Its values are those that `init` gives to the logical array, on every mesh."""
     return _sharded(init(key, layout.shape, dtype), layout.spec, layout=layout)
 
 
 def make_vector(
     size: int, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike, *, behind: Layout | None = None
 ) -> nnx.Param:
-    """Makes a bias or a norm's scale: whole on every rank.
+    """Makes a vector, such as a bias or the scale of a norm. Unless `behind` is given, it is whole on every rank.
 
-    As the bias of a column-parallel kernel's output (`behind` is the kernel's layout) it is sharded over the tensor
-    axis alone, where that divides the features evenly.
+    Args:
+        size: the number of elements.
+        init: the initializer.
+        key: the random key.
+        dtype: the dtype of the vector.
+        behind: the layout of the column-parallel kernel to whose output the vector belongs, if any. If the tensor axis
+            divides the kernel's features evenly, the vector is sharded over that axis alone.
     """
     split = None if behind is None or behind.takes_part else behind.split
     axis = None if split is None else split.axis
@@ -72,8 +77,8 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 
 
 def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
-    """Returns the weights within a module: of the modules that own any, itself included, by the module's path, and
-    arrays of any shape by their own."""
+    """Returns the weights in a module. The kernels of a module, possibly this one, are listed by the path of the module
+    that owns them, and arrays of any shape by the path of their variable."""
     found: dict[ModulePath, Weight] = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, WeightOwner):
@@ -84,12 +89,12 @@ def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
 
 
 def stacks_of(model: nnx.Module) -> dict[ModulePath, StackedLayers]:
-    """Returns the stacks within a model, by the path of their layers."""
+    """Returns the stacks in a model, by the path of their layers."""
     return {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
 
 
 def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
-    """Returns the number of layers that each parameter of a model holds, along its first dimension; 0 outside of a
+    """Returns the number of layers that each parameter of a model holds along its first dimension, by path; 0 outside a
     `Stack`."""
     stacks = stacks_of(model)
     found = {}
@@ -100,7 +105,7 @@ def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
 
 
 def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
-    """Returns what a recipe decides about the weights of a model; see `gtp_jax.weights.resolve`."""
+    """Returns the weight groups of a model, as the recipe decides them; see `gtp_jax.weights.resolve`."""
     stacks = stacks_of(model)
     structure = Structure(
         type(model).__name__,
@@ -112,18 +117,19 @@ def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
 
 
 def name_weights(model: nnx.Module) -> None:
-    """Tells a model's kernels their paths, by which recipes in scope know them, as metadata of their variables."""
+    """Stores the path of each weight's owner in the metadata of its variables, for recipes in scope to match their
+    patterns with."""
     for path, owner in weight_owners(model).items():
         for weight in owner.weights():
             weight.set_metadata(path=path)
 
 
 def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]]) -> Any:
-    """Returns a copy of a module whose kernels' variables hold these values.
+    """Returns a copy of a module with these values in the variables of its kernels.
 
     Args:
-        module: is left as it is.
-        values: one for each kernel, by path of each module that owns kernels.
+        module: the module, which is not changed.
+        values: one value for each kernel, by path of the module that owns the kernels.
     """
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
@@ -134,7 +140,7 @@ def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]])
 
 
 def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
-    """Returns which variables of a state are the kernels of each module that owns any, by its path."""
+    """Returns the indices, among the leaves of a state, of the kernels of each module that owns any, by its path."""
     numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
     owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
     return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
@@ -145,7 +151,14 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns the parts of an array along an axis, each filled up with zeros at its end, or cut there."""
+    """Resizes the parts of an array along an axis: pads each with zeros at its end, or cuts it there.
+
+    Args:
+        x: the array, the concatenation of the parts.
+        sizes: the sizes of the parts.
+        wanted: the sizes that they will have.
+        axis: the axis.
+    """
     if sizes == wanted:
         return x
     parts = jnp.split(jnp.moveaxis(x, axis, 0), np.cumsum(sizes)[:-1])
@@ -162,11 +175,13 @@ def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Para
 
 
 def placed_once[P: nnx.Variable](variable: P) -> P:
-    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not; a
-    weight also refuses arrays that would be repeated to fill it.
+    """Returns the variable, changed so that its metadata no longer place arrays: its own array is already placed, and
+    optimizer state made from it must not be placed like it. A weight also gets a hook that refuses arrays that would be
+    broadcast to fill it.
 
-    `nnx.Optimizer` gives its own variables a parameter's metadata, and would shard Adafactor's factors, which have
-    fewer dimensions, like the parameter. Moments are sharded like it all the same, as `zeros_like` is.
+    `nnx.Optimizer` copies a parameter's metadata to its own variables. It would otherwise shard Adafactor's factors,
+    which have fewer dimensions, like the parameter. Moments still have the parameter's sharding, because `zeros_like`
+    keeps it.
     """
     variable.set_metadata(eager_sharding=False)
     if "layout" in variable.get_metadata():
@@ -175,11 +190,11 @@ def placed_once[P: nnx.Variable](variable: P) -> P:
 
 
 class StackedLayers(Layer):
-    """A module with layers alike, whose variables are stacked.
+    """A module with layers of the same structure, whose variables are stacked.
 
     Attributes:
-        length: how many.
-        schedule: when things happen.
+        length: the number of layers.
+        schedule: how the chain of these layers is run.
     """
 
     length: int
@@ -190,12 +205,13 @@ class StackedLayers(Layer):
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
-    Their variables hold arrays, beside which more may be known (`Stored`); or in a chain `Gathered`.
+    Their variables hold arrays, about which more may be known (`Stored`); in a chain, the first variable holds a
+    `Gathered`.
 
     Attributes:
-        dtype: of the weight on the wire and in use.
-        grad_reduce: how its gradient is summed over the ranks, unless a recipe says otherwise.
-        codes_multiply: whether codes of one scale can be multiplied as they travel.
+        dtype: the dtype of the weight on the wire and in use.
+        grad_reduce: how its gradient is summed over the ranks, unless a recipe decides otherwise.
+        codes_multiply: whether codes with a single scale can be multiplied as they travel.
     """
 
     codes_multiply: ClassVar[bool] = False
@@ -204,21 +220,21 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Variable, ...]:
-        """Returns the variables, in the order in which their rows are laid out."""
+        """Returns the variables, in the order of their rows in the fused weight."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the weight in error messages."""
         return type(self).__name__
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Logical shapes of the arrays."""
+        """The logical shapes of the arrays."""
         return tuple(layout.shape for layout in self.layouts)
 
     @property
     def array(self) -> ArrayLayout | None:
-        """The layout of an array of any shape; `None` of kernels, which are matrices."""
+        """The layout of an array of any shape; `None` for kernels, which are matrices."""
         return None
 
     @property
@@ -228,25 +244,26 @@ class Weight(abc.ABC):
 
     @property
     def value(self) -> Any:
-        """Returns what the first kernel's variable holds."""
+        """The value of the first kernel's variable."""
         return value_of(self.weights()[0])
 
     @property
     def frozen(self) -> FrozenAs | None:
-        """What it was frozen as; `None` of a weight that is trained."""
+        """The form in which it was frozen; `None` for a weight that is trained."""
         return self.weights()[0].get_metadata().get("frozen")
 
     def stored(self) -> tuple[Any, ...]:
-        """Returns what this rank stores of each kernel: an array, or of a frozen one perhaps codes."""
+        """Returns what this rank stores of each kernel: an array, or codes if the kernel was frozen as such."""
         return tuple(w.get_raw_value() for w in self.weights())
 
     def shards(self) -> Shards:
-        """Returns what this rank stores of each kernel, of which gradients are taken; nothing if it is frozen."""
+        """Returns this rank's shard of each kernel, with respect to which gradients are taken; an empty tuple if the
+        weight is frozen."""
         return () if self.frozen else self.stored()
 
     @property
     def built_group(self) -> WeightGroup:
-        """Returns what is decided about its kernels without a recipe in scope."""
+        """The weight group of its kernels, without the recipe in scope."""
         kept = self.frozen
         trained = self.weights() if kept is None else ()
         return WeightGroup(
@@ -260,7 +277,11 @@ class Weight(abc.ABC):
         )
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
-        """Returns what is decided about its kernels, by layers of the stack of this length that it is in, if any."""
+        """Returns the weight groups of its kernels, by layers.
+
+        Args:
+            length: the number of layers of the stack that it is in; `None` outside stacks.
+        """
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
             return value.groups
@@ -283,7 +304,7 @@ class Weight(abc.ABC):
 
     @property
     def group(self) -> WeightGroup:
-        """Returns what is decided about its kernels: of one layer."""
+        """The weight group of its kernels, for a weight of one layer or outside stacks."""
         value = self.value
         if isinstance(value, Gathered):
             return value.group
@@ -292,30 +313,30 @@ class Weight(abc.ABC):
 
     @property
     def operands(self) -> Operands | None:
-        """Formats in which it multiplies; `None`: in `dtype`."""
+        """The formats in which it is multiplied; `None` if it is multiplied in `dtype`."""
         return self.group.operands
 
     @property
     def keys(self) -> CallKeys | None:
-        """Keys of its calls' stochastic rounding; `None` where nothing is rounded so."""
+        """The keys for the stochastic rounding of its calls; `None` if nothing is rounded stochastically."""
         value = self.value
         return value.keys if isinstance(value, Stored | Gathered) else None
 
     @property
     def replaced(self) -> bool:
-        """Says whether a kernel is another array than the one that was prepared."""
+        """Whether the array of a kernel has been replaced since it was prepared."""
         values = [value_of(w) for w in self.weights()]
         return any(isinstance(value, Stored) and value.holds is Holds.REPLACED for value in values)
 
     @property
     def prepared(self) -> tuple[Stretch, ...]:
-        """Returns what is gathered in place of shards; nothing if a kernel has been replaced since."""
+        """The prepared wires that are gathered instead of shards; empty if a kernel has been replaced since."""
         value = self.value
         return value.prepared if isinstance(value, Stored) and not self.replaced else ()
 
     def wire(self) -> Wire | None:
-        """Returns what this rank sends in a gather of a module outside stacks, quantized here if a recipe is in scope;
-        `None` if it sends its shards."""
+        """Returns what this rank sends in a gather of a module outside stacks, quantized here if its weight group has a
+        wire format and nothing was prepared; `None` if it sends its shards."""
         if self.frozen:
             (wire,) = frozen_wires({(): self.group}, {(): self.stored()})
             return wire
@@ -327,7 +348,7 @@ class Weight(abc.ABC):
         return wire
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
-        """Returns `x @ weight.T`, as a recipe has it."""
+        """Returns `x @ weight.T`, multiplied in the formats of the recipe, if there are any."""
         if self.operands is None:
             return linear(x, weight)
         if self.operands.weight.block is None:
@@ -335,7 +356,8 @@ class Weight(abc.ABC):
         return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
 
     def call_key(self) -> jax.Array:
-        """Returns uint32 `(2,)` for the stochastic rounding of the call made now; zeros where nothing is rounded so."""
+        """Returns the key for the stochastic rounding of the current call, uint32 `(2,)`; zeros if nothing is rounded
+        stochastically."""
         return jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
 
     def in_blocks(
@@ -344,19 +366,21 @@ class Weight(abc.ABC):
         multiply: Callable[[Any, jax.Array, Operands], jax.Array],
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns `multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has
-        them; the key is that of a new call by default."""
+        """Returns `multiply(weight, key, operands)`, where each kernel's rows are padded to whole blocks as in
+        `WeightGroup.rows_in_blocks`, and the padding is removed from the result. By default, the key is that of a new
+        call."""
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = self.call_key() if key is None else key
-        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # and its slot
+        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # the slot of the weight, if any, too
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Refuses a mesh in scope of other degrees than its kernels were laid out for, and arrays of other shapes.
+        """Checks that the kernels were laid out for the degrees of the mesh in scope, and hold arrays of the shapes
+        that they were built with.
 
         Raises:
-            ValueError: naming both, and the remedy.
+            ValueError: if not. The message names both degrees or shapes, and the remedy.
         """
         for variable in self.weights():
             check_shape(variable, self.name)
@@ -369,8 +393,8 @@ class Weight(abc.ABC):
 
 
 def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns `function(*weights, *operands)`, the weights gathered for it here, and again in backward, unless a chain
-    did."""
+    """Returns `function(*weights, *operands)`. The weights are gathered here, and again in backward, unless a chain has
+    gathered them."""
     for owner in owners:
         owner.check_mesh()
     if all(isinstance(owner.value, Gathered) for owner in owners):
@@ -381,22 +405,22 @@ def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *oper
         return function(*map(gathered, groups, shards, wires), *operands)
 
     if any(group.ranks > 1 or group.divided for group in groups):
-        gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weights
+        gather_and_apply = jax.checkpoint(gather_and_apply)  # otherwise, the gathered weights are saved for backward
     return gather_and_apply([owner.shards() for owner in owners], *operands)
 
 
 class WeightOwner(Weight, Layer):
-    """A module with kernels that are gathered together into one fused weight."""
+    """A module that owns kernels, which are gathered together into one fused weight."""
 
     def __init__(self, *, dtype: jax.typing.DTypeLike, grad_reduce: GradReduce) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
-        reduction_of(grad_reduce, dtype)  # refuses other names
+        reduction_of(grad_reduce, dtype)  # raises an error for unknown names
         self.grad_reduce = grad_reduce
 
 
 class ArrayWeight(Weight):
-    """A weight of any shape, which its variable describes; see `gtp_jax.Param`."""
+    """A weight of any shape, described by the metadata of its variable; see `gtp_jax.Param`."""
 
     def __init__(self, variable: nnx.Variable) -> None:
         metadata = variable.get_metadata()
