@@ -144,7 +144,7 @@ WITHOUT_A_MESH = {
     ),
     "conversion": (
         lambda: hugging_face_of(dataclasses.replace(TINY, num_experts=4, shared_hidden=8)),
-        "the model is none of LlamaForCausalLM, Mixtr",
+        "the model is none of LlamaForCausalLM, Mistr",
     ),
     "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),
 }
