@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
     if not args.dir.is_dir():
-        raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
+        raise ValueError(f"{args.dir.absolute()} is not a directory; create it first, or name another.")
     environment = benchmarks.environment_of(args.devices)
     device, platform, count = benchmarks.probe(environment)
     preset = args.preset or _PRESET[platform]

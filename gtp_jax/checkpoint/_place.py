@@ -20,7 +20,9 @@ def checkpoints_in(directory: Path) -> Path:
     """
     inside = directory / "checkpoints"
     if not directory.is_dir():
-        raise FileNotFoundError(f"no directory {directory}. Give that of a run, of its checkpoints, or of an import.")
+        raise FileNotFoundError(
+            f"no directory {directory}. Give the directory of a run, of its checkpoints or of an import."
+        )
     if directory.name.isdigit() and (directory / "manifest").is_dir():
         raise ValueError(
             f"{directory} is one step of a run. Give the directory that holds the steps, {directory.parent}. To choose "

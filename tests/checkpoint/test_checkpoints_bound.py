@@ -54,7 +54,7 @@ def test_a_step_under_another_number_is_not_whole(saved, copy, capsys):
     (copy / "6").rename(copy / "8")
     checkpoints = Checkpoints(copy, read_only=True)
     (line,) = checkpoints.verify(8)
-    assert "of step 6; the directory has been renamed, or its files replaced" in line
+    assert "of step 6; the directory has been renamed, or its files were replaced" in line
     with pytest.raises(DamagedCheckpoint, match="of step 6; the directory has been renamed"):
         checkpoints.restore(saved[0], 8)
     assert main(["checkpoint", "verify", str(copy)]) == 1

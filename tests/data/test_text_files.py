@@ -78,7 +78,7 @@ def test_directories_of_runs_are_left_out_and_refused_if_given(tmp_path):
 
 
 def test_missing_path_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"`data` .*nowhere does not exist\. Give a text file"):
+    with pytest.raises(ValueError, match=r"`data` .*nowhere does not exist\. Give a file"):
         read_text([tmp_path / "nowhere"])
 
 

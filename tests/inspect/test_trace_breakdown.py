@@ -155,7 +155,7 @@ def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
 def test_what_cannot_be_profiled_is_refused(tmp_path, capsys):
     for flags, message in (
         (["--trace", str(tmp_path)], "there is no trace in"),
-        (["--contender", "fsdp2 bf16 regather"], "it names one of gtp_jax bf16 regather, "),
+        (["--contender", "fsdp2 bf16 regather"], "it must name one of gtp_jax bf16 regather, "),
         (["--png", str(tmp_path / "no" / "p.png")], "is not a directory; create it first"),
     ):
         assert main(["profile", *flags]) == 2

@@ -178,7 +178,7 @@ def test_a_model_without_a_template_for_its_text_says_so(chat, imported, capsys)
 REFUSED = {
     "no template": (dict(chat_template=None), "`data` holds conversations, and there is no chat template"),
     "no answer": (dict(data=[conversation("a", "b"), conversation("a")]), "chat.jsonl, line 2: it has no answer"),
-    "a text": (dict(data=[conversation("a", "b"), {"text": "a"}]), "line 2: it has no `messages`, but 'text'"),
+    "a text": (dict(data=[conversation("a", "b"), {"text": "a"}]), "line 2: it has 'text', but no `messages`"),
     "rewritten": (
         dict(data=[conversation("a", "<think>b</think>c", "d", "e")], chat_template=TEMPLATES / "qwen3.jinja"),
         "line 1: `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 or one before it when turn 3 follows",

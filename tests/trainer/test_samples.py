@@ -38,7 +38,7 @@ def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text
     assert len(shown) == 3 and len(set(shown)) == 3  # steps 0, 4 and 8
     assert f"what the model writes\n\n{shown[-1]}" in (out / "report.txt").read_text()
 
-    commands = [shlex.split(line.partition("   ")[0]) for line in re.findall(r"^  gtp-jax (.*)$", output, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^    gtp-jax (.*)$", output, re.MULTILINE)]
     assert [command[0] for command in commands] == ["generate", "train", "convert", "inspect"]
     generate, again, export, inspect = commands
     assert generate == ["generate", str(out), "--prompt", "The "]
