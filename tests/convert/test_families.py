@@ -198,6 +198,10 @@ def test_windows_that_are_left_out_are_those_of_transformers(tmp_path):
     assert config_of(tmp_path, QWEN2, use_sliding_window=None).window is None
     assert config_of(tmp_path, QWEN2, use_sliding_window=True).window is None  # from layer 28 on
     assert config_of(tmp_path, QWEN2, **WINDOW, max_window_layers=0).window == 5
+    absent = {name: value for name, value in QWEN2.items() if name != "max_window_layers"}
+    assert config_of(tmp_path, absent, **WINDOW).window is None  # transformers' default is layer 28
+    assert config_of(tmp_path, QWEN3, **WINDOW).window is None
+    assert config_of(tmp_path, QWEN3_MOE, **WINDOW).window == 5  # which has no such field
     assert config_of(tmp_path, QWEN3_MOE, **WINDOW).window == 5
     assert config_of(tmp_path, CONFIG, sliding_window=5).window is None  # which transformers' Llama does not read
 

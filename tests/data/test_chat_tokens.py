@@ -132,6 +132,10 @@ REFUSED = {
         {"messages": [QUESTION, {"role": "assistant", "content": "<|im_end|>"}]},
         "turn 2 has '<|im_end|>' in its",
     ),
+    "a tool's name": (
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "a\0"}]},
+        r"`tools` has '\x00' in its text",
+    ),
     "zero byte": ({"messages": [{"role": "user", "content": "a\0"}]}, r"turn 1 has '\x00' in its text"),
     "lone surrogate": ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, "it has a lone surr"),
     "no answer": ({"messages": [QUESTION]}, "it has no answer, a message whose `role` is 'assistant'"),

@@ -22,6 +22,7 @@ from gtp_jax.mesh import with_paths
 from gtp_jax.models import Llama, LlamaConfig, evaluation_weights, load, next_token_loss
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._average import averaged
 from gtp_jax.runner.trainer._job import Job
 from gtp_jax.runner.trainer._optimizer import optimizer_of
 from gtp_jax.runner.trainer._samples import Samples
@@ -113,10 +114,22 @@ def test_shards_stay_shards_and_nothing_is_sent(way, mesh):
     assert len(beside) >= 2 and all(leaf.sharding == own[TABLE] for _, leaf in beside)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999999, 1 - 1e-9])
+def test_the_initial_weights_do_not_count_and_the_shares_add_up_to_one(decay):
+    optimizer = averaged(optax.sgd(1.0), decay, True)
+    weight = jnp.float32(1)
+    state = optimizer.init(weight)
+    for value in (0.0, 4.0, -1.0):
+        update, state = optimizer.update(weight - value, state, weight)
+        weight = optax.apply_updates(weight, update)
+    shares = np.array([decay**2, decay, 1.0])
+    assert float(state.average) == pytest.approx(float(shares @ [0.0, 4.0, -1.0] / shares.sum()), rel=1e-5, abs=1e-5)
+
+
 def test_an_average_takes_one_more_copy_in_float32(mesh):
-    plain, averaged = (state_of(TrainConfig(average=decay)) for decay in (None, 0.9))
+    plain, twice = (state_of(TrainConfig(average=decay)) for decay in (None, 0.9))
     weights = sum(p.nbytes for path, p in with_paths(plain.params) if not is_bias(path))
-    before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) for state in (plain, averaged))
+    before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) for state in (plain, twice))
     assert after - before == weights + 4  # and a counter
 
 

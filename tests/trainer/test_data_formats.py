@@ -98,3 +98,15 @@ def test_what_cannot_be_read_is_refused_before_anything_is_written(folder, data,
     out = folder / "run"
     assert main(["train", *flags(out, *(folder / name for name in data), text_field="text")]) == 2
     assert message in capsys.readouterr().err and not RunDirectory(out).root.exists()
+
+
+def test_weighted_paths_of_which_one_contains_the_other_are_refused(folder, capsys):
+    assert main(["train", *flags(folder / "out", f"{folder}:0.5", f"{folder / 'a.jsonl'}:0.5")]) == 2
+    said = capsys.readouterr().err
+    assert f"`data` {folder / 'a.jsonl'} is in {folder}, and each has a weight" in said
+    assert "leave the weights out" in said
+
+
+def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):
+    assert main(["train", *flags(folder / "out", folder / "c.npy", token_dtype="uint16")]) == 2
+    assert "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out" in capsys.readouterr().err

@@ -46,6 +46,8 @@ _WINDOW = ("sliding_window",)
 _SWITCHED_WINDOW = (*_WINDOW, "use_sliding_window")
 _WINDOW_OF_LAYERS = (*_SWITCHED_WINDOW, "max_window_layers", "layer_types")
 _QWEN = {**_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
+# The layers before this one have no window; not read by Qwen3's mixtures of experts.
+_QWEN_DENSE = {**_QWEN, "max_window_layers": 28}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +119,21 @@ KINDS: tuple[Kind, ...] = (
         experts=True,
         windows=_WINDOW,
     ),
-    Kind("qwen2", "Qwen2ForCausalLM", (*_FIELDS, *_DENSE), _FIXED, _QWEN, qkv_bias=True, windows=_WINDOW_OF_LAYERS),
+    Kind(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        (*_FIELDS, *_DENSE),
+        _FIXED,
+        _QWEN_DENSE,
+        qkv_bias=True,
+        windows=_WINDOW_OF_LAYERS,
+    ),
     Kind(
         "qwen3",
         "Qwen3ForCausalLM",
         (*_FIELDS, *_DENSE),
         _NO_BIAS,
-        {**_QWEN, "head_dim": 128},
+        {**_QWEN_DENSE, "head_dim": 128},
         qk_norm=True,
         windows=_WINDOW_OF_LAYERS,
     ),

@@ -51,7 +51,7 @@ class Chat:
                 message, or is refused by the template.
         """
         messages, tools = conversation_of(record)
-        self._check_reserved(messages)
+        self._check_reserved(messages, tools)
         found = (self.template.conversation if self.answers_only else self.template.text)(messages, tools)
         if len(found.text) > _MAX_CHARACTERS:
             raise ValueError(f"it has more than {_MAX_CHARACTERS} characters, the maximum. Leave it out.")
@@ -104,18 +104,18 @@ class Chat:
         ending = self.template.ending.lstrip()
         return [token for text, token in self.tokenizer.special.items() if ending.startswith(text)]
 
-    def _check_reserved(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses messages whose text would end a turn or begin another one.
+    def _check_reserved(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
+        """Refuses messages and tools whose text would end a turn or begin another one.
 
         Raises:
             ValueError: for the first such message, which it names.
         """
         reserved = (*self.tokenizer.special, self.template.ending, "\0")
-        for number, message in enumerate(messages, 1):
-            for text in _texts(message):
+        for name, part in [*((f"turn {number}", one) for number, one in enumerate(messages, 1)), ("`tools`", tools)]:
+            for text in _texts(part):
                 if found := next((token for token in reserved if token in text), None):
                     raise ValueError(
-                        f"turn {number} has {brief(found)} in its text, which separates turns or documents. Write it "
+                        f"{name} has {brief(found)} in its text, which separates turns or documents. Write it "
                         "differently, or leave it out."
                     )
 

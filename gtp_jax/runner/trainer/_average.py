@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -40,7 +41,8 @@ def averaged(
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         steps: Any = optax.safe_increment(state.steps)
-        share = (1 - decay) / (1 - decay ** steps.astype(jnp.float32))
+        # 1 - decay ** steps, whose terms would cancel in float32 for a decay near 1
+        share = (1 - decay) / -jnp.expm1(steps.astype(jnp.float32) * (math.log(decay) if decay else -math.inf))
 
         def one(new: jax.Array, average: jax.Array) -> jax.Array:
             return average + share.astype(average.dtype) * (new.astype(average.dtype) - average)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
             is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
         )
 
+    _check_apart([Path(path) for path, weight in paths if weight is not None])
     mixed = [(read(path), weight) for path, weight in paths if weight is not None]
     whole = mixed or [(read(*(path for path, _ in paths)), 1.0)]
     texts = [text for text, _ in whole]
@@ -67,6 +69,13 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
         raise ValueError(
             "`chat_template` is given, and no `data` holds conversations: JSON lines with `messages`. Leave "
             "--chat-template out, or give conversations."
+        )
+    if config.token_dtype is not None and not any(
+        file.suffix == ".bin" for text in (*texts, *evaluated) for file in text.token_files
+    ):
+        raise ValueError(
+            "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out; the files that are given "
+            "state their own."
         )
     options: dict[str, Any] = {"token_dtype": config.token_dtype, "chat": chat}
     corpus = Corpus(
@@ -81,6 +90,22 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     corpus.check(batch=config.batch, seq=config.seq)
     _warn_of_cuts(corpus, config.seq)
     return corpus
+
+
+def _check_apart(paths: Sequence[Path]) -> None:
+    """Refuses weighted paths of which one contains another: each is split by itself, and a document that one holds out
+    would be trained on in the other.
+
+    Raises:
+        ValueError: naming both.
+    """
+    places = [path.resolve() for path in paths]
+    for (path, place), (other, inner) in itertools.permutations(zip(paths, places, strict=True), 2):
+        if inner.is_relative_to(place):
+            raise ValueError(
+                f"`data` {other} is in {path}, and each has a weight: text that one of them holds out would be trained "
+                "on in the other. Move it out, or leave the weights out."
+            )
 
 
 def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
