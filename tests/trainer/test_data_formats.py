@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 
 import jax
 import numpy as np
@@ -110,3 +111,12 @@ def test_weighted_paths_of_which_one_contains_the_other_are_refused(folder, caps
 def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):
     assert main(["train", *flags(folder / "out", folder / "c.npy", token_dtype="uint16")]) == 2
     assert "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out" in capsys.readouterr().err
+
+
+def test_files_of_token_ids_that_are_too_short_for_a_row_are_named(folder):
+    np.save(folder / "d.npy", np.arange(20, dtype=np.uint8))
+    data = (str(folder / "c.npy"), str(folder / "d.npy"))
+    with pytest.warns(UserWarning, match=r"1 of 2 files have at most `seq` tokens, 32, which make no row"):
+        read_corpus(TrainConfig(data=data, seq=32, batch=8, packing="stream"))
+    with warnings.catch_warnings(action="error"):
+        read_corpus(TrainConfig(data=data, seq=32, batch=8, packing="documents"))

@@ -89,6 +89,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     )
     corpus.check(batch=config.batch, seq=config.seq)
     _warn_of_cuts(corpus, config.seq)
+    _warn_of_short_files(corpus, config.seq)
     return corpus
 
 
@@ -106,6 +107,17 @@ def _check_apart(paths: Sequence[Path]) -> None:
                 f"`data` {other} is in {path}, and each has a weight: text that one of them holds out would be trained "
                 "on in the other. Move it out, or leave the weights out."
             )
+
+
+def _warn_of_short_files(corpus: Corpus, seq: int) -> None:
+    """Warns of files of token ids that are too short for a row, which a stream leaves out."""
+    short = [one for one in corpus.train if len(one.tokens) <= seq]
+    if short and corpus.packing == STREAM:
+        warnings.warn(
+            f"{len(short)} of {len(corpus.train)} files have at most `seq` tokens, {seq}, which make no row: they are "
+            "left out. Pass --packing documents or a smaller --seq, or join them.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
