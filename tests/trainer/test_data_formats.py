@@ -113,6 +113,12 @@ def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):
     assert "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out" in capsys.readouterr().err
 
 
+def test_a_dtype_of_tokens_is_for_a_file_of_any_case(folder):
+    (folder / "C.BIN").write_bytes(np.load(folder / "c.npy").astype("<u2").tobytes())
+    corpus = read_corpus(TrainConfig(data=(str(folder / "C.BIN"),), seq=32, batch=8, token_dtype="uint16"))
+    assert corpus.train[0].tokens.dtype == np.uint16
+
+
 def test_files_of_token_ids_that_are_too_short_for_a_row_are_named(folder):
     np.save(folder / "d.npy", np.arange(20, dtype=np.uint8))
     data = (str(folder / "c.npy"), str(folder / "d.npy"))

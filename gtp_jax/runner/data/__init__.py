@@ -14,6 +14,7 @@ from ._corpus import load_evaluated as load_evaluated
 from ._corpus import load_source as load_source
 from ._corpus import tokens_of as tokens_of
 from ._documents import Documents as Documents
+from ._files import suffix_of as suffix_of
 from ._loader import Loader as Loader
 from ._loader import ahead as ahead
 from ._mixture import Joined as Joined

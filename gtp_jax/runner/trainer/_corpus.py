@@ -18,6 +18,7 @@ from ..data import (
     load_evaluated,
     load_source,
     read_text,
+    suffix_of,
     weighted,
 )
 from ._chat import chat_of
@@ -71,7 +72,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
             "--chat-template out, or give conversations."
         )
     if config.token_dtype is not None and not any(
-        file.suffix == ".bin" for text in (*texts, *evaluated) for file in text.token_files
+        suffix_of(file) == ".bin" for text in (*texts, *evaluated) for file in text.token_files
     ):
         raise ValueError(
             "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out; the files that are given "
