@@ -14,8 +14,21 @@ from ._rows import Rows
 _PARTS = 1 << 24
 
 
+class _OfTexts(Rows):
+    """Rows of several texts."""
+
+    parts: Sequence[Rows]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def kinds(self) -> dict[str, type]:
+        return self.parts[0].kinds
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Joined(Rows):
+class Joined(_OfTexts):
     """The rows of several texts, each once per epoch, in one shuffled order.
 
     Attributes:
@@ -30,13 +43,6 @@ class Joined(Rows):
     seed: int = 0
     repeat: bool = True
 
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    @property
-    def kinds(self) -> dict[str, type]:
-        return self.parts[0].kinds
-
     def cut(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         ends = np.cumsum([len(part) for part in self.parts])
         which = np.searchsorted(ends, numbers, side="right")
@@ -45,7 +51,7 @@ class Joined(Rows):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mixture(Rows):
+class Mixture(_OfTexts):
     """Rows of several texts, mixed by weight.
 
     Among the first `R` rows, for any `R`, each text has its share to within as many rows as there are texts. Each text
@@ -60,13 +66,6 @@ class Mixture(Rows):
     parts: Sequence[Rows]
     weights: Sequence[float]
     seq: int
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    @property
-    def kinds(self) -> dict[str, type]:
-        return self.parts[0].kinds
 
     def cut(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         raise NotImplementedError("rows of a mixture have no place in one text")
