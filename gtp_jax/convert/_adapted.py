@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from ..checkpoint import Checkpoints
 from ..mesh import make_mesh
@@ -23,7 +22,7 @@ from ..models import (
     config_of,
     evaluation_arrays,
 )
-from ..nn import Dense, abstract_model, layout_of, weight_owners
+from ..nn import Dense, abstract_model, weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +114,7 @@ def read_adapted(directory: str | Path, step: int | None) -> Adapted:
         )
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
         model = abstract_model(lambda rngs: adapters.on(build(config, rngs=rngs), rngs))
-    stored, trained = checkpoints.arrays(manifest["step"]), evaluation_arrays(checkpoints, manifest)
-    transposed = {
-        _joined(path): layout.rows > layout.cols
-        for path, variable in nnx.to_flat_state(nnx.state(model))
-        if (layout := layout_of(variable)) is not None
-    }
+    trained, base = evaluation_arrays(checkpoints, manifest), base_arrays(checkpoints, manifest, model)
     beside: dict[str, Adapter] = {}
     for path, owner in weight_owners(model).items():
         if isinstance(owner, Dense) and owner.lora is not None:
@@ -129,7 +123,6 @@ def read_adapted(directory: str | Path, step: int | None) -> Adapted:
                 at = f"params/{_joined((*path, 'lora', *below))}"
                 if f"{at}/a" in trained:
                     beside[_joined((*path, "kernel", *below))] = Adapter(trained[f"{at}/a"], trained[f"{at}/b"])
-    base = base_arrays(stored, manifest["static"], transposed)
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
     lacking = sorted(beside.keys() - base.keys())
     if lacking or not beside:

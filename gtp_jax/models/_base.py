@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from ..checkpoint import Digest, StoredArray
+from ..checkpoint import Checkpoints, Digest, StoredArray
 from ..formats import FORMATS, Format, QuantizedArray
+from ..nn import layout_of
 from ..ops import dequantize
 
 FROZEN = "frozen/"
@@ -71,16 +74,20 @@ class BaseArray:
         return [part.name for part in self.parts.values() if part.shape and digests[part.name].text() != part.digest]
 
 
-def base_arrays(
-    stored: Mapping[str, StoredArray], static: Mapping[str, str], transposed: Mapping[str, bool]
-) -> dict[str, BaseArray]:
-    """Returns the arrays of a checkpoint's frozen base, by their paths joined with slashes.
+def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nnx.Module) -> dict[str, BaseArray]:
+    """Returns the arrays of a checkpoint's frozen base, by their paths joined with slashes, without reading them.
 
     Args:
-        stored: all arrays of the checkpoint, by name.
-        static: the static fields of the checkpoint's state, from the manifest.
-        transposed: whether each kernel has input features first, by path.
+        checkpoints: the checkpoints that contain the step.
+        manifest: the manifest of the step.
+        model: the model of the run, which may be abstract. Its kernels determine which dimension is first.
     """
+    stored, static = checkpoints.arrays(manifest["step"]), manifest["static"]
+    transposed = {
+        "/".join(map(str, path)): layout.rows > layout.cols
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+        if (layout := layout_of(variable)) is not None
+    }
     found: dict[str, dict[str, StoredArray]] = {}
     formats: dict[str, Format] = {}
     for name in stored:

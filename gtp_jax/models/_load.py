@@ -139,10 +139,7 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
     variables = {
         "/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, Frozen)))
     }
-    transposed = {
-        path: layout.rows > layout.cols for path, v in variables.items() if (layout := layout_of(v)) is not None
-    }
-    base = base_arrays(checkpoints.arrays(manifest["step"]), manifest["static"], transposed)
+    base = base_arrays(checkpoints, manifest, model)
     has = evaluation_arrays(checkpoints, manifest) | {f"{FROZEN}{path}": array for path, array in base.items()}
     wants = {f"{FROZEN if isinstance(v, Frozen) else 'params/'}{path}": v for path, v in variables.items()}
     shapes = ({name: x.shape for name, x in has.items()}, {name: v.get_raw_value().shape for name, v in wants.items()})
