@@ -286,4 +286,12 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
         (*_goal(1.00), Goal(_OF_FP8, f"{OURS} bf16", 1.15)),
         steps=8,
     ),
+    SuiteWorkload(
+        "mixtral-4-ep2",
+        "Mixtral, 4 layers, ep 2",
+        _experts("mixtral", 4, ep=2),
+        (*_BF16, *_FP8_ONCE, *_AT_BEST, *_FSDP2, *_each(FSDP2, "float8 rowwise")),
+        (*_goal(1.00), Goal(_OF_FP8, f"{OURS} bf16", 1.40)),
+        steps=6,
+    ),
 )
