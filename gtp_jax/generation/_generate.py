@@ -15,7 +15,7 @@ from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
 from ..nn import Layer
 from ..recipes import use_recipe
 from ._checks import check_model
-from ._programs import NO_TOKEN, Request, Rows, decode, prefill, with_ended
+from ._programs import NO_TOKEN, Request, decode, prefill, with_ended
 from ._sampling import sampling_of
 from ._text_stop import Decoder, TextStop
 from ._weights import Gather, check_gather, prepared, with_plain_shardings
@@ -188,36 +188,39 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
             copy, gathers = prepared(model, options.gather)
         last = np.maximum(prompts.lengths + max_new_tokens - 1, 0).astype(np.int32)
         graph, state = nnx.split(copy)
-        state = with_plain_shardings(state)
-        request = Request(graph, choice, _power_of_two(int(last.max())), gathers)
+        arrays, tree = jax.tree.flatten(with_plain_shardings(state))
+        request = Request(graph, tree, choice, _power_of_two(int(last.max())), gathers)
         with use_recipe(None):
-            rows, caches = prefill(request, state, prompts.tokens, prompts.lengths, last, stops, sampling)
-        _check_logits(rows, prompts)
-        first = np.where(prompts.lengths > 0, np.asarray(rows.tokens), NO_TOKEN)
-        part, rows = _cut(first[: prompts.batch, None], rows, ends)
-        yield part
-        while not np.asarray(rows.done).all():
-            with use_recipe(None):
-                rows, caches, made = decode(request, state, rows, caches, stops, sampling)
-            _check_logits(rows, prompts)
-            made, rows = _cut(np.asarray(made)[: prompts.batch], rows, ends)
+            rows, caches = prefill(request, arrays, prompts.tokens, prompts.lengths, last, stops, sampling)
+        tokens, done, broken = jax.device_get((rows.tokens, rows.done, rows.broken))
+        made = np.where(prompts.lengths > 0, tokens, NO_TOKEN)[:, None]
+        while True:
+            _check_logits(broken, prompts)
+            made, ended = _cut(made[: prompts.batch], ends)
             yield made[:, (made != NO_TOKEN).any(axis=0)]
+            if ended.any():
+                ended = np.pad(ended, (0, len(done) - len(ended)))
+                done, rows = done | ended, with_ended(rows, ended)
+            if done.all():
+                return
+            with use_recipe(None):
+                rows, caches, made = decode(request, arrays, rows, caches, stops, sampling)
+            made, done, broken = jax.device_get((made, rows.done, rows.broken))
 
     return run()
 
 
-def _cut(made: np.ndarray, rows: Rows, ends: Sequence[TextStop]) -> tuple[np.ndarray, Rows]:
+def _cut(made: np.ndarray, ends: Sequence[TextStop]) -> tuple[np.ndarray, np.ndarray]:
     """Removes new tokens after a text that ends their row.
 
-    Returns the remaining new tokens, and the rows, in which those that a text has ended are marked as done.
+    Returns the remaining new tokens, and whether a text has ended each row, `(batch,)`.
     """
     if not ends:
-        return made, rows
+        return made, np.zeros(len(made), bool)
     made = made.copy()
     for row, end in zip(made, ends, strict=True):
         row[end.take(row[row != NO_TOKEN].tolist()) :] = NO_TOKEN
-    ended = np.array([end.ended for end in ends])
-    return made, with_ended(rows, np.pad(ended, (0, len(rows.done) - len(ended)))) if ended.any() else rows
+    return made, np.array([end.ended for end in ends])
 
 
 def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
@@ -290,10 +293,10 @@ def _stops(stop: Any, tokenizer: Any) -> tuple[np.ndarray, tuple[str, ...]]:
     return np.array([*tokens, *[NO_TOKEN] * (_power_of_two(len(tokens)) - len(tokens))], np.int32), texts
 
 
-def _check_logits(rows: Any, prompts: _Prompts) -> None:
-    broken = np.flatnonzero(np.asarray(rows.broken)[: prompts.batch])
-    if broken.size:
-        row = int(broken[0])
+def _check_logits(broken: np.ndarray, prompts: _Prompts) -> None:
+    rows = np.flatnonzero(broken[: prompts.batch])
+    if rows.size:
+        row = int(rows[0])
         raise ValueError(
             f"the logits of row {row} are NaN. Either a token of its prompt, the largest of which is "
             f"{prompts.tokens[row].max()}, is outside the vocabulary, or weights are not finite."

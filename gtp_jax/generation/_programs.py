@@ -50,6 +50,8 @@ class Request:
 
     Attributes:
         graph: the model's graph definition.
+        tree: the tree structure of the model's state, whose arrays a program takes as a list: flattening a state, as
+            every call would otherwise do, takes a millisecond.
         choice: the way in which a token is chosen.
         slots: the number of tokens for which a cache has room.
         gathers: whether weights are gathered for every token. `decode` then keeps XLA from hoisting gathers out of the
@@ -57,6 +59,7 @@ class Request:
     """
 
     graph: Any
+    tree: Any
     choice: Choice
     slots: int
     gathers: bool
@@ -66,13 +69,13 @@ class Request:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.graph, self.choice, self.slots, self.gathers))
+        return hash((self.graph, self.tree, self.choice, self.slots, self.gathers))
 
 
 @functools.partial(jax.jit, static_argnames=("request",))
 def prefill(
     request: Request,
-    state: Any,
+    arrays: list[jax.Array],
     tokens: jax.Array,
     lengths: jax.Array,
     last: jax.Array,
@@ -83,7 +86,7 @@ def prefill(
 
     Args:
         request: the static arguments.
-        state: the model's variables.
+        arrays: the arrays of the model's state.
         tokens: the prompts, `(batch, length)`; the tokens after the end of a prompt are arbitrary.
         lengths: the number of tokens of each prompt, `(batch,)`; 0 for padding rows, which count as ended.
         last: the position of the last token that may be generated in each row, `(batch,)`.
@@ -93,7 +96,7 @@ def prefill(
     Returns:
         The progress of the rows, and their caches.
     """
-    model = _model(request, state)
+    model = _model(request, arrays)
     ends = jnp.maximum(lengths - 1, 0)
     put_caches(model, make_caches(model, len(tokens), request.slots), filled=False)
     places = jnp.minimum(jnp.arange(tokens.shape[1]), ends[:, None])
@@ -104,13 +107,13 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("request",), donate_argnames=("caches",))
 def decode(
-    request: Request, state: Any, rows: Rows, caches: Caches, stop: jax.Array, sampling: Sampling
+    request: Request, arrays: list[jax.Array], rows: Rows, caches: Caches, stop: jax.Array, sampling: Sampling
 ) -> tuple[Rows, Caches, jax.Array]:
     """Adds up to `STEPS` tokens to every row that has not ended.
 
     Args:
         request: the static arguments.
-        state: the model's variables.
+        arrays: the arrays of the model's state.
         rows: the progress of the rows.
         caches: the caches of all tokens except the latest; donated.
         stop: the tokens that end a row.
@@ -127,7 +130,7 @@ def decode(
 
     def one(carry: tuple[jax.Array, Rows, Caches, jax.Array]) -> tuple[jax.Array, Rows, Caches, jax.Array]:
         step, rows, caches, made = carry
-        own, rows = lax.optimization_barrier((state, rows)) if request.gathers else (state, rows)
+        own, rows = lax.optimization_barrier((arrays, rows)) if request.gathers else (arrays, rows)
         model = _model(request, own)
         put_caches(model, caches, filled=True)
         logits = _logits(model, rows.tokens[:, None], rows.places[:, None], jnp.zeros_like(rows.places))
@@ -138,7 +141,7 @@ def decode(
     made = jnp.full((len(rows.tokens), STEPS), NO_TOKEN, jnp.int32)
     _, rows, caches, made = lax.while_loop(more, one, (jnp.int32(0), rows, caches, made))
     # shards outputs like inputs, so that the next call needs no recompilation
-    return _whole(rows), placed(_model(request, state), caches), _whole(made)
+    return _whole(rows), placed(_model(request, arrays), caches), _whole(made)
 
 
 @jax.jit
@@ -147,9 +150,9 @@ def with_ended(rows: Rows, ended: jax.Array) -> Rows:
     return _whole(rows._replace(done=rows.done | ended))
 
 
-def _model(request: Request, state: Any) -> Any:
-    """Returns the model with the values of `state` in new variables, so that a call may write them."""
-    return nnx.merge(request.graph, jax.tree.map(lambda array: array, state))
+def _model(request: Request, arrays: list[jax.Array]) -> Any:
+    """Returns the model with these arrays in new variables, so that a call may write them."""
+    return nnx.merge(request.graph, jax.tree.unflatten(request.tree, arrays))
 
 
 def _logits(model: Any, tokens: jax.Array, places: jax.Array, at: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from ..mesh import largest_attention_head, platform
 from ._implementation import Implementation, runs_native
 from ._masks import allowed_by, both, by_group, in_order
+from ._one_row import is_one_row, one_row_einsum
 from ._packed import packed_attention, packed_lacks
 
 
@@ -148,6 +149,10 @@ def _by_cudnn(
     return jnp.where(jnp.swapaxes(some, 1, 2), mixed, 0)
 
 
+# The number of keys up to which a GPU attends to them faster by sums of products than by matmuls, if one query does.
+_FEW_KEYS = 512
+
+
 def _written_out(
     q: jax.Array,
     k: jax.Array,
@@ -166,7 +171,11 @@ def _written_out(
     num_kv_heads = k.shape[2]
     groups = jnp.reshape(q, (batch, queries, num_kv_heads, heads // num_kv_heads, head_dim))
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * scale
+    one_row = is_one_row(batch, queries) and k.shape[1] <= _FEW_KEYS
+    if one_row:
+        scores = one_row_einsum("bqkgd,bskd->bkgqs", groups, k) * scale
+    else:
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     where = both(None if allowed is None else by_group(allowed, num_kv_heads), ordered)
@@ -184,7 +193,8 @@ def _written_out(
         assert dropout_key is not None
         kept = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
         probs = jnp.where(kept, probs / (1 - dropout_rate), 0)
-    return jnp.reshape(jnp.einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), v), q.shape).astype(q.dtype)
+    einsum = one_row_einsum if one_row else jnp.einsum
+    return jnp.reshape(einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), v), q.shape).astype(q.dtype)
 
 
 def _check(

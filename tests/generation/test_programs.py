@@ -104,11 +104,13 @@ def test_for_each_token_a_gpu_reads_weights_and_caches_once_and_copies_none():
         graph, state = nnx.split(gtp.nn.abstract_model(lambda rngs: Llama(config, rngs=rngs)))
         graph, state = jax.eval_shape(lambda state: _weights._fused.__wrapped__(graph, state), state)
         choice, sampling = sampling_of(temperature=0, top_k=None, top_p=None, seed=0)
-        request = _programs.Request(graph, choice, 1024, False)
+        request = _programs.Request(graph, jax.tree.structure(state), choice, 1024, False)
         caches = jax.eval_shape(lambda state: make_caches(nnx.merge(graph, state), 1, 1024), state)
         numbers, flags = np.zeros(1, np.int32), np.zeros(1, bool)
         rows = shaped(_programs.Rows(numbers, numbers, numbers, flags, flags))
-        lowered = _programs.decode.lower(request, shaped(state), rows, shaped(caches), np.zeros(1, np.int32), sampling)
+        lowered = _programs.decode.lower(
+            request, jax.tree.leaves(shaped(state)), rows, shaped(caches), np.zeros(1, np.int32), sampling
+        )
         program = parse(lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text())
     smallest = 2 * 1024 * 4 * 128  # bytes of one layer's cached keys; every weight is larger
     large = [

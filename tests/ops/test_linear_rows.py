@@ -1,11 +1,11 @@
-"""A product of one row, which GPUs compute as a sum of products."""
+"""Products of one row, which GPUs compute as sums of products."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtp_jax.ops import _linear, linear
+from gtp_jax.ops import _one_row, attention, linear
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (1, 1, 32)], ids=str)
@@ -20,7 +20,7 @@ def test_a_product_of_one_row_and_its_gradients_are_those_of_a_matmul(shape, dty
         return jnp.sum(jnp.sin(linear(x, weight).astype(jnp.float64)))
 
     wanted = linear(x, weight), *jax.grad(loss, (0, 1))(x, weight)
-    monkeypatch.setattr(_linear, "platform", lambda: "gpu")
+    monkeypatch.setattr(_one_row, "platform", lambda: "gpu")
     found = linear(x, weight), *jax.grad(loss, (0, 1))(x, weight)
     program = str(jax.make_jaxpr(linear)(x, weight))
     assert "dot_general" not in program and "reduce_sum" in program
@@ -32,5 +32,23 @@ def test_a_product_of_one_row_and_its_gradients_are_those_of_a_matmul(shape, dty
 
 
 def test_products_of_several_rows_stay_matmuls(monkeypatch):
-    monkeypatch.setattr(_linear, "platform", lambda: "gpu")
+    monkeypatch.setattr(_one_row, "platform", lambda: "gpu")
     assert "dot_general" in str(jax.make_jaxpr(linear)(jnp.ones((2, 8)), jnp.ones((4, 8))))
+
+
+@pytest.mark.parametrize("keys", [12, 513], ids=["sums", "matmuls"])
+def test_attention_of_one_query_to_few_keys_is_that_of_matmuls(keys, x64, monkeypatch):
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, length, heads, 16), jnp.float64)
+        for i, (length, heads) in enumerate(((1, 6), (keys, 2), (keys, 2)))
+    )
+
+    def loss(q, k, v):
+        seen = attention(q, k, v, causal=True, query_position=jnp.array([7]), implementation="reference")
+        return jnp.sum(jnp.sin(seen)), seen
+
+    wanted = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    monkeypatch.setattr(_one_row, "platform", lambda: "gpu")
+    found = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    assert ("dot_general" in str(jax.make_jaxpr(lambda *a: loss(*a)[1])(q, k, v))) == (keys > 512)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-14), found, wanted)
