@@ -15,9 +15,7 @@ jax.devices()  # fixes the number of devices to what the suite runs with
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser(prog="gtp-jax")
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["inspect", *arguments])
+    args = add_parser(argparse.ArgumentParser).parse_args(arguments)
     return args.run(args)
 
 

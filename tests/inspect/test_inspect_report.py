@@ -101,12 +101,12 @@ def test_json_holds_the_same_numbers(found):
 def test_command_makes_the_devices_that_the_degrees_need():
     """In a process of its own: 16 devices, whatever the machine has."""
     code = (
-        "import argparse; from gtp_jax.runner.cli._inspect import add_parser; p = argparse.ArgumentParser();"
-        "add_parser(p.add_subparsers()); a = p.parse_args(); raise SystemExit(a.run(a))"
+        "import argparse; from gtp_jax.runner.cli._inspect import add_parser; "
+        "a = add_parser(argparse.ArgumentParser).parse_args(); raise SystemExit(a.run(a))"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
     degrees = ["--dp", "2", "--gtp", "8", "--seq", "32", "--unroll", "1", "--json"]
-    done = subprocess.run([sys.executable, "-c", code, "inspect", *degrees], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *degrees], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["mesh"] == {"dp": 2, "gtp": 8, "tp": 1} and data["batch"] == 16

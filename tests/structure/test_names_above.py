@@ -45,8 +45,9 @@ def test_type_checkers_read_the_same_names_above(name):
     tree = ast.parse(Path(package.__file__).read_text())
     ahead = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     parts = name.split(".")
+    own = [node for node in ahead.body if not (isinstance(node, ast.ImportFrom) and node.module == "_public")]
     read: dict[str, list[str]] = {}
-    for node in ahead.body:
+    for node in own:
         assert isinstance(node, ast.ImportFrom)
         room = ".".join([*parts[: len(parts) + 1 - node.level], node.module or ""])
         read.setdefault(room, []).extend(alias.name for alias in node.names)
@@ -60,10 +61,29 @@ def test_a_name_that_no_room_has_is_refused(name):
         _ = package.mixture
 
 
-def test_importing_the_library_loads_no_report():
+def modules_after(code: str) -> list[str]:
+    """Returns the modules that a process has imported after this code."""
+    code = f"import sys; {code}; print(*sys.modules)"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_using_the_library_loads_no_report():
     """They are for whoever asks: of a step's programs, and of models of any family."""
-    code = "import sys, gtp_jax; print(*(m for m in sys.modules if m.split('.')[:1] == ['gtp_jax']))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    found = modules_after("import gtp_jax; gtp_jax.Stack")
     assert "gtp_jax.train" in found
     loaded = {f"gtp_jax.{room}" for room in ("inspect", "hlo", "models", "convert", "runner")} & set(found)
     assert not loaded
+
+
+@pytest.mark.parametrize("room", ["ops", "weights", "nn", "runner.data"])
+def test_a_package_can_be_imported_before_any_other(room):
+    """While it is being imported, no name of `gtp_jax` may bring in a package above it."""
+    assert f"gtp_jax.{room}" in modules_after(f"import gtp_jax.{room}")
+
+
+def test_the_library_names_all_that_it_has_before_anything_is_used():
+    found = modules_after("import gtp_jax; assert {'Stack', 'explain', 'formats', '__version__'} <= {*dir(gtp_jax)}")
+    assert "gtp_jax._public" in found
+    everything = {}
+    exec("from gtp_jax import *", everything)
+    assert everything["Stack"] is gtp_jax.Stack and everything["explain"] is gtp_jax.explain

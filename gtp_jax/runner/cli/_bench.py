@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ._checkout import ELSEWHERE, benchmarks, has_benchmarks, refuse_elsewhere
+from ._parser import AddParser
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure a training step, kernels, recipes or checkpoints, and compare them with alternatives",
+    parser = add(
         description="Measures on this machine." if has_benchmarks() else f"Not here: {ELSEWHERE}",
     )
     if has_benchmarks():

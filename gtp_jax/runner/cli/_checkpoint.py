@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..._foreign import printable
 from ...checkpoint import WITHOUT_SUM, Checkpoints, checkpoints_in
 from ...hlo import columns, quantity
+from ._parser import AddParser
 
 _EXAMPLES = """\
 examples:
@@ -28,11 +29,9 @@ that saved it.
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "checkpoint",
-        help="list, show, verify and compare checkpoints",
+    parser = add(
         description="Inspects checkpoints on disk. Needs neither the model nor a GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

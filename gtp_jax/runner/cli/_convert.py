@@ -10,6 +10,7 @@ from typing import Any
 from ...checkpoint import checkpoints_in
 from ...convert import EXPORT_DTYPES, Converted, export_llama, export_peft, import_llama, merge_adapters
 from ...hlo import quantity
+from ._parser import AddParser
 
 _EXAMPLES = """\
 examples:
@@ -55,12 +56,10 @@ _GB = 10**9
 _SHARD_GB = 5
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand, with the verbs `import`, `export` and `merge`."""
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
-    parser = subparsers.add_parser(
-        "convert",
-        help="import and export Hugging Face models",
+    parser = add(
         description="Converts models between checkpoints and Hugging Face's safetensors. Needs no GPU.",
         **shared,
     )

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -28,6 +27,7 @@ from ..trainer import VIRTUAL_DEVICES
 from ._doctor_collectives import check_collectives, check_processes
 from ._doctor_versions import CUDA, misfits, nccl, numbers
 from ._finding import Finding, first_line
+from ._parser import AddParser
 
 # The required distributions, and the oldest version of each.
 NEEDED = {
@@ -44,11 +44,9 @@ NEEDED = {
 PYTHON = "3.12"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="report what is installed, what is missing, and what to do",
+    parser = add(
         description="Checks versions, devices and extras. The exit status is 1 if training cannot work here, otherwise "
         "0.",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ..elastic import ask_to_rejoin, draw_timeline, read_events, table
 from ..trainer import RunDirectory
+from ._parser import AddParser
 
 _EXAMPLES = """\
 examples:
@@ -17,11 +17,9 @@ examples:
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "elastic",
-        help="show what happened in a run with --elastic, and bring a device back to it",
+    parser = add(
         description="Shows what happened in a run of `gtp-jax train --elastic`, and brings devices back to it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -22,6 +22,7 @@ from ...recipes import RECIPES
 from ..data import BYTES, Chat, TextStream, Tokenizer, load_tokenizer, stored_template
 from ..trainer import BYTE_TOKENS, stored_tokenizer
 from ._arguments import positive, utf8, whole
+from ._parser import AddParser
 
 _EXAMPLES = """\
 examples:
@@ -48,11 +49,9 @@ _GENERATION_FILE = "generation_config.json"
 _CODES = ("fp8", "mxfp8", "nvfp4")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue text with a trained or an imported model",
+    parser = add(
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

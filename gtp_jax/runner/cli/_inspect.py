@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from ...inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
 from ..flags import add_flags, from_settings, given
+from ._parser import AddParser
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="show what a step costs on a mesh, without allocating the model",
+    parser = add(
         description="Compiles a training step from shapes alone and shows how weights are sharded, what is "
         "communicated, how much memory a device needs and, for GPUs, the order of execution. Needs no GPU.",
     )

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import select
-import signal
+import functools
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ... import __version__
-from ...mesh import has_gpu, use_cpu
-from ...train import all_reduce_with_nccl
-from .._exit_codes import of_error, of_signal
-from ..trainer import Diverged
-from . import (
-    _bench,
-    _checkpoint,
-    _convert,
-    _doctor,
-    _elastic,
-    _generate,
-    _inspect,
-    _plan_faults,
-    _profile,
-    _replay,
-    _train,
-)
-from ._errors import EXPECTED, explanation
 from ._parser import Parser
-from ._warnings import plain_warnings
 
 _EXAMPLES = """\
 examples:
@@ -54,8 +34,20 @@ examples:
 `gtp-jax COMMAND --help` explains a command's options.
 """
 
-# Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
-_OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
+# The commands, with their lines of help. The module of a command has its name.
+_COMMANDS = {
+    "train": "train a Llama on text",
+    "generate": "continue text with a trained or an imported model",
+    "elastic": "show what happened in a run with --elastic, and bring a device back to it",
+    "inspect": "show what a step costs on a mesh, without allocating the model",
+    "plan-faults": "plan how a run continues without some devices",
+    "checkpoint": "list, show, verify and compare checkpoints",
+    "convert": "import and export Hugging Face models",
+    "bench": "measure a training step, kernels, recipes or checkpoints, and compare them with alternatives",
+    "profile": "draw what the devices do during one training step",
+    "replay": "repeat a step on two placements: is it the program or a device?",
+    "doctor": "report what is installed, what is missing, and what to do",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,43 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         something outside the run failed; 76 if the loss is not finite; 1 after any other failure; 128 plus the number
         of the signal if a signal ended the command.
     """
-    args = parser().parse_args(argv)
-    if args.command in _OF_FILES:
-        use_cpu()
-    elif has_gpu():
-        all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
-    try:
-        with plain_warnings(args.command):
-            code = args.run(args)
-        sys.stdout.flush()
-        return code
-    except EXPECTED as error:
-        if isinstance(error, BrokenPipeError) and not _is_read():
-            return of_signal(signal.SIGPIPE)
-        if args.traceback or (text := explanation(error)) is None:
-            raise
-        print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
-        return of_error(error)
-    except Diverged as error:
-        print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
-        return of_error(error)
-    except KeyboardInterrupt:
-        print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
-        return of_signal(signal.SIGINT)
+    words = sys.argv[1:] if argv is None else argv
+    # no flag before the command takes a value
+    command = next((word for word in words if not word.startswith("-")), "")
+    args = parser([command]).parse_args(words)
+    from ._run import run  # imports JAX, without which `--help` and misspelt commands are quick
+
+    return run(args)
 
 
-def _is_read() -> bool:
-    """Returns whether standard output still has a reader; otherwise (for example, after `| head`) discards the rest."""
-    out = select.poll()
-    out.register(sys.stdout.fileno(), 0)
-    if not out.poll(0):  # reports only errors of the pipe
-        return True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because the interpreter flushes when it exits
-    return False
+def parser(complete: Collection[str] = tuple(_COMMANDS)) -> argparse.ArgumentParser:
+    """Returns the parser of all commands.
 
-
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
+    Args:
+        complete: the commands whose arguments are parsed too. Their modules are imported, which takes a second or two.
+    """
     command_line = Parser(
         prog="gtp-jax",
         description="Trains models whose weights are sharded and gathered just in time.",
@@ -115,7 +85,10 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    tools = (_generate, _elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _replay, _doctor)
-    for command in (_train, *tools):
-        command.add_parser(commands)
+    for name, text in _COMMANDS.items():
+        add = functools.partial(commands.add_parser, name, help=text)
+        if name in complete:
+            importlib.import_module(f"{__package__}._{name.replace('-', '_')}").add_parser(add)
+        else:
+            add()
     return command_line

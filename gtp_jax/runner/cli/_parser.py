@@ -7,10 +7,13 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..._foreign import printable
+
+# Adds the parser of a command, given its description, and returns it.
+AddParser = Callable[..., argparse.ArgumentParser]
 
 # Negative numbers that `float` accepts. argparse does not recognize exponents, and would treat such a value as a flag.
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ...inspect import FaultOptions, fault_text, inspect_faults
 from ..flags import add_flags, from_settings, given
+from ._parser import AddParser
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "plan-faults",
-        help="plan how a run continues without some devices",
+    parser = add(
         description="Shows which devices continue at which tensor-parallel degree, what is sent between them, how much "
         "memory they need, and the throughput compared with dropping replicas. Computed from shapes; needs no device.",
     )

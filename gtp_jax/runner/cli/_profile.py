@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ... import inspect
 from ...hlo import columns
 from ..flags import add_flags, from_settings, given
 from ._arguments import check_files, positive
 from ._checkout import benchmarks, has_benchmarks, refuse_elsewhere
+from ._parser import AddParser
 
 _EXAMPLES = """\
 examples:
@@ -31,11 +31,9 @@ Exposed communication, in red, is not hidden by compute. Contenders have the sam
 _TRACED = ("gtp_jax", "partitioner")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="draw what the devices do during one training step",
+    parser = add(
         description="Traces one step and draws the first device's timeline: compute, communication, what is exposed, "
         "and the share of each kind of work. Prints the shares; writes profile.png and profile.html.",
         epilog=_EXAMPLES,

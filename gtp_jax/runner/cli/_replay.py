@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ...hlo import columns
 from ..trainer import replay
 from ._arguments import whole
+from ._parser import AddParser
 
 _DESCRIPTION = """\
 Repeats a step of a run from the last checkpoint before it, compiled deterministically, twice on each of two placements
@@ -18,11 +18,9 @@ nothing.
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "replay",
-        help="repeat a step on two placements: is it the program or a device?",
+    parser = add(
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

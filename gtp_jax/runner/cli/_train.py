@@ -10,6 +10,7 @@ from ... import __version__
 from ..elastic import GROUP, ElasticOptions, supervise
 from ..flags import add_flags, given, knobs, read_settings, settings_of, write_settings
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
+from ._parser import AddParser
 
 _DESCRIPTION = """\
 Trains a Llama, Mistral, Mixtral or Qwen on text, with its weights sharded over the mesh: a new model of any size, or an
@@ -58,11 +59,9 @@ _KINDS = (TrainConfig, ElasticOptions, LaunchOptions)
 _OF_ONE_START = ("resume", "force", "step", "config", "save_config")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand: a flag for each field of `TrainConfig`, and flags that apply to one start."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a Llama on text",
+    parser = add(
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,0 +1,55 @@
+"""Runs a command whose arguments are parsed, and turns its errors into messages and statuses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+
+from ...mesh import has_gpu, use_cpu
+from ...train import all_reduce_with_nccl
+from .._exit_codes import of_error, of_signal
+from ..trainer import Diverged
+from ._errors import EXPECTED, explanation
+from ._warnings import plain_warnings
+
+# Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
+_OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command that `args` names, and returns its exit status, as `main` does."""
+    if args.command in _OF_FILES:
+        use_cpu()
+    elif has_gpu():
+        all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
+    try:
+        with plain_warnings(args.command):
+            code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except EXPECTED as error:
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            return of_signal(signal.SIGPIPE)
+        if args.traceback or (text := explanation(error)) is None:
+            raise
+        print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
+        return of_error(error)
+    except Diverged as error:
+        print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
+        return of_error(error)
+    except KeyboardInterrupt:
+        print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
+        return of_signal(signal.SIGINT)
+
+
+def _is_read() -> bool:
+    """Returns whether standard output still has a reader; otherwise (for example, after `| head`) discards the rest."""
+    out = select.poll()
+    out.register(sys.stdout.fileno(), 0)
+    if not out.poll(0):  # reports only errors of the pipe
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because the interpreter flushes when it exits
+    return False
