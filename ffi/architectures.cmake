@@ -1,8 +1,8 @@
-# Sets `result` to the architectures that the kernels are compiled for, in CMake's notation: machine code for Hopper and
-# for the GPUs of this machine, and PTX that a driver translates for any other GPU since Ampere.
+# Sets `result` to the architectures that the kernels are compiled for, in CMake's notation: those of the GPUs of this
+# machine, or Hopper's if there is none. Each takes a minute of two cores.
 # codes: the architectures that the compiler supports, as printed by `nvcc --list-gpu-code`
 function(find_architectures result codes)
-  set(found 90a-real)
+  set(found "")
   execute_process(
     COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
     OUTPUT_VARIABLE printed RESULT_VARIABLE status ERROR_QUIET)
@@ -14,6 +14,7 @@ function(find_architectures result codes)
         continue()
       elseif(NOT codes MATCHES "sm_${number}([^0-9]|$)")
         message(STATUS "nvcc does not support compute capability ${capability}: the driver will translate PTX")
+        list(APPEND found 80-virtual)
       elseif(number LESS 90)
         list(APPEND found ${number}-real)
       else()
@@ -21,6 +22,9 @@ function(find_architectures result codes)
       endif()
     endforeach()
   endif()
+  if(NOT found)
+    set(found 90a-real)
+  endif()
   list(REMOVE_DUPLICATES found)
-  set(${result} ${found} 80-virtual PARENT_SCOPE)
+  set(${result} ${found} PARENT_SCOPE)
 endfunction()

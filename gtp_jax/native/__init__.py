@@ -20,3 +20,4 @@ from ._library import code_for as code_for
 from ._library import describe as describe
 from ._library import has as has
 from ._library import is_built as is_built
+from ._library import rebuild_for as rebuild_for

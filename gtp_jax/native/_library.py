@@ -66,7 +66,6 @@ def is_built() -> bool:
     return _library() is not None
 
 
-@functools.cache
 def has(target: str, platform: str) -> bool:
     """Returns whether the compiled module has a handler.
 
@@ -75,10 +74,35 @@ def has(target: str, platform: str) -> bool:
         platform: XLA's name of the platform, `"cpu"` or `"CUDA"`.
 
     Raises:
-        ImportError: if the module exists but cannot be used, as in `_library`.
+        ImportError: if the module exists but cannot be used, as in `_library`; or if the handler is for CUDA, JAX uses
+            the GPUs of this machine, and they can run none of the architectures that were compiled.
     """
+    if not _has(target, platform):
+        return False
+    if platform == "CUDA" and jax.default_backend() == "gpu":
+        _check_code(jax.devices()[0].compute_capability)
+    return True
+
+
+@functools.cache
+def _has(target: str, platform: str) -> bool:
     library = _library()
     return library is not None and target in library.handlers()[platform]
+
+
+def _check_code(capability: str) -> None:
+    if code_for(capability) == "none":
+        raise ImportError(
+            f"the kernels of gtp_jax were built {describe()}, none of which this GPU of compute capability "
+            f"{capability} can run. {rebuild_for(capability)}."
+        )
+
+
+def rebuild_for(capability: str) -> str:
+    """Returns how to build the kernels for a GPU, given its compute capability, such as `"9.0"`."""
+    number = capability.replace(".", "")
+    code = f"{number}a-real" if int(number) >= 90 else f"{number}-real"
+    return f"Build them on a machine with such a GPU, or elsewhere with CUDAARCHS={code} in the environment: {REBUILD}"
 
 
 def code_for(capability: str) -> Code:

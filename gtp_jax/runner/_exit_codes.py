@@ -61,4 +61,4 @@ def of_error(error: BaseException) -> int:
         return MISTAKE if out_of_memory(error) else RETRY
     if isinstance(error, OSError):
         return RETRY if error.errno in _PASSING else MISTAKE
-    return MISTAKE if isinstance(error, (ValueError, ModuleNotFoundError)) else FAILED
+    return MISTAKE if isinstance(error, (ValueError, ImportError)) else FAILED

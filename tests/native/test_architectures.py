@@ -1,14 +1,17 @@
-"""GPUs that the kernels are compiled for: Hopper, and those of the machine that compiles."""
+"""GPUs that the kernels are compiled for: those of the machine that compiles, or those that are named."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import jax
 import pytest
 
+from gtp_jax import native
 from gtp_jax.native import _library
 
 FFI = Path(__file__).parents[2] / "ffi"
@@ -37,15 +40,16 @@ def found(tmp_path: Path, capabilities: str | None) -> str:
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
     [
-        (None, "90a-real;80-virtual"),
-        ("9.0\\n9.0\\n", "90a-real;80-virtual"),
-        ("10.0\\n", "90a-real;100a-real;80-virtual"),
-        ("8.0\\n12.0\\n", "90a-real;80-real;120a-real;80-virtual"),
-        ("7.5\\n", "90a-real;80-virtual"),
-        ("13.0\\n", "90a-real;80-virtual"),
+        (None, "90a-real"),
+        ("9.0\\n9.0\\n", "90a-real"),
+        ("10.0\\n", "100a-real"),
+        ("8.0\\n12.0\\n", "80-real;120a-real"),
+        ("7.5\\n", "90a-real"),
+        ("7.5\\n8.6\\n", "86-real"),
+        ("13.0\\n", "80-virtual"),
     ],
 )
-def test_kernels_are_for_hopper_the_gpus_found_and_others_by_ptx(capabilities, expected, tmp_path):
+def test_kernels_are_for_the_gpus_found_or_else_for_hopper(capabilities, expected, tmp_path):
     assert f"<{expected}>" in found(tmp_path, capabilities)
 
 
@@ -59,12 +63,38 @@ def nvcc() -> str:
     return path
 
 
+def configured(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Configures a build in a folder, without a GPU, and returns what CMake said."""
+    (folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    command = ["cmake", "-S", FFI, "-B", folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [f"-DCMAKE_CUDA_COMPILER={nvcc()}", *options]
+    return subprocess.run(command, timeout=120, capture_output=True, text=True, env=environment)
+
+
+def test_the_architectures_that_are_named_are_compiled_and_an_option_precedes_the_environment(tmp_path):
+    named, option = "90a-real;100a-real;80-virtual", "-DCMAKE_CUDA_ARCHITECTURES=80-real"
+    for options, variables, expected in (
+        ([], {}, "90a-real"),
+        ([], {"CUDAARCHS": named}, named),
+        ([option], {"CUDAARCHS": named}, "80-real"),
+    ):
+        assert f"CUDA kernels for {expected}\n" in configured(tmp_path, *options, **variables).stdout
+        (tmp_path / "CMakeCache.txt").unlink()
+
+
+@pytest.mark.parametrize("word", ["all", "native"])
+def test_architectures_without_a_number_are_refused(word, tmp_path):
+    """What is compiled is written into the module, so that a GPU that can run none of it is refused."""
+    ran = configured(tmp_path, CUDAARCHS=word)
+    assert ran.returncode != 0 and f'the CUDA architectures are "{word}"; name them, such as' in ran.stderr
+
+
 @pytest.mark.parametrize(("architectures", "grouped"), [("", True), ("90-real", False), ("80-virtual;90a-real", True)])
 def test_grouped_products_are_offered_only_where_hoppers_own_code_is_compiled(architectures, grouped, tmp_path):
     """For sm_90, without the `a`, their kernels are empty: they would return whatever the memory holds."""
-    configure = ["cmake", "-S", FFI, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += [f"-DCMAKE_CUDA_COMPILER={nvcc()}", f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
-    subprocess.run(configure, check=True, timeout=120, capture_output=True)
+    configured(tmp_path, f"-DCMAKE_CUDA_ARCHITECTURES={architectures}").check_returncode()
     target = "handlers/CMakeFiles/_native.dir/bindings.cc.o"
     ran = subprocess.run(
         ["ninja", "-C", tmp_path, "-t", "commands", target], check=True, capture_output=True, text=True
@@ -93,3 +123,19 @@ def test_a_library_of_other_formats_is_refused(monkeypatch):
     monkeypatch.setattr(built, "formats", lambda: [{"name": "NVFP4"}, {"name": "MXFP8"}])
     with pytest.raises(ImportError, match="built for the formats NVFP4, MXFP8, but this version has NVFP4, NVFP4_1D"):
         _library._library.__wrapped__()
+
+
+def test_a_gpu_that_can_run_none_of_the_code_is_refused_with_what_builds_it(monkeypatch):
+    built = pytest.importorskip("gtp_jax.native._native")
+    monkeypatch.setattr(built, "cuda_architectures", "90a-real")
+    monkeypatch.setattr(built, "cuda_version", "13.0")
+    monkeypatch.setattr(_library, "_has", lambda target, platform: target == "gtp_quantize")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gpu = types.SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert native.has("gtp_quantize", "CUDA") and native.has("gtp_quantize", "cpu")
+    gpu.compute_capability = "8.6"
+    said = r"\(90a-real\), none of which this GPU of compute capability 8.6 can run.*CUDAARCHS=86-real .*: pip install"
+    with pytest.raises(ImportError, match=said):
+        native.has("gtp_quantize", "CUDA")
+    assert native.has("gtp_quantize", "cpu") and not native.has("gtp_no_such", "CUDA")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 FFI = Path(__file__).parents[2] / "ffi"
 KERNEL = "kernels/CMakeFiles/gtp_kernels.dir/cpu/parallel.cc.o"
 HANDLER = "handlers/CMakeFiles/_native.dir/checks.cc.o"
+CUDA = "kernels/CMakeFiles/gtp_kernels.dir/cuda/take.cu.o"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 DRY = "-n"  # says what ninja would compile, and compiles nothing
 LONG_AGO = (1_000_000_000, 1_000_000_000)
@@ -35,18 +37,20 @@ def installed(folder: Path) -> Path:
     return folder
 
 
-def compiled(tmp_path: Path, packages: Path, *options: str) -> set[str]:
-    """Builds two objects as scikit-build-core does, which removes CMake's files first; returns which were compiled."""
+def compiled(tmp_path: Path, packages: Path, *options: str, cuda: bool = False) -> set[str]:
+    """Builds objects as scikit-build-core does, which removes CMake's files first; returns which were compiled."""
     built = tmp_path / "build"
     (built / "CMakeCache.txt").unlink(missing_ok=True)
     shutil.rmtree(built / "CMakeFiles", ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(packages), "CXX": str(tmp_path / "compiler")}
-    definitions = [f"-DPython_EXECUTABLE={sys.executable}", "-DGTP_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
+    objects = [KERNEL, HANDLER, *([CUDA] if cuda else [])]
+    definitions = [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug"]
+    definitions += ["-DGTP_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90a-real"] if cuda else ["-DGTP_CUDA=OFF"]
     configure = ["cmake", "-S", tmp_path / "ffi", "-B", built, "-G", "Ninja", *definitions]
     subprocess.run(configure, check=True, env=environment, timeout=120, stdout=subprocess.DEVNULL)
-    ninja = ["ninja", *options, "-C", built, KERNEL, HANDLER]
+    ninja = ["ninja", *options, "-C", built, *objects]
     ran = subprocess.run(ninja, check=True, env=environment, timeout=300, capture_output=True, text=True)
-    return {name for name in (KERNEL, HANDLER) if f"Building CXX object {name}" in ran.stdout}
+    return {name for name in objects if re.search(rf"Building (CXX|CUDA) object {re.escape(name)}", ran.stdout)}
 
 
 def compiler(tmp_path: Path, version: str) -> None:
@@ -89,3 +93,13 @@ def test_only_objects_whose_sources_headers_and_compiler_are_the_same_are_taken_
     assert compiled(tmp_path, first, DRY) == set()
     with changed(second / "jaxlib/include/xla/ffi/api/ffi.h"):
         assert compiled(tmp_path, second, DRY) == {HANDLER}
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_an_install_in_another_environment_compiles_no_cuda_again(tmp_path):
+    shutil.copytree(FFI, tmp_path / "ffi")
+    compiler(tmp_path, "1")
+    assert compiled(tmp_path, installed(tmp_path / "first"), cuda=True) == {KERNEL, HANDLER, CUDA}
+    assert compiled(tmp_path, installed(tmp_path / "second"), cuda=True) == set()
+    with changed(tmp_path / "ffi" / "kernels/cuda/take.cu"):
+        assert compiled(tmp_path, tmp_path / "second", DRY, cuda=True) == {CUDA}

@@ -124,20 +124,18 @@ def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
 
 def _kernels() -> Finding:
     name = "kernels"
-    try:
-        description = native.describe()
-    except ImportError as error:
-        return Finding(name, "broken", first_line(error), f"build them again: {native.REBUILD}")
     here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
-    if native.has("gtp_quantize", here):
+    try:
+        description, built = native.describe(), native.has("gtp_quantize", here)
+    except ImportError as error:
+        found, _, remedy = first_line(error).partition(". ")
+        return Finding(name, "broken", found, remedy.removesuffix(".") or f"build them again: {native.REBUILD}")
+    if built:
         capability = getattr(jax.devices()[0], "compute_capability", None)
-        code = "machine code" if capability is None else native.code_for(capability)
-        if code == "machine code":
+        if capability is None or native.code_for(capability) == "machine code":
             return Finding(name, "ok", description)
-        remedy = f"build them on this machine, for its GPU of compute capability {capability}: {native.REBUILD}"
-        if code == "none":
-            return Finding(name, "broken", f"{description}, none of which this GPU can run", remedy)
-        return Finding(name, "optional", f"{description}, translated from PTX by the driver", remedy)
+        translated = f"{description}, translated from PTX by the driver"
+        return Finding(name, "optional", translated, native.rebuild_for(capability))
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
     remedy = f"install {needed} and build them: {native.REBUILD}; without them, XLA compiles quantization"
     return Finding(name, "optional", description, remedy)

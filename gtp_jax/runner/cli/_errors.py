@@ -7,7 +7,7 @@ import jax
 from ..._foreign import message
 from .._exit_codes import EXHAUSTED, out_of_memory
 
-EXPECTED = (ValueError, OSError, ModuleNotFoundError, MemoryError, jax.errors.JaxRuntimeError)
+EXPECTED = (ValueError, OSError, ImportError, MemoryError, jax.errors.JaxRuntimeError)
 
 _LESS = (
     "Use a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` shows how much "
