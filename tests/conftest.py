@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -12,6 +13,8 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 if ON_GPU:
     # Tests start processes of their own on the same GPUs.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # Commands keep compiled programs there.
+    os.environ.setdefault("XDG_CACHE_HOME", str(Path(tempfile.gettempdir(), f"gtp-jax-tests-{os.getuid()}")))
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"

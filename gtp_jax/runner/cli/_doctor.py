@@ -38,6 +38,7 @@ NEEDED = {
     "jaxtyping": "0.3.11",
     "orbax-checkpoint": "0.12.4",
     "pyyaml": "6.0.2",
+    "filelock": "3.16.1",
     "tqdm": "4.66",
     "matplotlib": "3.9",
 }

@@ -19,6 +19,7 @@ from ...generation import generate_stream, sampling_of
 from ...mesh import choose_devices, make_mesh, on_gpu
 from ...models import END_TOKEN, ModelConfig, Origin, config_of, load, opened
 from ...recipes import RECIPES
+from .._compiled import keep_compiled
 from ..data import BYTES, Chat, TextStream, Tokenizer, load_tokenizer, stored_template
 from ..trainer import BYTE_TOKENS, stored_tokenizer
 from ._arguments import positive, utf8, whole
@@ -41,7 +42,7 @@ Prints text to standard output while it is generated, and everything else to sta
 directly onto a new mesh, in bfloat16 on GPUs, without an optimizer and without sharding over gtp: tp is the largest
 divisor of the number of GPUs that does not exceed the number of key-value heads, and dp is the rest. Sampled text
 depends on --seed, the prompt and its number, not on the mesh or on other prompts. The first text takes longer, because
-two programs are compiled.
+two programs are compiled; on GPUs, they are kept for later runs.
 """
 
 # An imported model also names the tokens that end a text in this file.
@@ -110,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: if an argument, or what it names, is invalid; before anything is compiled.
     """
     choose_devices(args.tp or 1)
+    if kept := keep_compiled():
+        note(kept)
     # checks arguments before reading anything large
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     sampling_of(**sampling)

@@ -16,6 +16,7 @@ import numpy as np
 from ...checkpoint import Checkpoints
 from ...mesh import check_degrees, choose_devices, of_all_processes, on_gpu, use_roles
 from ...models import ModelConfig, build
+from .._compiled import keep_compiled
 from .._exit_codes import DONE, of_signal, out_of_memory
 from ..data import Corpus, unigram_entropy
 from ..flags import Faults, from_settings, knobs, settings_of
@@ -129,6 +130,8 @@ def _start(
     check_agreement(peers, description)
     watch.doing("join")
     launch.join()
+    if launch.processes == 1 and (kept := keep_compiled()):
+        print(kept, flush=True)
     # From here on, all processes compute the same from the same values, so that all of them refuse a mistake or none.
     planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     check_devices(equally_many=not planned.faults.any)
