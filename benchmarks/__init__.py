@@ -19,10 +19,12 @@ from ._contenders import STOCK_MODELS as STOCK_MODELS
 from ._contenders import Contender as Contender
 from ._contenders import chosen_contenders as chosen_contenders
 from ._contenders import contender_named as contender_named
+from ._contenders import with_command_buffers as with_command_buffers
 from ._contenders import with_experts as with_experts
 from ._contenders import with_grad_reductions as with_grad_reductions
 from ._contenders import with_recipe as with_recipe
 from ._contenders import with_remat_policies as with_remat_policies
+from ._contenders import with_xla_options as with_xla_options
 from ._curve_settings import CurveSettings as CurveSettings
 from ._curve_settings import curve_settings as curve_settings
 from ._curves import Curve as Curve

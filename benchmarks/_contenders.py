@@ -177,6 +177,22 @@ def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) 
     return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
 
 
+def with_command_buffers(contenders: Sequence[Contender], choices: Sequence[str]) -> list[Contender]:
+    """Returns the contenders, with gtp_jax's repeated for each choice of `COMMAND_BUFFERS` and named after it.
+
+    They are unchanged if `choices` is the default alone.
+    """
+    return _once_for_each(contenders, choices, "default", "--command-buffers", "command buffers {}")
+
+
+def with_xla_options(contenders: Sequence[Contender], choices: Sequence[str]) -> list[Contender]:
+    """Returns the contenders, with gtp_jax's repeated for each choice of `XLA_OPTIONS` and named after it.
+
+    They are unchanged if `choices` is `gtp_jax` alone.
+    """
+    return _once_for_each(contenders, choices, "gtp_jax", "--xla-options", "options {}")
+
+
 def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
     """Returns the contenders, with flags about experts added to gtp_jax's, which are repeated for each token transport.
 

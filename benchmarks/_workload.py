@@ -125,9 +125,10 @@ def describe(work: Workload, device: str) -> str:
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
     """Returns the environment of the contenders, with this package on the path, 92 % of a GPU's memory and, without a
-    GPU, virtual devices."""
+    GPU, virtual devices. What they compile is not in a cache, because they time it."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if not has_gpu():
         environment.setdefault("JAX_PLATFORMS", "cpu")

@@ -18,6 +18,7 @@ from gtp_jax.nn import GRAD_REDUCE
 from gtp_jax.runner.cli import check_files, whole
 from gtp_jax.runner.flags import ExpertOptions, Quantization, add_flags, from_settings, given
 
+from ..contenders.workload import COMMAND_BUFFERS, XLA_OPTIONS
 from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _EXAMPLES = """\
@@ -32,6 +33,8 @@ examples:
                                                         what it costs to sum weight gradients in float32
   gtp-jax bench step --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --seq 4096 --tokens 16384 --gtp 1 \
       --ep 2 --transport gather ragged --contenders "gtp_jax bf16 regather"     experts on ranks of their own
+  gtp-jax bench step --preset 1b --seq 4096 --tokens 8192 --gtp 1 --command-buffers default off on \
+      --contenders "gtp_jax bf16 regather" "gtp_jax fp8-matmuls regather"     what CUDA graphs bring
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
@@ -88,6 +91,22 @@ def add_topic(topics: Any) -> None:
         help="how gtp_jax sums weight gradients over the ranks; several are compared (default: bf16, in which the "
         "other contenders sum too; models of gtp_jax sum in float32 by default)",
     )
+    topic.add_argument(
+        "--command-buffers",
+        nargs="+",
+        choices=COMMAND_BUFFERS,
+        default=["default"],
+        help="what XLA records into command buffers (CUDA graphs) in gtp_jax's steps on GPUs: what it does by default, "
+        "nothing, or every kind of command; several are compared (default: default)",
+    )
+    topic.add_argument(
+        "--xla-options",
+        nargs="+",
+        choices=XLA_OPTIONS,
+        default=["gtp_jax"],
+        help="the options with which gtp_jax's steps are compiled on GPUs: those that `train_step` chooses, or XLA's "
+        "defaults, as in a `jax.jit` of one's own; both are compared (default: gtp_jax)",
+    )
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
     add_run_flags(topic, timeout_s=240, one="contender")
@@ -105,6 +124,8 @@ def _run(args: argparse.Namespace) -> int:
     chosen = benchmarks.with_recipe(benchmarks.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = benchmarks.with_remat_policies(chosen, args.remat)
     chosen = benchmarks.with_grad_reductions(chosen, args.grad_reduce)
+    chosen = benchmarks.with_command_buffers(chosen, args.command_buffers)
+    chosen = benchmarks.with_xla_options(chosen, args.xla_options)
     if args.transport and step.parallelism.ep == 1:
         raise ValueError(f"`--transport` is {' '.join(args.transport)}, but no tokens travel at ep 1. Give --ep too.")
     words = {name: value for name, value in given(args, ExpertOptions).items() if name != "transport"}

@@ -11,7 +11,7 @@ from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from timed import time_and_report
-from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, workload
+from workload import COMMAND_BUFFERS, LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, XLA_OPTIONS, parser, workload
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -30,6 +30,10 @@ def main() -> None:
     add_flags(flags, ExpertOptions, but=_OF_WORKLOAD)
     add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.set_defaults(grad_reduce=next(name for name, dtype in _REDUCE_DTYPES.items() if dtype == REDUCE_DTYPE))
+    flags.add_argument(
+        "--command-buffers", choices=COMMAND_BUFFERS, default="default", help="what XLA records into them"
+    )
+    flags.add_argument("--xla-options", choices=XLA_OPTIONS, default="gtp_jax", help="those of gtp_jax, or XLA's")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
@@ -51,7 +55,10 @@ def main() -> None:
             pregathered_layers=recipe.pregathered_layers,
             view="local",
             reduce_over_dp=execution.reduce_over_dp,
+            compiler_options=COMMAND_BUFFERS[args.command_buffers],
         )
+        if args.xla_options == "default":
+            step = jax.jit(step, donate_argnums=0, compiler_options=COMMAND_BUFFERS[args.command_buffers])
         placed = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis != "tp")))
         if args.target:
             like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)

@@ -20,6 +20,17 @@ WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes b
 # FSDP2's mixed precision, the compute dtype, and not that of gtp_jax, which sums in float32.
 REDUCE_DTYPE = "bfloat16"
 
+# What XLA records into command buffers (CUDA graphs): what it does by default, nothing, or every kind of command.
+_EVERY_COMMAND = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+COMMAND_BUFFERS = {
+    "default": {},
+    "off": {"xla_gpu_enable_command_buffer": ""},
+    "on": {"xla_gpu_enable_command_buffer": _EVERY_COMMAND},
+}
+
+# The XLA options of a step of gtp_jax: those of `train_step`, or the defaults of a `jax.jit` of one's own.
+XLA_OPTIONS = ("gtp_jax", "default")
+
 NOT_OVER_TP = "computes experts, and norms of queries and keys, at tp 1 alone"
 
 MARK = "RESULT "  # what the line with the figures begins with

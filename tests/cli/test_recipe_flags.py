@@ -11,9 +11,11 @@ from trainer.runs import small, train, write_text
 
 import benchmarks
 import gtp_jax as gtp
+from benchmarks.contenders.workload import COMMAND_BUFFERS, XLA_OPTIONS
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import Quantization, add_flags, from_settings, given
 from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.train import accepts
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -132,6 +134,31 @@ def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
     assert [c.flags[-1] for c in found[:3]] == [f"--grad-reduce={name}" for name in ("float32", "bf16-wire", "bf16")]
     assert found[3] == rivals[1]
     assert benchmarks.with_grad_reductions(benchmarks.CONTENDERS, ["bf16"]) == list(benchmarks.CONTENDERS)
+
+
+def test_command_buffers_on_and_off_are_contenders_of_ours_by_name_and_xla_knows_both():
+    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
+    found = benchmarks.with_command_buffers(rivals, list(COMMAND_BUFFERS))
+    names = [f"gtp_jax bf16 command buffers {choice} regather" for choice in ("default", "off", "on")]
+    assert [one.name for one in found] == [*names, "fsdp2 bf16 regather"]
+    assert [one.flags[-1] for one in found[:3]] == [f"--command-buffers={choice}" for choice in COMMAND_BUFFERS]
+    assert benchmarks.with_command_buffers(benchmarks.CONTENDERS, ["default"]) == list(benchmarks.CONTENDERS)
+    assert all(accepts(*option) for options in COMMAND_BUFFERS.values() for option in options.items())
+    assert not accepts("xla_gpu_enable_command_buffer", "FUSION,NO_SUCH_COMMAND")
+
+
+def test_a_step_with_xlas_own_options_is_a_contender_of_ours_by_name():
+    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
+    found = benchmarks.with_xla_options(rivals, list(XLA_OPTIONS))
+    names = ["gtp_jax bf16 options gtp_jax regather", "gtp_jax bf16 options default regather", "fsdp2 bf16 regather"]
+    assert [one.name for one in found] == names
+    assert [one.flags[-1] for one in found[:2]] == ["--xla-options=gtp_jax", "--xla-options=default"]
+    assert benchmarks.with_xla_options(benchmarks.CONTENDERS, ["gtp_jax"]) == list(benchmarks.CONTENDERS)
+
+
+def test_what_contenders_compile_is_in_no_cache_of_the_users(monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/somewhere")
+    assert "JAX_COMPILATION_CACHE_DIR" not in benchmarks.environment_of(1)
 
 
 @pytest.mark.slow
