@@ -1,5 +1,5 @@
 # Sets `result` to the architectures that the kernels are compiled for, in CMake's notation: those of the GPUs of this
-# machine, or Hopper's if there is none. Each takes a minute of two cores.
+# machine, or Hopper's if there is none. Each takes about a minute of CPU time.
 # codes: the architectures that the compiler supports, as printed by `nvcc --list-gpu-code`
 function(find_architectures result codes)
   set(found "")
