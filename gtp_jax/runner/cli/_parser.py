@@ -84,7 +84,23 @@ def _name(word: str) -> str:
 
 
 def _hint(words: Iterable[str], known: Iterable[str]) -> str:
-    """Returns a question that names the nearest known word for each unknown word; empty if none is near."""
+    """Returns a question that names the nearest known words for each unknown word; empty if none is near."""
     known = list(known)
-    near = [match for word in words for match in difflib.get_close_matches(word, known, n=1)]
-    return f". Did you mean {' '.join(near)}?" if near else ""
+    near = [" or ".join(found) for word in words if (found := _nearest(word, known))]
+    return f". Did you mean {', '.join(near)}?" if near else ""
+
+
+def _nearest(word: str, known: Sequence[str]) -> list[str]:
+    """Returns the known words that are nearest to `word`, those of the same length first; empty if none is near.
+
+    difflib's own order prefers shorter words: it would name only `--step` for `--stepz`, and not `--steps`.
+    """
+    scores = {match: _likeness(word, match) for match in difflib.get_close_matches(word, known)}
+    best = [match for match, score in scores.items() if score == max(scores.values())]
+    return sorted(best, key=lambda match: len(match) != len(word))
+
+
+def _likeness(word: str, other: str) -> float:
+    """Returns the number of common characters, as a fraction of the longer word."""
+    blocks = difflib.SequenceMatcher(None, other, word).get_matching_blocks()
+    return sum(block.size for block in blocks) / max(len(word), len(other))
