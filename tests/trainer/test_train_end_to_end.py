@@ -59,6 +59,14 @@ def test_progress_shows_step_loss_speed_and_time_left(run):
     assert re.search(r"30/30 \[\d\d:\d\d<00:00,.*unigram=\d.*loss=\d.*tokens/s=\d", bar)
 
 
+def test_progress_in_a_file_is_a_few_whole_lines(run):
+    printed = run[1]
+    assert "\r" not in printed
+    shown = [line for line in printed.splitlines() if "step/s" in line or "s/step" in line]
+    assert all(re.fullmatch(r" *\d+%\|.*\| \d+/30 \[.*\]", line) for line in shown)
+    assert 2 <= len(shown) <= 8  # the first, the last, and one every 30 seconds, of 30 steps
+
+
 def test_report_has_bytes_a_device_and_ends_with_the_loss(run):
     out, printed = run
     report = (out / "report.txt").read_text()

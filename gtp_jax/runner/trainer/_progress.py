@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 from tqdm import tqdm
@@ -39,13 +39,14 @@ class Progress:
         self._log = Log(log if self._speaks else None, begin, guard, trackers)
         self._pace = _Pace(job.config.batch * job.config.seq)
         self._shown = {"unigram": f"{unigram:.2f}"}
-        self._bar = tqdm(
+        kind, every = (tqdm, 0.2) if sys.stderr.isatty() else (_Lines, 30)  # in seconds
+        self._bar = kind(
             total=job.config.steps,
             initial=begin,
             unit="step",
             disable=not self._speaks,
             dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 15,  # in seconds; if the output goes to a file, rarely
+            mininterval=every,
         )
 
     def __enter__(self) -> Self:
@@ -105,6 +106,24 @@ class Progress:
         began = time.perf_counter()
         yield
         self._pace.skip(time.perf_counter() - began)
+
+
+class _Lines(tqdm):
+    """The progress as whole lines, for output that is not a terminal: a bar would run into the text around it."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Prints the current state as a line."""
+        print(self, file=self.fp, flush=True)
+
+    def close(self) -> None:
+        """Prints the last state."""
+        self.refresh()
+        self.disable = True
+
+    @classmethod
+    def write(cls, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
+        """Prints text without repeating the state after it."""
+        print(s, file=file, end=end)
 
 
 class _Pace:
