@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._foreign import brief, inside, read_json
-from ..models import FAMILIES, HuggingFace, ModelConfig, hugging_face_of
+from ..models import FAMILIES, POSITIONS, HuggingFace, ModelConfig, hugging_face_of
 from ._encoding import Encoding
 from ._stored import StoredAs, stored_as
 
@@ -37,8 +37,8 @@ def write_config(
         imported: the config.json that the model was imported with. Its fields are kept, except an empty scaling. Fields
             are changed or added only where readers of the file, including transformers 4, would otherwise use a
             different value from the model's.
-        max_positions: the longest sequence that readers should allow; if `None`, the imported value or the readers'
-            default.
+        max_positions: the longest sequence that readers should allow; if `None`, the imported value, the one that the
+            model's YaRN scaling leads to, or the readers' default.
     """
     # an empty scaling means nothing, and transformers 4 fails on it
     imported = {name: value for name, value in imported.items() if not (name in _SCALINGS and value == {})}
@@ -52,11 +52,11 @@ def write_config(
         }  # another name of them
     elif _ROTARY & _changed(family, own, _as_read_before_5(imported)).keys():
         changed |= {name: own[name] for name in _ROTARY if imported.get(name) is None and own[name] is not None}
-    fields = {**imported, **changed}
+    fields = {**{name: own[name] for name in (POSITIONS,) if name in own}, **imported, **changed}
     names = [name for name in ("torch_dtype", "dtype") if name in imported]  # newer files have `dtype`
     fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)
     if max_positions is not None:
-        fields["max_position_embeddings"] = max_positions
+        fields[POSITIONS] = max_positions
     if encoding.quantized is not None:
         fields[_QUANTIZATION] = encoding.quantized.config_json()
         (path / QUANTIZATION_FILE).write_text(json.dumps(encoding.quantized.quant_json(), indent=2) + "\n")

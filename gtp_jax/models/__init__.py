@@ -29,6 +29,7 @@ from ._load import opened as opened
 from ._origin import CHAT_TEMPLATE_FILE as CHAT_TEMPLATE_FILE
 from ._origin import END_TOKEN as END_TOKEN
 from ._origin import ORIGIN_FILES as ORIGIN_FILES
+from ._origin import POSITIONS as POSITIONS
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE
 from ._origin import Origin as Origin
 from .llama import OF_ROUTING as OF_ROUTING

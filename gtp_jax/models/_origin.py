@@ -15,6 +15,8 @@ _ID = "_token_id"
 TOKENIZER_FILE = "tokenizer.json"
 # The field of config.json, and of generation_config.json, with the tokens that end a text.
 END_TOKEN = "eos_token_id"
+# The field of config.json with the number of positions that the model may use.
+POSITIONS = "max_position_embeddings"
 _GENERATION_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # Files whose meaning depends on the vocabulary: tokenizer files, and defaults for generation, which name tokens by id.

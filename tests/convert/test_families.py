@@ -17,9 +17,10 @@ from selection import others_slow
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
-from gtp_jax.convert._config import read_config
+from gtp_jax.convert._config import read_config, write_config
+from gtp_jax.convert._encoding import ENCODINGS
 from gtp_jax.models import LlamaConfig, hugging_face_of, load
-from gtp_jax.ops import rope
+from gtp_jax.ops import RopeScaling, rope
 
 from .hugging_face import (
     CONFIG,
@@ -98,6 +99,20 @@ def test_tensors_and_config_come_back_as_the_same_kind_and_again(model, tmp_path
     layout = hugging_face_of(again, config["model_type"])
     assert layout.architecture == config["architectures"][0]
     assert layout.from_json(json.loads(json.dumps(layout.to_json(again))), "config.json") == again
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_position_embeddings": 64}], ids=["none given", "those before YaRN"])
+def test_yarn_is_exported_with_the_positions_from_which_transformers_4_computes_its_factor(fields, tmp_path):
+    plain = {name: value for name, value in QWEN2.items() if name != "max_position_embeddings"} | fields
+    config = {**plain, "rope_scaling": YARN}
+    import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
+    export_llama(tmp_path / "imported", tmp_path / "out")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert found == {**config, "torch_dtype": "bfloat16", "max_position_embeddings": 256, **fields}
+    scaling = RopeScaling(kind="yarn", factor=4, original_length=64)
+    scaled = dataclasses.replace(config_of(tmp_path / "plain", QWEN2), rope_scaling=scaling)
+    write_config(tmp_path, scaled, ENCODINGS["float32"], plain, None)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 256
 
 
 TABLE = json.loads((Path(__file__).parent / "yarn_of_transformers.json").read_text())

@@ -8,6 +8,7 @@ from typing import Any
 from ..._foreign import brief
 from ...experts import Routing
 from ...ops import MOST, RopeScaling
+from .._origin import POSITIONS
 from ._config import LlamaConfig
 from ._hf_kinds import Kind
 from ._hf_windows import window_from, window_json
@@ -27,6 +28,7 @@ def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
     return {
         **{theirs: getattr(config.routing if ours == "normalize" else config, ours) for theirs, ours in kind.fields},
         "rope_scaling": _scaling_json(config.rope_scaling),
+        **_positions_json(config.rope_scaling),
         **window_json(kind, config),
         **{name: value for name, (value, _) in kind.fixed.items() if value is not None},
     }
@@ -216,6 +218,13 @@ def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
         names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
         fields |= {name: value for name in names if (value := getattr(scaling, name)) is not None}
     return {"rope_type": scaling.kind, **fields}
+
+
+def _positions_json(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Returns the number of positions with YaRN: some releases of transformers 4 compute YaRN's factor from it."""
+    if scaling is None or scaling.kind != "yarn":
+        return {}
+    return {POSITIONS: round(scaling.factor * scaling.original_length)}
 
 
 def _is_of(value: Any, types: tuple[type, ...]) -> bool:
