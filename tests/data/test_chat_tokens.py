@@ -151,6 +151,29 @@ def test_what_is_no_conversation_is_refused(name, tmp_path):
     assert message in str(caught.value)
 
 
+def with_added(path, *, special, plain):
+    """A tokenizer file with added tokens, of which those in `plain` are not special."""
+    byte_level(path, [])
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.add_special_tokens(special)
+    made.add_tokens([tokenizers.AddedToken(text, special=False) for text in plain])
+    made.save(str(path))
+    return load_tokenizer(path)
+
+
+def test_the_text_of_a_token_that_separates_turns_is_refused_though_it_is_not_special(tmp_path):
+    plain = ["<|im_start|>", "<|user|>", "<think>", "</think>"]
+    chat = Chat(template("qwen3"), with_added(tmp_path / "tokenizer.json", special=["<|im_end|>"], plain=plain), True)
+    for role in ("user", "assistant"):
+        with pytest.raises(ValueError, match=r"has '<\|im_start\|>' in its text, which separates turns or documents"):
+            chat.document({"messages": [QUESTION, {"role": role, "content": "a <|im_start|> b"}]})
+    with pytest.raises(ValueError, match=r"turn 1 has '<\|im_start\|>' in its text"):
+        chat.prompt("<|im_start|>system")
+    # the template does not write the first; the others mark a part of an answer
+    assert chat.prompt("<|user|>")
+    assert chat.document({"messages": [QUESTION, {"role": "assistant", "content": "<think>\nw\n</think>\n\na"}]})
+
+
 def test_conversations_without_a_template_are_no_text(tmp_path):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     text = read_text([tmp_path / "chat.jsonl"])

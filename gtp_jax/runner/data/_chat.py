@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,13 +105,26 @@ class Chat:
         ending = self.template.ending.lstrip()
         return [token for text, token in self.tokenizer.special.items() if ending.startswith(text)]
 
+    @functools.cached_property
+    def _control(self) -> tuple[str, ...]:
+        """Added tokens that are not special, but with which the template separates turns.
+
+        A pair such as `<think>` and `</think>` marks a part of a message, in which authors write it themselves.
+        """
+        added = self.tokenizer.added
+        return tuple(
+            token
+            for token in added
+            if token in self.template.around and not (f"</{token[1:]}" in added or token.startswith("</"))
+        )
+
     def _check_reserved(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
         """Refuses messages and tools whose text would end a turn or begin another one.
 
         Raises:
             ValueError: for the first such message, which it names.
         """
-        reserved = (*self.tokenizer.special, self.template.ending, "\0")
+        reserved = (*self.tokenizer.special, *self._control, self.template.ending, "\0")
         for name, part in [*((f"turn {number}", one) for number, one in enumerate(messages, 1)), ("`tools`", tools)]:
             for text in _texts(part):
                 if found := next((token for token in reserved if token in text), None):

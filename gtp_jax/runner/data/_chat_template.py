@@ -55,6 +55,7 @@ class ChatTemplate:
     Attributes:
         whole: the template, preceded by definitions of the special tokens that it uses.
         ending: the text that ends an answer.
+        around: all text that is written around the contents of a question and its answer.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
@@ -92,7 +93,7 @@ class ChatTemplate:
             + source
         )
         self._blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
-        self.ending, self._tail = self._found_ending()
+        self.around, self.ending, self._tail = self._found_around()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt that an answer to the messages continues, dated today.
@@ -172,10 +173,10 @@ class ChatTemplate:
             raise ValueError(f"the {{% generation %}} blocks of {self._where} write no part of it. Leave it out.")
         return Rendered(text, tuple(answers))
 
-    def _found_ending(self) -> tuple[str, str]:
-        """Returns the text that ends an answer, and the white space after it, which is not part of the ending."""
+    def _found_around(self) -> tuple[str, str, str]:
+        """Returns `around`, `ending`, and the white space after the ending, which is not part of it."""
         question, answer = {"role": "user", "content": "question"}, {"role": ANSWERING, "content": "ANSWER"}
-        _, found, behind = self._render([question, answer], None).rpartition(answer["content"])
+        before, found, behind = self._render([question, answer], None).rpartition(answer["content"])
         if not found:
             raise ValueError(f"{self._where} does not write the content of an answer. Give another chat template.")
         ending = behind.rstrip()
@@ -184,7 +185,7 @@ class ChatTemplate:
                 f"{self._where} writes only white space after an answer, so a model would never learn to end one. "
                 "Write a token there, such as {{ eos_token }}."
             )
-        return ending, behind[len(ending) :]
+        return before.replace(question["content"], "") + behind, ending, behind[len(ending) :]
 
     def _render(
         self,

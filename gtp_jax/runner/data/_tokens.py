@@ -47,6 +47,7 @@ class Tokenizer:
         marked: returns, for each text, its tokens and their `(begin, end)` in characters, `(tokens, 2)`. Special tokens
             that are written out in a text are recognized; no others are added.
         special: the ids of special tokens by their texts.
+        added: the texts of other tokens that were added to the vocabulary. They are recognized in every text.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Tokenizer:
     published: Callable[[str], list[int]]
     marked: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
     special: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    added: tuple[str, ...] = ()
 
     def prompt(self, text: str) -> list[int]:
         """Returns the tokens of a prompt, encoded like text in the middle of a training document.
@@ -164,7 +166,9 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
     if not 0 < size <= _MAX_IDS:
         what = f"has the id {size - 1}; ids must be at most {_MAX_IDS - 1}" if size else "has no token"
         raise ValueError(f"`tokenizer` {path} {what}. Give the tokenizer.json of a Hugging Face model.")
-    special = {token.content: id for id, token in loaded.get_added_tokens_decoder().items() if token.special}
+    named = loaded.get_added_tokens_decoder()
+    special = {token.content: id for id, token in named.items() if token.special}
+    added = tuple(token.content for token in named.values() if not token.special)
     known = [special[token] for token in _END if token in special] or [one for one in special.values() if one == end]
     separator = known[0] if known else size
 
@@ -209,7 +213,7 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None
             encodings = loaded.encode_batch(texts, add_special_tokens=False)
         return [(np.asarray(e.ids, np.int64), np.asarray(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
-    return Tokenizer(name, max(size, separator + 1), separator, encode, decode, published, marked, special)
+    return Tokenizer(name, max(size, separator + 1), separator, encode, decode, published, marked, special, added)
 
 
 def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:
