@@ -213,6 +213,7 @@ def test_what_a_start_leaves_that_was_killed_before_its_run_began_hinders_no_oth
     directory = RunDirectory(tmp_path)
     directory.compiled.mkdir(parents=True)
     (directory.compiled / "program").touch()
+    (directory.elastic / "rejoin.1").touch()
     EventLog(directory.events).write("start", devices=["GPU 0"], degrees={"gtp": 1})
     TrainConfig().save(tmp_path / "config.json.new")
     Lock(directory.lock).acquire()

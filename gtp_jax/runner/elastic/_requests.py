@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_REJOIN = "rejoin."
+from ..trainer import REJOIN
 
 
 def ask_to_rejoin(elastic: Path, device: int) -> None:
@@ -22,15 +22,15 @@ def ask_to_rejoin(elastic: Path, device: int) -> None:
         raise ValueError(f"`device` is {device}; device numbers start at 0.")
     if not elastic.is_dir():
         raise FileNotFoundError(f"{elastic} does not exist: no run was started there with --elastic.")
-    (elastic / f"{_REJOIN}{device}").touch()
+    (elastic / f"{REJOIN}{device}").touch()
 
 
 def take_rejoins(elastic: Path) -> list[int]:
     """Returns the devices that were requested to be used again, and removes the requests."""
     found = []
-    for path in sorted(elastic.glob(f"{_REJOIN}*")):
+    for path in sorted(elastic.glob(f"{REJOIN}*")):
         path.unlink(missing_ok=True)
-        number = path.name.removeprefix(_REJOIN)
+        number = path.name.removeprefix(REJOIN)
         if number.isdecimal():
             found.append(int(number))
     return found

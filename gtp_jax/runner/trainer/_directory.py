@@ -18,6 +18,9 @@ from ._train_flags import TrainConfig
 
 NOT_BEGUN = "Nothing was saved: the run had not begun."
 
+# What the files in `RunDirectory.elastic` begin with that ask a supervisor to use a device again.
+REJOIN = "rejoin."
+
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
@@ -25,14 +28,26 @@ class RunDirectory:
 
     Attributes:
         root: the directory, which all processes of a run share.
+        replaced: when the configuration of the run to be replaced was written, in ns; 0 if there is none. Until this
+            run has written its own, the directory holds the other run.
     """
 
     root: Path
+    replaced: int = 0
 
     @classmethod
     def of(cls, out: str | Path) -> Self:
         """Returns the directory that `out` of a configuration names."""
         return cls(Path(out).expanduser().absolute())
+
+    @classmethod
+    def around(cls, source: Path) -> Self:
+        """Returns the directory of the run that `source` names: itself, or its directory of checkpoints."""
+        return cls.of(source if (source / "checkpoints").is_dir() else source / "..")
+
+    def replacing(self) -> Self:
+        """Returns this directory for a run that replaces the one in it."""
+        return dataclasses.replace(self, replaced=_written_ns(self.config))
 
     @property
     def is_of_run(self) -> bool:
@@ -107,7 +122,9 @@ class RunDirectory:
             self.lock: is_lock,
             self.events: is_of_supervisor,
             **{self.root / name: _never for name in TRACKERS},
-            self.elastic: lambda path: path.is_dir() and {*path.iterdir()} <= {self.compiled},
+            self.elastic: lambda path: (
+                path.is_dir() and all(one == self.compiled or one.name.startswith(REJOIN) for one in path.iterdir())
+            ),
         }
 
     def check(self, *, resume: bool, force: bool) -> None:
@@ -175,7 +192,7 @@ class RunDirectory:
 
     def how_to_resume(self) -> str:
         """Returns a message that names the last checkpoint, and the command that continues from it."""
-        if not self.is_of_run:
+        if not self.is_of_run or _written_ns(self.config) == self.replaced:
             return NOT_BEGUN
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
         try:
@@ -185,6 +202,15 @@ class RunDirectory:
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
         return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"
+
+
+def _written_ns(path: Path) -> int:
+    """Returns when a file was written, in ns; 0 if it cannot be read."""
+    try:
+        with path.open("rb") as file:  # so that a network file system asks its server
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _never(path: Path) -> bool:

@@ -27,6 +27,7 @@ import os, select, signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 root, process, parent, frozen_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+replaced = int(sys.argv[5])
 
 def stopped():
     try:
@@ -54,7 +55,7 @@ if last != b"farewell":
     from pathlib import Path
     from gtp_jax.runner.trainer._directory import RunDirectory
     from gtp_jax.runner.trainer._guard import last_words
-    print(last_words(RunDirectory(Path(root)), process, reason), file=sys.stderr, flush=True)
+    print(last_words(RunDirectory(Path(root), replaced), process, reason), file=sys.stderr, flush=True)
 """
 
 
@@ -69,7 +70,7 @@ class Guard:
 
     def __init__(self, directory: RunDirectory, process: int, *, frozen_s: float = FROZEN_S) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        arguments = [str(directory.root), str(process), str(os.getpid()), str(frozen_s)]
+        arguments = [str(directory.root), str(process), str(os.getpid()), str(frozen_s), str(directory.replaced)]
         self._child = subprocess.Popen(
             [sys.executable, "-c", _WAIT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
         )

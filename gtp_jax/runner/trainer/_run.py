@@ -194,6 +194,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
     out = settings.get("out", TrainConfig.out)
     directory = RunDirectory.of(out)
     directory.check(resume=resume, force=force)
+    directory = directory if resume else directory.replacing()
     changes: list[str] = []
     if resume:
         before = TrainConfig.load(directory.config)

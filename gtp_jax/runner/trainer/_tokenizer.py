@@ -30,7 +30,7 @@ def name_of_tokenizer(source: Path, origin: Origin) -> str | None:
     """
     if TOKENIZER_FILE in origin.files:
         return None
-    run = RunDirectory.of(source if (source / "checkpoints").is_dir() else source / "..")
+    run = RunDirectory.around(source)
     if origin.config or not run.is_of_run:
         raise ValueError(
             f"{source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
