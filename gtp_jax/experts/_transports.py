@@ -9,7 +9,7 @@
 With each transport the same rows arrive, and partial sums are added in order of rank.
 
 The rule in `choose_transport` was measured for two ranks only: on 2 x H200, `gather` makes a step of 12 layers of
-Qwen3-30B-A3B 1.10 times as fast as gathering the experts (docs/experiments.md). The rest follows from published figures
+Qwen3-30B-A3B 1.05 times as fast as gathering the experts (docs/experiments.md). The rest follows from published figures
 for H100. Within a host, an all-gather beats `ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7
 % of the peak against 5.8 % at 8 ranks), and with 8 experts per token most tokens go to most ranks anyway. Across hosts,
 `ragged_all_to_all` sends only the rows that are needed. XLA's CPU backend (jaxlib 0.12.0) does not support it.
