@@ -172,7 +172,10 @@ def test_mistakes_are_named(made, tmp_path, capsys):
         (["train", *flags, "--lora-alpha=2"], "--lora-alpha: only adapters have that. Give their rank"),
         (["train", *flags, f"--from={imported}", "--lora=0"], "`lora` is 0; it must be a whole number of at least 1"),
         (["train", *flags, f"--from={imported}", "--lora=2", "--lora-dropout=1"], "`lora_dropout` is 1.0; it must be"),
-        (["train", *flags, f"--from={imported}", "--lora=2", "--lora-targets", "q"], "which matches no projection"),
+        (
+            ["train", *flags, f"--from={imported}", "--lora=2", "--lora-targets", "q"],
+            "`lora_targets` has 'q', which matches no projection. There are",
+        ),
         (["train", *flags, f"--from={imported}", "--lora=2", "--grad-wire=mxfp8"], "`grad_wire` is 'mxfp8', and with"),
         (
             ["train", *flags, f"--from={imported}", "--lora=2", "--recipe=nvfp4-matmuls"],

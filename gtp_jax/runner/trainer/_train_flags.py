@@ -330,7 +330,10 @@ class TrainConfig:
         if self.adapters is None:
             return model
         recipe = self.quantization.to_recipe()
-        return self.adapters.on(model, rngs, recipe if any(kind.wire for kind in recipe.kinds) else None)
+        try:
+            return self.adapters.on(model, rngs, recipe if any(kind.wire for kind in recipe.kinds) else None)
+        except ValueError as error:
+            raise ValueError(str(error).replace("`targets`", "`lora_targets`")) from error
 
     def virtual_devices(self, processes: int) -> int:
         """Returns how many virtual CPU devices the degrees need. If gtp is not given: 8, or the next number that fits.
