@@ -1,13 +1,16 @@
 """`gtp-jax generate` prints what the model of a run, or of an import, makes of a prompt."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax.models import load
+from gtp_jax.models import Origin, load, preset_of
+from gtp_jax.ops import RopeScaling
 from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import context_length
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,38 @@ def test_without_a_template_and_with_the_mark_of_a_turn_a_question_is_refused(ru
 def test_codes_are_generated_from(run, capsys):
     code, out, err = printed(capsys, "generate", run, "--prompt", "def", "--max-new-tokens=4", "--recipe=mxfp8")
     assert code == 0 and out.startswith("def") and "parameters in mxfp8" in err
+
+
+def test_a_prompt_that_is_longer_than_what_the_model_was_trained_on_is_continued_with_a_warning(run, capsys):
+    flags = ("--max-new-tokens=2", "--temperature=0", "--prompt", "d" * 32, "e" * 33)  # `--seq` is 32
+    with pytest.warns(UserWarning) as found:
+        code, out, _ = printed(capsys, "generate", run, *flags)
+    assert code == 0 and "e" * 33 in out
+    said = [str(one.message) for one in found]
+    assert len(said) == 1 and said[0].startswith(
+        "prompt 2 has 33 tokens, but the model was trained on sequences of at most 32, so the text after it may make"
+    )
+
+
+@pytest.mark.parametrize(
+    ("published", "scaling", "longest"),
+    [
+        ({}, None, None),
+        ({"max_position_embeddings": 4096}, None, 4096),
+        ({"max_position_embeddings": 4096}, RopeScaling(kind="linear", factor=4), 16384),
+        ({"max_position_embeddings": 64}, RopeScaling(kind="yarn", factor=4, original_length=64), 256),
+        ({"max_position_embeddings": 131072}, RopeScaling(kind="llama3", factor=8, original_length=8192), 131072),
+    ],
+)
+def test_an_import_knows_the_length_that_its_publisher_and_its_scaling_allow(published, scaling, longest, tmp_path):
+    model = dataclasses.replace(preset_of("tiny"), rope_scaling=scaling)
+    assert context_length(tmp_path, Origin(published), model) == longest
+
+
+def test_a_fine_tuned_run_knows_the_longer_of_its_own_length_and_its_imports(run):
+    model = preset_of("tiny")
+    assert context_length(run, Origin({"max_position_embeddings": 16}), model) == 32
+    assert context_length(run / "checkpoints", Origin({"max_position_embeddings": 64}), model) == 64
 
 
 REFUSED = {

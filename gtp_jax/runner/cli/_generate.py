@@ -8,6 +8,7 @@ import functools
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ...models import END_TOKEN, ModelConfig, Origin, config_of, load, opened
 from ...recipes import RECIPES
 from .._compiled import keep_compiled
 from ..data import BYTES, Chat, TextStream, Tokenizer, load_tokenizer, stored_template
-from ..trainer import BYTE_TOKENS, stored_tokenizer
+from ..trainer import BYTE_TOKENS, context_length, stored_tokenizer
 from ._arguments import positive, utf8, whole
 from ._parser import AddParser
 
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         texts, shown, stops, hidden = args.chat, [""] * len(args.chat), [*args.stop, chat.template.ending], ends
         prompts = [chat.prompt(text) for text in texts]
     prompts = [_known(prompt, text, tokenizer, config) for prompt, text in zip(prompts, texts, strict=True)]
+    _warn_of_long(prompts, context_length(args.source, origin, config))
     dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
     with _mesh(args.tp, config):
         began = time.perf_counter()
@@ -241,6 +243,22 @@ def _known(tokens: list[int], text: str, tokenizer: Tokenizer, config: ModelConf
             f"{tokenizer.name} is not its tokenizer. Give the model's tokenizer as --tokenizer."
         )
     return tokens
+
+
+def _warn_of_long(prompts: list[list[int]], longest: int | None) -> None:
+    """Warns of prompts with more tokens than the model was trained on; what follows them can be computed, but is poor.
+
+    Args:
+        prompts: the tokens of each prompt.
+        longest: the longest sequence that the model was trained on, in tokens; `None` if it is unknown.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if longest is not None and len(prompt) > longest:
+            warnings.warn(
+                f"prompt {number} has {len(prompt)} tokens, but the model was trained on sequences of at most "
+                f"{longest}, so the text after it may make no sense. Shorten the prompt, or train with a larger --seq.",
+                stacklevel=2,
+            )
 
 
 def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int]:

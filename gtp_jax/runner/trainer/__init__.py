@@ -1,5 +1,6 @@
 """A training run: its configuration, directory, loop, log and report, and the supervision of its processes."""
 
+from ._context import context_length as context_length
 from ._directory import REJOIN as REJOIN
 from ._directory import RunDirectory as RunDirectory
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
