@@ -17,7 +17,7 @@ def check_torch_python(name: str) -> None:
         ValueError: if it does not.
     """
     if shutil.which(name) is None:
-        raise ValueError(f"`--torch-python` is {name!r}, which is no program that can be started.")
+        raise ValueError(f"`--torch-python` is {name!r}, which cannot be run. Give the path of a Python interpreter.")
 
 
 def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:
@@ -29,14 +29,23 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
         one: what one of them is called.
     """
     topic.add_argument(
-        "--timeout", type=positive, default=timeout_s, metavar="S", help=f"seconds for one {one} (default: %(default)s)"
+        "--timeout",
+        type=positive,
+        default=timeout_s,
+        metavar="S",
+        help=f"time limit in seconds for one {one} (default: %(default)s)",
     )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; later ones are skipped")
+    topic.add_argument(
+        "--within",
+        type=positive,
+        metavar="MIN",
+        help="time limit in minutes for the whole run; what has not been started by then is skipped",
+    )
     topic.add_argument(
         "--torch-python",
         default=sys.executable,
         metavar="PATH",
-        help="the Python that has torch (default: this one)",
+        help="the Python interpreter that has torch (default: this one)",
     )
 
 

@@ -31,19 +31,29 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "attention",
-        help="attention of packed rows beside that of rows of one document",
-        description="Times forward and backward of one layer's causal attention on one device: without segment ids, "
-        "with more and more documents in a row, of even and of uneven length, and where an id comes back in a row.",
+        help="attention over packed rows, compared with rows of one document",
+        description="Times the forward and backward pass of one layer's causal attention on one device: without "
+        "segment ids, with an increasing number of documents per row, of equal and unequal length, and "
+        "with an id that occurs twice in a row.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
-    topic.add_argument("--seq", type=whole, metavar="N", help="tokens of a row (default: 8192; 128 on a CPU)")
-    topic.add_argument("--batch", type=whole, default=1, metavar="N", help="rows (default: 1)")
     topic.add_argument(
-        "--documents", type=whole, nargs="+", default=_DOCUMENTS, metavar="N", help="in a row (default: 1 2 4 16 64)"
+        "--preset",
+        choices=PRESETS,
+        help="the model whose layer is measured (default: reference on GPUs, tiny on a CPU)",
     )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    topic.add_argument("--seq", type=whole, metavar="N", help="tokens per row (default: 8192; 128 on a CPU)")
+    topic.add_argument("--batch", type=whole, default=1, metavar="N", help="number of rows (default: 1)")
+    topic.add_argument(
+        "--documents",
+        type=whole,
+        nargs="+",
+        default=_DOCUMENTS,
+        metavar="N",
+        help="numbers of documents per row (default: 1 2 4 16 64)",
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)
 
 

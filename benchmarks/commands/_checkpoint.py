@@ -21,11 +21,11 @@ from gtp_jax.runner.cli import check_files, whole
 from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
-Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
-own. `blocks`: until training may go on; `saved`: until the step is committed and flushed to the disk; `restored`: onto
-the mesh that saved, weights sharded over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
-gtp_jax and orbax compress, torch DCP does not; only gtp_jax makes checksums of arrays and files. gtp_jax's synchronous
-save is its `saved`. One such state must fit on the disk.
+Saves and restores the float32 parameters and AdamW moments of a Llama on all devices, each contender in its own
+process. `blocks`: until training can continue; `saved`: until the step is committed and flushed to the disk;
+`restored`: onto the mesh that saved, with weights sharded over gtp; `moved`: onto half the gtp and tp 2. Times are
+medians of all rounds except the first. gtp_jax and orbax compress, torch DCP does not; only gtp_jax computes checksums
+of arrays and files. The synchronous save of gtp_jax is its `saved`. One such state must fit on the disk.
 """
 
 _EXAMPLES = """\
@@ -35,8 +35,8 @@ examples:
   gtp-jax bench checkpoint --contenders gtp_jax orbax --rounds 5
   gtp-jax bench checkpoint --torch-python ~/torch/bin/python
 
-A contender is picked by words of its name: gtp_jax, orbax, torch-DCP async, torch-DCP sync. What one has done when its
-time is over counts; the JSON grows with everything done.
+Select contenders by words of their names: gtp_jax, orbax, torch-DCP async, torch-DCP sync. Everything that a contender
+has done within its time limit counts, and is written to the JSON at once.
 """
 
 _PRESET = {"gpu": "1b", "cpu": "100m"}
@@ -46,7 +46,7 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     parser = topics.add_parser(
         "checkpoint",
-        help="saving and restoring beside plain orbax and torch DCP",
+        help="saving and restoring, compared with plain orbax and torch DCP",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,13 +54,27 @@ def add_topic(topics: Any) -> None:
     parser.add_argument(
         "--preset", choices=list(PRESETS), help="size of the model (default: 1b on GPUs, 100m on a CPU)"
     )
-    parser.add_argument("--num-layers", type=whole, metavar="N", help="of the model, to measure less of it")
-    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="after a first one (default: 3)")
-    parser.add_argument("--devices", type=whole, default=8, metavar="N", help="virtual ones, without GPUs (default: 8)")
-    parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
+    parser.add_argument(
+        "--num-layers", type=whole, metavar="N", help="number of layers, to measure a smaller part of the model"
+    )
+    parser.add_argument(
+        "--rounds", type=whole, default=3, metavar="N", help="number of rounds after a first one (default: 3)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=whole,
+        default=8,
+        metavar="N",
+        help="number of virtual devices on a machine without GPUs (default: 8)",
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), metavar="DIR", help="directory to write to (default: the current one)"
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", default=[], metavar="WORDS", help="contenders to measure (default: all)"
+    )
     add_run_flags(parser, timeout_s=300, one="contender")
-    add_file_flags(parser, json="write the seconds of all rounds there", png="draw it there")
+    add_file_flags(parser, json="write the seconds of all rounds to this file", png="draw a picture to this file")
     parser.set_defaults(run=_run)
 
 

@@ -36,18 +36,25 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "collectives",
-        help="each format's gather of a layer, and the sums of its gradient, beside what the links carry",
-        description="Times the gather of one layer's weights in every recipe's format, alone and with what makes "
-        "weights of it, and the sum of its gradient: by a reduce-scatter, and exchanged in fewer bits and added up in "
-        "float32, with the error that this makes. The bound is the time that the bytes which leave a "
-        "device take at the rate of a large message in this run.",
+        help="the gather of a layer in each format and the sums of its gradient, compared with what the links carry",
+        description="Times the gather of one layer's weights in the format of each recipe, alone and including the "
+        "conversion to weights. Also times the sum of the layer's gradient: by a reduce-scatter, and by "
+        "an exchange in fewer bits that is added up in float32, with the resulting error. The bound is "
+        "the time in which the bytes that leave a device are sent at the rate of a large message in "
+        "this run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
+    topic.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="the model whose layer is measured (default: reference on GPUs, tiny on a CPU)",
+    )
     add_flags(topic, Parallelism, but=("dp", "ep"))
-    topic.add_argument("--mebibytes", type=positive, metavar="MIB", help="of the large message (512; 16 on a CPU)")
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    topic.add_argument(
+        "--mebibytes", type=positive, metavar="MIB", help="size of the large message (default: 512; 16 on a CPU)"
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)
 
 

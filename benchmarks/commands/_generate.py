@@ -29,19 +29,24 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "generate",
-        help="a token of generation beside the reading of its weights and cache",
-        description="Generates from one prompt on one device, with random weights in bfloat16, and times the calls of "
-        "the decoding program, each of 16 tokens, without compilation and the prompt. On a GPU whose memory's rate is "
-        "known, it prints the time of a token over the time of reading what a token must read.",
+        help="the time to generate a token, compared with the time to read its weights and cache",
+        description="Generates from one prompt on one device, with random weights in bfloat16, and times the calls "
+        "of the decoding program, which generate 16 tokens each. Compilation and the prompt are not "
+        "included. If the memory bandwidth of the GPU is known, prints the ratio of the time per token "
+        "to the time of reading what a token must read.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument("--preset", choices=PRESETS, help="the model (default: 1b on GPUs, tiny on a CPU)")
-    topic.add_argument("--num-layers", type=whole, metavar="N", help="in place of the preset's")
-    topic.add_argument("--vocab-size", type=whole, metavar="N", help="in place of the preset's")
-    topic.add_argument("--prompt", type=whole, default=128, metavar="N", help="its tokens (default: 128)")
-    topic.add_argument("--tokens", type=whole, default=256, metavar="N", help="new ones, 17 or more (default: 256)")
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    topic.add_argument("--num-layers", type=whole, metavar="N", help="number of layers, instead of the preset's")
+    topic.add_argument("--vocab-size", type=whole, metavar="N", help="size of the vocabulary, instead of the preset's")
+    topic.add_argument(
+        "--prompt", type=whole, default=128, metavar="N", help="number of tokens of the prompt (default: 128)"
+    )
+    topic.add_argument(
+        "--tokens", type=whole, default=256, metavar="N", help="number of new tokens, at least 17 (default: 256)"
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)
 
 

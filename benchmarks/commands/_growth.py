@@ -22,27 +22,27 @@ from ._arguments import add_file_flags, add_run_flags, check_torch_python, secon
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` include the step that the flags choose, that of `bench step`.
 
-  weak      devices from 1 to all; tokens a device stay
-  strong    devices from 1 to all; tokens of the step stay: those of one rank, in sequences as many times shorter
-  depth     layers, half the model's to 4 times
-  width     half the model's to twice; ffn and heads grow with it (reference: ffn 3.5 x width, heads width / 128)
-  sequence  tokens a sequence, a quarter to 4 times; the number of sequences stays
+  weak      devices from 1 to all; the tokens per device stay the same
+  strong    devices from 1 to all; the tokens per step stay those of one rank, in proportionally shorter sequences
+  depth     layers, from half the model's to 4 times as many
+  width     from half the model's to twice; ffn and heads grow with it (reference: ffn 3.5 x width, heads width / 128)
+  sequence  tokens per sequence, from a quarter to 4 times; the number of sequences stays the same
 
-`efficiency` is FLOP/s a device over that of the axis' first point: 1 wherever time grows as the operations of a device
-do. With --target nothing runs: `modelled` time is that of matmuls and exposed communication alone, which ranks and
-predicts no step; memory is the planned peak; compile time is CPU seconds over all cores.
+`efficiency` is FLOP/s per device, relative to the first point of the axis: 1 if time grows in proportion to the
+operations per device. With --target nothing runs: `modelled` time is the time of matmuls and exposed communication
+only, and neither ranks nor predicts steps; memory is the planned peak; compile time is CPU seconds over all cores.
 """
 
 _EXAMPLES = """\
 examples:
   gtp-jax bench growth --json growth.json --png growth.png        all axes on this machine's GPUs
-  gtp-jax bench growth --within 6 --steps 6                       ends of each axis first, then what time is left for
+  gtp-jax bench growth --within 6 --steps 6                       ends of each axis first, then more if time is left
   gtp-jax bench growth --axes weak depth=8,64 --scan              two axes; depth also with the layers in a loop
   gtp-jax bench growth --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --axes weak strong
-  gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s that are not there
+  gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s, without having them
 
-A contender is picked by words of its name, as in `gtp-jax bench step`. Without a GPU and --target a tiny model runs on
-virtual devices. The ends of an axis are measured before its middle, and a step shared by several axes once.
+Select contenders by words of their names, as in `gtp-jax bench step`. Without a GPU and --target, a tiny model runs on
+virtual devices. The ends of an axis are measured before its middle, and a step on several axes is measured once.
 """
 
 
@@ -61,21 +61,27 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         default=[],
         metavar="AXIS[=VALUE,...]",
-        help=f"which, and where on them: {', '.join(benchmarks.AXES)} (default: all)",
+        help=f"axes to measure, and points on them: {', '.join(benchmarks.AXES)} (default: all)",
     )
     topic.add_argument(
         "--contenders",
         nargs="+",
         default=["gtp_jax bf16 regather"],
         metavar="WORDS",
-        help="which (default: gtp_jax bf16 regather)",
+        help="contenders to measure (default: gtp_jax bf16 regather)",
     )
-    topic.add_argument("--scan", action="store_true", help="along the depth, gtp_jax also with its layers in a loop")
-    topic.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
-    topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
+    topic.add_argument(
+        "--scan", action="store_true", help="along the depth, also measure gtp_jax with its layers in a loop"
+    )
+    topic.add_argument(
+        "--target", metavar="CHIP:DEVICES", help="compile for GPUs that this machine does not have, such as h200:8"
+    )
+    topic.add_argument(
+        "--steps", type=whole, default=12, help="number of timed steps, after 3 warm-up steps (default: %(default)s)"
+    )
     add_run_flags(topic, timeout_s=600, one="point")
-    add_file_flags(topic, json="write all points there, as they are done", png="draw them there")
-    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each point printed")
+    add_file_flags(topic, json="write each point to this file when it is done", png="draw the points to this file")
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="directory for the output of each point")
     topic.set_defaults(run=_run)
 
 

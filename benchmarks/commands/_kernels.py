@@ -31,10 +31,10 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "kernels",
-        help="quantization kernels beside a copy and beside XLA",
-        description="Times every kernel. GB/s counts the bytes that must be read and written; `of copy` is its ratio "
-        "to a device-to-device copy, `x XLA` how many times as fast it is as XLA's own code for the reference; all in "
-        "this run.",
+        help="quantization kernels, compared with a copy and with XLA",
+        description="Times every kernel. GB/s counts the bytes that must be read and written; `of copy` is its "
+        "ratio to a device-to-device copy; `x XLA` is the speed relative to XLA's own code for the "
+        "reference. All are measured in this run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,7 +43,7 @@ def add_topic(topics: Any) -> None:
         action="append",
         default=[],
         metavar="WORDS",
-        help="kernels with these words in their name; may be repeated",
+        help="measure only kernels with these words in their name; may be repeated",
     )
     topic.add_argument(
         "--mebibytes",
@@ -57,10 +57,10 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         default=["bfloat16"],
         choices=["bfloat16", "float32", "float16"],
-        help="of the values (default: bfloat16)",
+        help="dtype of the values (default: bfloat16)",
     )
     topic.add_argument("--no-reference", action="store_true", help="do not time the reference")
-    add_file_flags(topic, json="write the measurements there too", png="draw them there")
+    add_file_flags(topic, json="also write the measurements to this file", png="draw the measurements to this file")
     topic.set_defaults(run=_run)
 
 
@@ -70,7 +70,9 @@ def _run(args: argparse.Namespace) -> int:
     choose_devices(1)
     here = platform()
     if not native.has("gtp_quantize", "CUDA" if here == "gpu" else here):
-        raise ValueError(f"there are no kernels for {here!r} here: {native.describe()}. See `gtp-jax doctor`.")
+        raise ValueError(
+            f"gtp_jax has no kernels for {here!r} on this machine: {native.describe()}. See `gtp-jax doctor`."
+        )
     sizes = args.mebibytes or [benchmarks.KERNEL_MEBIBYTES[here]]
     measured: list[benchmarks.Measurement] = []
     total = len(chosen) * len(sizes) * len(args.dtype)

@@ -18,21 +18,21 @@ from gtp_jax.runner.cli import positive, whole
 from ._arguments import seconds_within
 
 _DESCRIPTION = """\
-Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
-at a time. Losses are logged as they come (NAME.jsonl in --out); at the end come a table of final losses with their gaps
-to bf16, and a picture, recipes.png, of these and of what lies in --out from before, of the same settings.
+Trains the same Llama on the same text from the same seed with several recipes, each in its own process, one at a time
+per GPU. Losses are logged during training (NAME.jsonl in --out). At the end, prints a table of final losses with their
+gaps to bf16, and draws a picture, recipes.png, of these runs and of earlier ones in --out with the same settings.
 """
 
 _EXAMPLES = f"""\
 recipes: {", ".join(benchmarks.VARIANTS)}
-`bf16-seed1` is bf16 from other weights on the same text: a gap that is no larger says nothing. Those with `-no-`,
-`nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
-suggests; of weights alone) leave something out on purpose.
+`bf16-seed1` is bf16 from other initial weights on the same text: a gap that is not larger than its gap means nothing.
+Recipes with `-no-`, `nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that
+the OCP specification suggests, for weights only) leave something out on purpose.
 
 examples:
   gtp-jax bench recipes --out curves                    100m on GPUs; on a CPU tiny, for 50 steps
   gtp-jax bench recipes --recipes nvfp4-matmuls mxfp8-matmuls --steps 10000 --data books/ --out curves
-  gtp-jax bench recipes --recipes fp8 --out curves      one more, beside those that are there
+  gtp-jax bench recipes --recipes fp8 --out curves      one more, in addition to those in curves
   gtp-jax bench recipes --draw --out curves             the table and the picture again
 """
 
@@ -41,26 +41,32 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "recipes",
-        help="loss curves of recipes beside bf16",
+        help="loss curves of recipes, compared with bf16",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    topic.add_argument("--out", type=Path, required=True, metavar="DIR", help="where logs and picture go")
+    topic.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for logs and the picture")
     topic.add_argument(
         "--recipes", nargs="+", default=list(benchmarks.DEFAULT_VARIANTS), metavar="NAME", help="see below"
     )
     topic.add_argument("--preset", choices=PRESETS, help="the model (default: 100m on GPUs, tiny on a CPU)")
     topic.add_argument(
-        "--data", nargs="+", default=[], metavar="PATH", help="text (default: Python's standard library)"
+        "--data", nargs="+", default=[], metavar="PATH", help="text to train on (default: Python's standard library)"
     )
-    topic.add_argument("--steps", type=whole, help="of each (default: 3000 on GPUs, 50 on a CPU)")
-    topic.add_argument("--batch", type=whole, help="sequences of a step (default: 16 on GPUs, 8 on a CPU)")
-    topic.add_argument("--seq", type=whole, help="tokens of a sequence (default: 512 on GPUs, 64 on a CPU)")
+    topic.add_argument(
+        "--steps", type=whole, help="number of steps of each recipe (default: 3000 on GPUs, 50 on a CPU)"
+    )
+    topic.add_argument("--batch", type=whole, help="sequences per step (default: 16 on GPUs, 8 on a CPU)")
+    topic.add_argument("--seq", type=whole, help="tokens per sequence (default: 512 on GPUs, 64 on a CPU)")
     topic.add_argument("--lr", type=positive, help="highest learning rate (default: 0.003 * sqrt(128 / dim))")
-    topic.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: 0)")
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; then they are ended")
-    topic.add_argument("--draw", action="store_true", help="train nothing: show the logs in --out")
+    topic.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the order of the text (default: 0)"
+    )
+    topic.add_argument(
+        "--within", type=positive, metavar="MIN", help="time limit in minutes for all runs, after which they are ended"
+    )
+    topic.add_argument("--draw", action="store_true", help="train nothing; show the logs in --out")
     topic.set_defaults(run=_run)
 
 
@@ -72,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.draw:
         settings = benchmarks.settings_in(args.out)
         if settings is None:
-            raise ValueError(f"{args.out} has no logs; leave out --draw to make some.")
+            raise ValueError(f"{args.out} has no logs. Remove --draw to make some.")
     else:
         settings, failures = _train(args, variants)
     shown = [v for v in benchmarks.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists() or v.name in failures]

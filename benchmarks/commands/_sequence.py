@@ -34,20 +34,30 @@ def add_topic(topics: Any) -> None:
     topic = topics.add_parser(
         "sequence",
         help="each matmul of a layer while its sequence moves over tp, in parts and at once",
-        description="Times movements of activations over tp by size: to the next rank, halves both ways round, and "
-        "gathered. Then times each matmul of a layer, forward and backward: alone, with the sequence moving in parts "
-        "under it, and with one collective ahead of it or behind it.",
+        description="Times movements of activations over tp by size: to the next rank, in halves in both "
+        "directions, and gathered. Then times each matmul of a layer, forward and backward: alone, with "
+        "the sequence moving in parts under it, and with one collective before or after it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
-    add_flags(topic, Parallelism, but=("dp", "gtp", "ep"))
-    topic.add_argument("--part", type=whole, metavar="N", help="tokens of a rank's part (default: 4096; 32 on a CPU)")
-    topic.add_argument("--shares", type=whole, metavar="N", help="ranks that a weight is divided among (default: tp)")
     topic.add_argument(
-        "--mebibytes", type=positive, nargs="+", metavar="MIB", help="of the parts that only move (1 to 256)"
+        "--preset",
+        choices=PRESETS,
+        help="the model whose layer is measured (default: reference on GPUs, tiny on a CPU)",
     )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    add_flags(topic, Parallelism, but=("dp", "gtp", "ep"))
+    topic.add_argument("--part", type=whole, metavar="N", help="tokens per rank (default: 4096; 32 on a CPU)")
+    topic.add_argument(
+        "--shares", type=whole, metavar="N", help="number of ranks that a weight is divided among (default: tp)"
+    )
+    topic.add_argument(
+        "--mebibytes",
+        type=positive,
+        nargs="+",
+        metavar="MIB",
+        help="sizes of the parts that only move (default: 1 to 256)",
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)
 
 

@@ -25,23 +25,24 @@ _EXAMPLES = """\
 examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
   gtp-jax bench step --contenders "gtp_jax regather" "fsdp2 bf16" --tokens 2048 --seq 2048
-  gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls beside FP8 matmuls (torchao)
+  gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls against FP8 matmuls of torchao
   gtp-jax bench step --preset 70b --num-layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders nvfp4-matmuls --high-precision-last 2 --microbatches 4 --pregathered-layers all
-  gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
+  gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more gains
   gtp-jax bench step --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --grad-reduce float32 bf16-wire bf16
                                                         what it costs to sum weight gradients in float32
-  gtp-jax bench step --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --seq 4096 --tokens 16384 --gtp 1 \
+  gtp-jax bench step --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --seq 4096 --tokens 16384 --gtp 1 \\
       --ep 2 --transport gather ragged --contenders "gtp_jax bf16 regather"     experts on ranks of their own
-  gtp-jax bench step --preset 1b --seq 4096 --tokens 8192 --gtp 1 --command-buffers default off on \
+  gtp-jax bench step --preset 1b --seq 4096 --tokens 8192 --gtp 1 --command-buffers default off on \\
       --contenders "gtp_jax bf16 regather" "gtp_jax fp8-matmuls regather"     what CUDA graphs bring
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
-A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
+Select contenders by words of their names: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
 unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; bf16, fp8) and a
-policy (regather, keep). Flags about recipes apply to gtp_jax's contenders, beside the recipe each is named after. Each
-is a script in benchmarks/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
+policy (regather, keep). Flags about recipes apply to gtp_jax's contenders, in addition to the recipe in their name.
+Each is a script in benchmarks/contenders that can be run on its own. FSDP2 needs PyTorch, and its float8 contenders
+also need torchao.
 """
 
 _FORMULA = (
@@ -60,9 +61,9 @@ def add_topic(topics: Any) -> None:
     topic = topics.add_parser(
         "step",
         help="a training step through gtp_jax, XLA's partitioner, PyTorch FSDP2, and the bound",
-        description="Runs the same Llama, batch, precision and optimizer through every contender, each in a process of "
-        "its own. Ratios compare what makes the same choice: weights gathered again in backward, or kept for it. "
-        f"{_FORMULA}.",
+        description="Runs the same Llama, batch, precision and optimizer through every contender, each in its own "
+        "process. Ratios compare contenders that make the same choice: to gather weights again in "
+        f"backward, or to keep them for it. {_FORMULA}.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,7 +74,7 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         choices=TRANSPORTS,
         default=[],
-        help="how tokens travel over ep; several are compared (default: what suits the devices)",
+        help="how tokens are sent over ep; several are compared (default: what suits the devices)",
     )
     add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
@@ -107,14 +108,21 @@ def add_topic(topics: Any) -> None:
         help="the options with which gtp_jax's steps are compiled on GPUs: those that `train_step` chooses, or XLA's "
         "defaults, as in a `jax.jit` of one's own; both are compared (default: gtp_jax)",
     )
-    topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
-    topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
+    topic.add_argument(
+        "--steps", type=whole, default=12, help="number of timed steps, after 3 warm-up steps (default: %(default)s)"
+    )
+    topic.add_argument(
+        "--contenders", nargs="+", default=[], metavar="WORDS", help="contenders to measure (default: all)"
+    )
     add_run_flags(topic, timeout_s=240, one="contender")
     topic.add_argument(
-        "--compare", type=Path, metavar="FILE", help="a saved run: print regressions, exit status 1 if any"
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="print regressions since this saved run; the exit status is 1 if there are any",
     )
-    add_file_flags(topic, json="write the run there too", png="draw it there")
-    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each contender printed")
+    add_file_flags(topic, json="also write the run to this file", png="draw the run to this file")
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="directory for the output of each contender")
     topic.set_defaults(run=_run)
 
 
@@ -127,7 +135,10 @@ def _run(args: argparse.Namespace) -> int:
     chosen = benchmarks.with_command_buffers(chosen, args.command_buffers)
     chosen = benchmarks.with_xla_options(chosen, args.xla_options)
     if args.transport and step.parallelism.ep == 1:
-        raise ValueError(f"`--transport` is {' '.join(args.transport)}, but no tokens travel at ep 1. Give --ep too.")
+        raise ValueError(
+            f"`--transport` is {' '.join(args.transport)}, but no tokens are sent at ep 1. Add --ep, or "
+            "remove --transport."
+        )
     words = {name: value for name, value in given(args, ExpertOptions).items() if name != "transport"}
     experts = ExpertOptions(**words)
     chosen = benchmarks.with_experts(
@@ -246,8 +257,12 @@ def _print_changes(changes: list[benchmarks.Change]) -> int:
 
 def _read(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"`--compare` is {path}, which is no file. Give one that `gtp-jax bench step --json` wrote.")
+        raise ValueError(
+            f"`--compare` is {path}, which is not a file. Give one that `gtp-jax bench step --json` wrote."
+        )
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}. `gtp-jax bench step --json` writes it.") from None
+        raise ValueError(
+            f"`--compare` is {path}, which is not JSON: {error}. Give a file that `gtp-jax bench step --json` wrote."
+        ) from None

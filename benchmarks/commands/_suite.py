@@ -17,24 +17,24 @@ from ._arguments import add_file_flags, add_run_flags, check_torch_python, secon
 _DESCRIPTION = """\
 Runs a table of training steps, each through gtp_jax, XLA's partitioner and PyTorch FSDP2. The contenders of a workload
 take turns, in rounds on one machine. A row is the median of its rounds' medians, with the smallest and the largest of
-them. The partitioner runs with its collectives joined and not, with XLA's default options and with gtp_jax's. Ratios
-compare the same work: the same matmul formats, the same policy of gathering weights (any policy where none is
-gathered), and only those variants of the partitioner that compute the norm of all gradients and guard the update
-(`grad-norm`), as gtp_jax does. A goal counts as reached within 0.5 %.
+them. The partitioner runs with and without combined collectives, and with XLA's default options and gtp_jax's. Ratios
+compare the same work: the same matmul formats, the same policy of gathering weights (any policy if none are gathered),
+and only those variants of the partitioner that compute the norm of all gradients and guard the update (`grad-norm`), as
+gtp_jax does. A goal counts as reached within 0.5 %.
 """
 
 _EXAMPLES = """\
 examples:
   gtp-jax bench suite --list                                       workloads, contenders and goals; nothing runs
   gtp-jax bench suite --json suite.json --png suite.png            everything that this machine has GPUs for
-  gtp-jax bench suite --json suite.json --within 9                 9 minutes of it; the same command again goes on
+  gtp-jax bench suite --json suite.json --within 9                 9 minutes of it; the same command again continues
   gtp-jax bench suite --devices 2 --workloads reference-gtp2 --json suite.json --contenders "gtp_jax regather" \\
       "grad-norm regather" "fsdp2 regather" --slower 3             one workload with some of its contenders
   gtp-jax bench suite --workloads "qwen3*" --rounds 1 --steps 4    a first look
   gtp-jax bench suite --workloads 100m                             without a GPU: tiny steps on virtual devices
 
-A file goes on where it ended: what it has is not measured again. It is refused on another kind of device, and after a
-change of the versions or the source that contenders run. A workload that was begun on another machine of the same kind
+A run continues from its file: results in it are not measured again. The file is refused on another kind of device, and
+if the versions or the source of contenders have changed. A workload that was begun on another machine of the same kind
 and not finished there is measured again as a whole.
 """
 
@@ -50,42 +50,50 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "suite",
-        help="a table of training steps beside their rivals at their best, in rounds that can be continued",
+        help="a table of training steps, compared with their rivals at their best, in rounds that can be continued",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument(
-        "--devices", type=whole, metavar="N", help="workloads of this many devices alone (default: all that fit)"
+        "--devices", type=whole, metavar="N", help="run only workloads of this many devices (default: all that fit)"
     )
-    topic.add_argument("--workloads", nargs="+", default=[], metavar="NAME", help="names or patterns (default: all)")
+    topic.add_argument(
+        "--workloads", nargs="+", default=[], metavar="NAME", help="workloads to run, by name or pattern (default: all)"
+    )
     topic.add_argument(
         "--contenders",
         nargs="+",
         default=[],
         metavar="WORDS",
-        help="of each workload, by words of names (default: all)",
+        help="contenders of each workload, by words of their names (default: all)",
     )
-    topic.add_argument("--list", action="store_true", help="print what would run, and run nothing")
-    topic.add_argument("--rounds", type=whole, default=3, help="turns of each contender (default: %(default)s)")
-    topic.add_argument("--steps", type=whole, help="timed in a round, after 3 that are not (default: the table's)")
+    topic.add_argument("--list", action="store_true", help="print what would be run, and run nothing")
+    topic.add_argument("--rounds", type=whole, default=3, help="number of rounds (default: %(default)s)")
+    topic.add_argument(
+        "--steps",
+        type=whole,
+        help="number of timed steps per round, after 3 warm-up steps (default: that of the table)",
+    )
     topic.add_argument(
         "--slower",
         type=positive,
         metavar="PERCENT",
-        help="do not repeat variants of a rival that the first round showed to be slower by this than the fastest one "
-        "that does the same work (default: repeat all)",
+        help="do not repeat variants of a rival that were slower by this percentage in the first round than the "
+        "fastest one that does the same work (default: repeat all)",
     )
     topic.add_argument(
         "--cache",
         type=Path,
         metavar="DIR",
-        help="keep compiled programs there for later rounds. It saves minutes, but all rounds then run the kernels "
-        "that autotuning picked in the first (default: jax compiles anew in each)",
+        help="keep compiled programs in this directory for later rounds. This saves minutes, but all rounds then "
+        "run the kernels that autotuning chose in the first (default: jax compiles anew in each)",
     )
     add_run_flags(topic, timeout_s=240, one="process")
-    add_file_flags(topic, json="save results there, and continue from it", png="draw the ratios there")
-    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each process printed")
+    add_file_flags(
+        topic, json="save the results to this file, and continue from it", png="draw the ratios to this file"
+    )
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="directory for the output of each process")
     topic.set_defaults(run=_run)
 
 
@@ -104,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     environment = benchmarks.environment_of(max(every))
     device, platform, count = benchmarks.probe(environment)
     if args.devices is not None and args.devices > count:
-        raise ValueError(f"`--devices` is {args.devices}, and there are {count} here.")
+        raise ValueError(f"`--devices` is {args.devices}, but this machine has {count}.")
     devices = [n for n in every if n <= count] if args.devices is None else [args.devices]
     known = [workload.on(platform) for workload in benchmarks.WORKLOADS]
     workloads = [w.on(platform) for w in benchmarks.chosen_workloads(args.workloads, args.contenders, devices)]

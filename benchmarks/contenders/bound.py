@@ -55,8 +55,10 @@ def _seconds(function: Callable[..., Any], *args: Any, calls: int = 10) -> float
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--precision", choices=PRECISION, default="bf16", help="of the matmuls; attention is in bf16")
-    flags.add_argument("--side", type=int, help="of the square matmul; by default 8192 on a GPU, 512 on a CPU")
+    flags.add_argument(
+        "--precision", choices=PRECISION, default="bf16", help="dtype of the matmuls; attention is in bf16"
+    )
+    flags.add_argument("--side", type=int, help="size of the square matmul (default: 8192 on a GPU, 512 on a CPU)")
     args = flags.parse_args()
     work = workload(args, all_over_tp=True)
     side = args.side or (8192 if jax.default_backend() == "gpu" else 512)

@@ -71,28 +71,33 @@ def _flags() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--preset", default="qwen3-30b-a3b")
     for name in ("num_layers", "vocab_size", "hidden_size", "intermediate_size", "num_experts", "top_k"):
-        flags.add_argument(f"--{name.replace('_', '-')}", type=int, help="in place of the preset's")
-    flags.add_argument("--ranks", type=int, default=2, help="devices: gtp of gathered experts, ep of the others")
-    flags.add_argument("--tokens", type=int, default=16384, help="of a step, a device")
+        flags.add_argument(f"--{name.replace('_', '-')}", type=int, help="number of layers, instead of the preset's")
+    flags.add_argument(
+        "--ranks", type=int, default=2, help="number of devices: gtp of the gathered experts, ep of the others"
+    )
+    flags.add_argument("--tokens", type=int, default=16384, help="tokens per step and device")
     flags.add_argument("--seq", type=int, default=4096)
     flags.add_argument("--microbatches", type=int, default=1)
     flags.add_argument("--remat", default="matmuls")
     flags.add_argument("--grad-reduce", default="bf16")
     flags.add_argument("--unroll", default="full", type=lambda text: text if text == "full" else int(text))
     flags.add_argument(
-        "--contenders", nargs="+", default=[GATHERED, "gather", "padded", "ragged"], help="`gather:2` in two chunks"
+        "--contenders",
+        nargs="+",
+        default=[GATHERED, "gather", "padded", "ragged"],
+        help="transports to measure; `gather:2` is gather in two chunks",
     )
     flags.add_argument("--recipes", nargs="+", default=["bf16", "fp8-matmuls"])
     flags.add_argument("--rounds", type=int, default=2)
-    flags.add_argument("--warmup", type=int, default=2, help="steps of each turn ahead of the clock")
-    flags.add_argument("--steps", type=int, default=5, help="of each turn")
+    flags.add_argument("--warmup", type=int, default=2, help="number of warm-up steps per turn")
+    flags.add_argument("--steps", type=int, default=5, help="number of timed steps per turn")
     flags.add_argument("--compilers", type=int, default=8, help="threads")
-    flags.add_argument("--limit", type=float, default=300, help="seconds for all")
+    flags.add_argument("--limit", type=float, default=300, help="time limit in seconds for the whole run")
     flags.add_argument("--checks-limit", type=float, default=100)
     flags.add_argument("--no-checks", action="store_true")
-    flags.add_argument("--checks", action="store_true", help="make the checks alone")
+    flags.add_argument("--checks", action="store_true", help="run only the checks")
     flags.add_argument("--cpu", action="store_true", help="virtual devices")
-    flags.add_argument("--target", help="compile for this chip, h200 for instance, and run nothing")
+    flags.add_argument("--target", help="compile for this chip, such as h200, and run nothing")
     flags.add_argument("--out", type=Path, default=Path("experts"), help="folder for experts.json")
     return flags
 

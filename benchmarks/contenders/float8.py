@@ -34,11 +34,11 @@ def check(scaling: str | None, *, tp: int, experts: bool = False, cuda: bool = T
     if scaling is None:
         return
     if tp > 1:
-        sys.exit(f"error: --float8 shards over gtp alone, and tp is {tp}; leave out --float8 or --tp")
+        sys.exit(f"error: --float8 shards only over gtp, but tp is {tp}; remove --float8 or --tp")
     if importlib.util.find_spec("torchao") is None:
         sys.exit("error: --float8 needs torchao, which this Python cannot import; run `pip install torchao`")
     if experts and not cuda:
-        sys.exit("error: torchao's grouped FP8 matmuls are GPU kernels; leave out --float8 or the experts")
+        sys.exit("error: torchao's grouped FP8 matmuls are GPU kernels; remove --float8 or the experts")
     if experts and not _has_grouped_matmul():
         sys.exit("error: --float8 with experts needs torchao's grouped FP8; run `pip install 'torchao>=0.17'`")
 

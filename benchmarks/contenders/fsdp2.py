@@ -210,12 +210,12 @@ def groups_of(model: Llama) -> list[dict[str, Any]]:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
-    flags.add_argument("--async-tp", action="store_true", help="over tp, activations move in parts, under matmuls")
-    flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls by torchao, scaled so")
+    flags.add_argument("--async-tp", action="store_true", help="over tp, send activations in parts under matmuls")
+    flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls of torchao with this scaling")
     flags.add_argument("--eager", action="store_true", help="do not compile")
     args = flags.parse_args()
     if args.async_tp and args.eager:
-        flags.error("--async-tp is done by the compiler; leave out --eager")
+        flags.error("--async-tp is done by the compiler; remove --eager")
     work = workload(args)
     cuda = torch.cuda.is_available()
     float8.check(args.float8, tp=work.tp, experts=work.has_experts, cuda=cuda)

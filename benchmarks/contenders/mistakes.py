@@ -45,7 +45,10 @@ def make(model: Any, mistake: str) -> None:
     for path, variable in nnx.to_flat_state(nnx.state(model.blocks, nnx.Param)):
         value = variable.get_value()
         if "kernel" in path and value.ndim > 3:
-            raise ValueError(f"{'.'.join(map(str, path))} is of experts; mistakes are made in a model without.")
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is a weight of experts, but mistakes can only be made in a "
+                "model without experts."
+            )
         if "kernel" in path:
             fixed = lax.stop_gradient(value)
             variable.set_value(value + (MISTAKES[mistake](fixed) - fixed))

@@ -34,7 +34,7 @@ def main() -> None:
         "--command-buffers", choices=COMMAND_BUFFERS, default="default", help="what XLA records into them"
     )
     flags.add_argument("--xla-options", choices=XLA_OPTIONS, default="gtp_jax", help="those of gtp_jax, or XLA's")
-    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
     work, recipe = workload(args, all_over_tp=True), Quantization(**given(args, Quantization))

@@ -316,9 +316,9 @@ def parsed(option: str) -> tuple[str, Any]:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--unroll", type=int, default=0, help="layers in one loop body, 0 for no loop")
+    flags.add_argument("--unroll", type=int, default=0, help="number of layers in one loop body; 0 for no loop")
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
-    flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
+    flags.add_argument("--combine", action="store_true", help="combine the gathers of a layer, and its scatters")
     flags.add_argument(
         "--grad-norm",
         choices=("where", "cond"),
@@ -326,7 +326,7 @@ def main() -> None:
     )
     flags.add_argument("--gtp-options", action="store_true", help="compile with the XLA options that gtp_jax sets")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
-    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
     work = workload(args)

@@ -86,12 +86,12 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--remat", choices=REMAT, default="matmuls", help="what a block saves for backward")
     flags.add_argument("--view", choices=get_args(View), default="global", help="of the step")
-    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
     work = workload(args)
     if work.has_experts or work.tp > 1:
-        sys.exit(f"error: computes dense layers at tp 1 alone; this is tp {work.tp} with {work.num_experts} experts")
+        sys.exit(f"error: supports only dense layers at tp 1; this is tp {work.tp} with {work.num_experts} experts")
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()

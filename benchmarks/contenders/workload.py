@@ -31,7 +31,7 @@ COMMAND_BUFFERS = {
 # The XLA options of a step of gtp_jax: those of `train_step`, or the defaults of a `jax.jit` of one's own.
 XLA_OPTIONS = ("gtp_jax", "default")
 
-NOT_OVER_TP = "computes experts, and norms of queries and keys, at tp 1 alone"
+NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1"
 
 MARK = "RESULT "  # what the line with the figures begins with
 
@@ -80,7 +80,8 @@ class Workload:
         if self.sequences % (self.gtp * self.ep * self.microbatches):
             ranks = f"gtp {self.gtp}" if self.ep == 1 else f"gtp {self.gtp} x ep {self.ep}"
             raise ValueError(
-                f"{self.sequences} sequences a step do not divide by {ranks} x {self.microbatches} microbatches."
+                f"{self.sequences} sequences per step cannot be divided by {ranks} x {self.microbatches} "
+                "microbatches. Change --tokens, --seq or --microbatches."
             )
 
     @property

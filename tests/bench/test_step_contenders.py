@@ -100,14 +100,14 @@ def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     float8 = importlib.import_module("float8")
     float8.check(None, tp=2)
-    with pytest.raises(SystemExit, match="error: --float8 shards over gtp alone, and tp is 2; leave out --float8 or"):
+    with pytest.raises(SystemExit, match="error: --float8 shards only over gtp, but tp is 2; remove --float8 or"):
         float8.check("tensorwise", tp=2)
     with pytest.raises(SystemExit, match="error: --float8 needs torchao, .*; run `pip install torchao`"):
         float8.check("rowwise", tp=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # an old torchao
     with pytest.raises(SystemExit, match="error: --float8 with experts needs torchao's grouped FP8; run `pip install "):
         float8.check("rowwise", tp=1, experts=True)
-    with pytest.raises(SystemExit, match="error: torchao's grouped FP8 matmuls are GPU kernels; leave out --float8 or"):
+    with pytest.raises(SystemExit, match="error: torchao's grouped FP8 matmuls are GPU kernels; remove --float8 or"):
         float8.check("rowwise", tp=1, experts=True, cuda=False)
     sys.modules.pop("float8")
 
@@ -278,7 +278,7 @@ def test_bad_arguments_are_refused_with_the_remedy(capsys):
     for flags, message in (
         (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Use a multiple of 64"),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
-        (["--compare", "no.json"], "`--compare` is no.json, which is no file. Give one that `gtp-jax bench"),
+        (["--compare", "no.json"], "`--compare` is no.json, which is not a file. Give one that `gtp-jax bench"),
         (["--tp", "0"], "`tp` is 0; it must be a whole number of at least 1"),
     ):
         assert main(["bench", "step", *flags]) == 2
@@ -287,7 +287,7 @@ def test_bad_arguments_are_refused_with_the_remedy(capsys):
 
 def test_a_python_that_cannot_be_started_is_refused(capsys):
     assert main(["bench", "step", "--torch-python", "/nope"]) == 2
-    assert "`--torch-python` is '/nope', which is no program that can be started." in capsys.readouterr().err
+    assert "`--torch-python` is '/nope', which cannot be run." in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_rivals_say_what_they_lack_of_a_mixture():
     chosen = [benchmarks.chosen_contenders([name], tp=2)[0] for name in words]
     run = {"environment": {"PATH": ""}, "timeout_s": 60.0, "torch_python": "no-python"}
     assert [benchmarks.measure_step(c, work, **run).failure for c in chosen[:2]] == [
-        "computes experts, and norms of queries and keys, at tp 1 alone"
+        "supports experts, and norms of queries and keys, only at tp 1"
     ] * 2
     adapted = benchmarks.with_experts(
         chosen, ["--exchange-chunks=2", "--router-score=sigmoid", "--no-router-normalize"], []

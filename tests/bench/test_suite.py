@@ -390,7 +390,7 @@ def test_the_stock_model_is_the_llama_of_the_workload(script):
 @pytest.mark.parametrize("flag", ["--num-experts=8", "--tp=2"])
 def test_the_stock_model_refuses_experts_and_tp(flag, script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["stock.py", "--num-layers=1", flag])
-    with pytest.raises(SystemExit, match="dense layers at tp 1 alone; this is tp [12] with [08] experts"):
+    with pytest.raises(SystemExit, match="only dense layers at tp 1; this is tp [12] with [08] experts"):
         script("stock").main()
 
 
