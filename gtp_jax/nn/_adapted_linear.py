@@ -56,14 +56,15 @@ def check_stock(layer: Any, name: str) -> None:
     features = len(_tuple(layer.in_features))
     ahead = layer.kernel.get_raw_value().ndim - features - len(_tuple(layer.out_features))
     if isinstance(layer, nnx.LinearGeneral) and (layer.batch_axis or _axes(layer) != tuple(range(-features, 0))):
-        what = f"contracts the axes {layer.axis} with the batch axes {dict(layer.batch_axis)}"
+        what = f"contracts the axes {layer.axis} and has the batch axes {dict(layer.batch_axis)}"
     elif ahead:
         what = f"has a kernel of shape {layer.kernel.get_raw_value().shape}, stacked by a scan or a `Stack`"
     else:
         return
     raise ValueError(
-        f"{name} is an nnx.{type(layer).__name__} that {what}; adapters are for products over the last dimensions of "
-        "an input. Leave it out of `targets`, or build its layers one by one, or of `gtp_jax.Dense`."
+        f"{name} is an nnx.{type(layer).__name__} that {what}; adapters support only layers that contract the last "
+        "dimensions of their input. Remove it from `targets`, or build its layers one by one or with "
+        "`gtp_jax.Dense`."
     )
 
 

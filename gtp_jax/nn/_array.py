@@ -89,14 +89,15 @@ class Param(GatheredOnUse, nnx.Param):
         if not isinstance(value, np.ndarray | jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
             kind = f"an array of {value.dtype}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
             raise TypeError(
-                f"`value` is {kind}; it must be an array of floating-point numbers, as an initializer makes: "
-                "`gtp_jax.Param(init(rngs.params(), shape))`. What has no gradient is an `nnx.Variable`."
+                f"`value` is {kind}; it must be a floating-point array, such as an initializer returns: "
+                "`gtp_jax.Param(init(rngs.params(), shape))`. Use `nnx.Variable` for values without a gradient."
             )
         given = [name for name in ("out_sharding", "sharding_names", "sharding") if name in metadata]
         if given:
             raise ValueError(
-                f"`{given[0]}` is given to a gtp_jax.Param, which is sharded as the mesh in scope has it. Leave it "
-                "out, and say with `tensor_dim` which dimension tp divides; or take `nnx.Param` for your own sharding."
+                f"`{given[0]}` is given to a gtp_jax.Param, whose sharding follows from the mesh in scope. Remove "
+                "it, and pass the dimension that tp divides as `tensor_dim`; or use `nnx.Param` for a sharding of "
+                "your own."
             )
         found = array_metadata(value, tensor_dim, dtype, grad_reduce)
         super().__init__(_placed(value, found["array"]), **found, **metadata)
@@ -161,8 +162,8 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
     for option in refused:
         if options.get(option) is not None:
             raise ValueError(
-                f"`{option}` is given to gtp_jax.{name}, whose kernel is sharded as the mesh in scope has it, and "
-                f"gathered as it is. Leave it out, or write the layer with `gtp_jax.Param`."
+                f"`{option}` is given to gtp_jax.{name}, whose kernel is sharded according to the mesh in scope and "
+                "gathered unchanged. Remove it, or write the layer with `gtp_jax.Param`."
             )
 
 
@@ -235,7 +236,7 @@ def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
 def _check_not_stacked(owner: ArrayWeight) -> None:
     if owner.value.ndim != len(owner.array.shape):
         raise ValueError(
-            f"a {owner.name} of shape {owner.array.shape} is gathered that holds an array of shape "
-            f"{owner.value.shape}: those of all layers of a `Stack`. Gather it inside a layer's call; or read "
-            "`param[...]`, the logical arrays, one after another."
+            f"the {owner.name} of shape {owner.array.shape} to be gathered holds an array of shape "
+            f"{owner.value.shape}, the weights of all layers of a `Stack`. Gather it inside a layer's call, or read "
+            "the logical arrays from `param[...]` one by one."
         )

@@ -304,14 +304,17 @@ def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     """
     if min(num_heads, num_kv_heads) < 1:
         raise ValueError(
-            f"`num_heads` is {num_heads} and `num_kv_heads` {num_kv_heads}; both are whole numbers of at least 1."
+            f"`num_heads` is {num_heads} and `num_kv_heads` is {num_kv_heads}; both must be whole numbers of at "
+            "least 1."
         )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"`num_kv_heads` {num_kv_heads} does not divide `num_heads` {num_heads}; every group has as many queries."
+            f"`num_kv_heads` {num_kv_heads} does not divide `num_heads` {num_heads}; every key-value head must serve "
+            "the same number of query heads."
         )
     if num_kv_heads < tp:
         raise ValueError(
-            f"tp {tp} is more than the {num_kv_heads} key-value heads ({num_heads} query heads), of which every rank "
-            "needs one. Choose a tp degree of at most that, and shard weights further over gtp instead."
+            f"tp {tp} exceeds the number of key-value heads, {num_kv_heads} ({num_heads} query heads); every rank "
+            f"needs at least one. Choose a tp degree of at most {num_kv_heads}, and shard weights further over gtp "
+            "instead."
         )

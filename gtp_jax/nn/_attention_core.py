@@ -26,8 +26,8 @@ from ._cache import filled_from, seen_slots, with_token
 from ._weight import make_vector
 
 _CACHED = (
-    "{} while `gtp_jax.generate` keeps its keys and values. Take `positions` in the model's call, `(batch, sequence)`, "
-    "and hand them to every `gtp_jax.Attention`, through a `Stack` as `shared`; leave masks and segments out."
+    "{} while `gtp_jax.generate` caches its keys and values. Add `positions`, `(batch, sequence)`, to the model's "
+    "call and pass them to every `gtp_jax.Attention`, through a `Stack` as `shared`; do not pass masks or segments."
 )
 
 
@@ -78,7 +78,10 @@ class AttentionCore(nnx.Module):
         if rope_theta is not None:
             check_rotary(head_dim, rotary_dim, rope_theta, rope_scaling)
         elif rope_scaling is not None or rotary_dim is not None:
-            raise ValueError("`rope_scaling` and `rotary_dim` are of a rotary embedding, and `rope_theta` is None.")
+            raise ValueError(
+                "`rope_scaling` and `rotary_dim` apply only to a rotary embedding, but `rope_theta` is "
+                "None. Pass `rope_theta`, or remove them."
+            )
         self.head_dim, self.dtype, self.epsilon, self.causal = head_dim, jnp.dtype(dtype), epsilon, causal
         self.window, self.soft_cap, self.scale, self.dropout_rate = window, soft_cap, scale, dropout_rate
         self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
@@ -129,7 +132,7 @@ class AttentionCore(nnx.Module):
     ) -> jax.Array:
         """Maps queries, keys and values, each `(batch, sequence, heads, head_dim)`, to the shape of the queries."""
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
-            raise ValueError(f"`mask` has the shape {mask.shape}; one mask serves all heads, so dimension 1 must be 1.")
+            raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         if self.query_scale is not None:
             q = rms_norm(q, self.query_scale.get_value(), epsilon=self.epsilon)
             k = rms_norm(k, self.key_scale.get_value(), epsilon=self.epsilon)
@@ -140,7 +143,7 @@ class AttentionCore(nnx.Module):
         if self.cached_keys is not None:
             self.cached_keys.get_metadata()["calls"].count += 1
             if mask is not None or segment_ids is not None:
-                raise ValueError(_CACHED.format("the model gives attention a mask or segments"))
+                raise ValueError(_CACHED.format("the model passes a mask or segments to attention"))
             if positions is None:
                 raise ValueError(_CACHED.format("the model calls attention without `positions`"))
             if self.cached_keys.get_metadata()["filled"]:
@@ -172,8 +175,8 @@ class AttentionCore(nnx.Module):
         to the cached ones."""
         if q.shape[1] != 1:
             raise ValueError(
-                f"attention is called with {q.shape[1]} tokens of each sequence while `gtp_jax.generate` generates one "
-                "after another. A model may not change the length of its input."
+                f"attention is called with {q.shape[1]} tokens per sequence while `gtp_jax.generate` generates one "
+                "at a time. The model must not change the length of its input."
             )
         places = jnp.broadcast_to(positions, k.shape[:2])[:, 0]
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):

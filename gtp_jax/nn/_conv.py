@@ -52,13 +52,13 @@ class Conv(nnx.Conv):
         groups = options.get("feature_group_count", 1)
         if min(in_features, out_features, groups, *window) < 1:
             raise ValueError(
-                f"Conv({in_features}, {out_features}, {kernel_size}), feature_group_count {groups}: sizes are whole "
-                "numbers of at least 1."
+                f"Conv({in_features}, {out_features}, {kernel_size}), feature_group_count {groups}: sizes must be "
+                "whole numbers of at least 1."
             )
         if in_features % groups or out_features % groups:
             raise ValueError(
-                f"`feature_group_count` is {groups}; it must divide the features of input and output, {in_features} "
-                f"and {out_features}."
+                f"`feature_group_count` is {groups}; it must divide the numbers of input and output features, "
+                f"{in_features} and {out_features}."
             )
         super().__init__(in_features, out_features, window, strides, rngs=rngs, **options)
         self.kernel = array_weight(self.kernel, self.dtype, grad_reduce)

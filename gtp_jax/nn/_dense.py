@@ -110,7 +110,9 @@ class Dense(WeightOwner):
             raise ValueError(f"`parallel` is {parallel!r}; it must be 'column', 'row' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
         if not sizes or min(in_features, *sizes.values()) < 1:
-            raise ValueError(f"Dense({in_features}, {out_features}): feature sizes are whole numbers of at least 1.")
+            raise ValueError(
+                f"Dense({in_features}, {out_features}): feature sizes must be whole numbers of at least 1."
+            )
         self.in_features = in_features
         self.names = tuple(sizes)
         self.parallel = parallel
@@ -298,13 +300,13 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
     by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
     unknown = [name for name in by_name if name not in sizes]
     if unknown:
-        raise ValueError(f"`units` names {unknown}, of which there are no kernels; they are {list(sizes)}.")
+        raise ValueError(f"`units` has {unknown}, but there are no kernels of these names; there are {list(sizes)}.")
     for name, size in sizes.items():
         unit = by_name.get(name)
         if not isinstance(unit, int) or unit < 1 or size % unit:
             raise ValueError(
-                f"`units` is {units!r}; it must be a whole number of features that divides {size}, or one for each "
-                "name."
+                f"`units` is {units!r}; it must be a whole number of features that divides {size}, or a dict with "
+                "one number per name."
             )
     return [by_name[name] for name in sizes]
 
@@ -346,8 +348,8 @@ class LayerNormDense(Dense):
     ) -> None:
         if parallel == "row":
             raise ValueError(
-                "`parallel` is 'row', whose input is sharded over tp: no rank sees all the features that a norm needs. "
-                "Take `Dense`, and normalise ahead of the column-parallel layer."
+                "`parallel` is 'row', so the input is sharded over tp and no rank has all the features that a norm "
+                "needs. Use `Dense`, and normalize before the column-parallel layer."
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
         self.norm = check_norm(norm)

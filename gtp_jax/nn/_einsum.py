@@ -68,8 +68,8 @@ def _check_string(string: str, kernel_shape: tuple[int, ...]) -> None:
     term = operands.split(",")[1]
     if "." not in term and len(term) != len(kernel_shape):
         raise ValueError(
-            f"`einsum_str` is {string!r}, whose kernel {term!r} has {len(term)} dimensions; `kernel_shape` is "
-            f"{kernel_shape}."
+            f"`einsum_str` is {string!r}, whose kernel {term!r} has {len(term)} dimensions, but `kernel_shape` is "
+            f"{kernel_shape}. Make the numbers of dimensions equal."
         )
 
 

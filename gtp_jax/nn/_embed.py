@@ -61,7 +61,7 @@ class Embed(WeightOwner):
     ) -> None:
         super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if min(num_embeddings, features) < 1:
-            raise ValueError(f"Embed({num_embeddings}, {features}): sizes are whole numbers of at least 1.")
+            raise ValueError(f"Embed({num_embeddings}, {features}): sizes must be whole numbers of at least 1.")
         (layout,) = layouts_of_kernels([(num_embeddings, features)], rows=0, split_dim=0)
         self.table = make_weight(layout, embedding_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
@@ -101,7 +101,7 @@ class Embed(WeightOwner):
             ValueError: in global view.
         """
         if current_view() == "global":
-            raise ValueError("Embed.attend runs inside a shard_map or without a mesh; call it through a `TiedHead`.")
+            raise ValueError("Embed.attend is called outside a shard_map on a mesh; call it through a `TiedHead`.")
         sharded = self.shards_sequence(x.ndim)
         x = gather_sequence(x.astype(self.dtype), self.roles.tensor, sequence_parallel=sharded)
         logits = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]

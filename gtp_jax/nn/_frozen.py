@@ -45,8 +45,9 @@ class Frozen(GatheredOnUse):
         """
         if "index" in index and isinstance(self.get_raw_value(), QuantizedArray):
             raise TypeError(
-                f"elements of a frozen weight are read, which is {self.get_raw_value().format.name} codes. Its values "
-                "are `gtp_jax.dequantize(kernel.get_value())`, with the output features first."
+                "an element of a frozen weight is read, but the weight is stored as "
+                f"{self.get_raw_value().format.name} codes. Read its values with "
+                "`gtp_jax.dequantize(kernel.get_value())`, whose first dimension is the output features."
             )
         return super().get_value(**index)
 
@@ -57,8 +58,8 @@ class Frozen(GatheredOnUse):
             ValueError: always.
         """
         raise ValueError(
-            "a frozen weight is set, of which a step keeps what was frozen. Set parameters, such as "
-            "`kernel[...] = pretrained`, ahead of `gtp_jax.freeze`."
+            "a frozen weight is set, but a step keeps the value that was frozen. Set parameters (`kernel[...] = "
+            "pretrained`) before `gtp_jax.freeze`."
         )
 
 
@@ -96,12 +97,14 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     check_recipe(recipe)
     check_mesh_in_scope()
     if current_view() == "local":
-        raise ValueError("`freeze` takes a model of global arrays; call it outside of the `shard_map`.")
+        raise ValueError(
+            "`freeze` takes a model of global arrays, but it is called inside a `shard_map`. Call it outside."
+        )
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
         raise ValueError(
-            "the model is abstract, so that there is nothing to freeze. Freeze within: "
+            "the model is abstract, so there are no values to freeze. Freeze it inside `abstract_model`: "
             "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.freeze(Model(rngs), ...))`."
         )
     is_trained = nnx.filterlib.to_predicate(trained)
@@ -149,12 +152,15 @@ def _is_variable(leaf: Any) -> bool:
 def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:
     if frozen == len(names):
         raise ValueError(
-            f"`trained` is {trained!r}, which matches none of the model's parameters ({', '.join(names[:4])}, ...): "
-            "nothing would be left to train. Give adapters the type `nnx.LoRAParam`, as `nnx.LoRA` does, or pass a "
-            "filter such as `nnx.PathContains('adapter')`."
+            f"`trained` is {trained!r}, which matches none of the model's parameters ({', '.join(names[:4])}, ...), "
+            "so there would be nothing to train. Give adapters the type `nnx.LoRAParam`, as `nnx.LoRA` does, or "
+            "pass a filter such as `nnx.PathContains('adapter')`."
         )
     if not frozen:
-        raise ValueError(f"`trained` is {trained!r}, which matches all of the model's parameters: nothing is frozen.")
+        raise ValueError(
+            f"`trained` is {trained!r}, which matches all of the model's parameters, so nothing would "
+            "be frozen. Pass a filter that matches fewer."
+        )
 
 
 def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]) -> bool:
@@ -166,8 +172,8 @@ def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]
     own = [place in frozen for place in places]
     if any(own) and not all(own):
         raise ValueError(
-            f"some kernels of {'.'.join(map(str, path))} match `trained` and others do not; they are gathered "
-            "together, so that all of them are trained or none. Let the filter name the module."
+            f"some kernels of {'.'.join(map(str, path))} match `trained` and others do not. They are gathered "
+            "together, so either all or none of them can be trained. Match the whole module instead."
         )
     return all(own)
 
@@ -186,27 +192,27 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
         owners[path].check_mesh()
         if path in found:
             raise ValueError(
-                "`high_precision_first` and `high_precision_last` are for layers of a `Stack` that differ; frozen "
-                "weights of a stack are one array, of one format. Leave them out, or name modules in `exclude`."
+                "`high_precision_first` and `high_precision_last` make layers of a `Stack` differ, but the frozen "
+                "weights of a stack are one array of one format. Remove them, or name modules in `exclude`."
             )
         if group.stochastic:
             raise ValueError(
-                f"the recipe rounds gradients stochastically as they pass {name}, for which a frozen weight has no "
-                "key. Pass `gtp_jax.NVFP4(matmuls=True, stochastic=False)`."
+                f"the recipe rounds the gradients that pass through {name} stochastically, but a frozen weight has "
+                "no random key. Pass `gtp_jax.NVFP4(matmuls=True, stochastic=False)`."
             )
         form = group.wire
         if not isinstance(form, Format | None):
             raise ValueError(
-                f"the recipe has {name} travel in {form.name}, which has no form for storage. Freeze with a recipe of "
-                "gtp_jax, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
+                f"the recipe sends {name} in {form.name}, which cannot be stored. Freeze with one of gtp_jax's "
+                "recipes, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
             )
         cut = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
         if cut and form is not None:
             raise ValueError(
-                f"the weight of shape {cut[0].shape} of {name} has shards of shape {cut[0].shard_shape}, which are no "
-                f"whole blocks of {form.name}: {form.block}, output features x input features. Choose sizes or "
-                "degrees that leave whole blocks, name it in the recipe's `exclude`, or take `gtp_jax.FP8()`, which "
-                "has no blocks."
+                f"the weight of shape {cut[0].shape} of {name} has shards of shape {cut[0].shard_shape}, which "
+                f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "
+                "Choose sizes or degrees that give whole blocks, name the module in the recipe's `exclude`, or use "
+                "`gtp_jax.FP8()`, which has no blocks."
             )
         found[path] = group
     return found

@@ -114,8 +114,8 @@ def _refuse_tracers(model: nnx.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, Tracer):
                 raise TypeError(
-                    f"{type(module).__name__} at {'.'.join(map(str, path)) or 'the top'} keeps an array in its "
-                    f"attribute `{name}`, which Flax takes for a part of the program while a model is built under a "
-                    f"trace, as `gtp_jax.init` and `Stack` do. Write `self.{name} = nnx.Variable(...)`, or `nnx.Param` "
-                    "if it is trained."
+                    f"{type(module).__name__} at {'.'.join(map(str, path)) or 'the top'} has an array as its "
+                    f"attribute `{name}`. While `gtp_jax.init` or `Stack` traces the construction of a model, Flax "
+                    f"treats such an array as part of the program. Write `self.{name} = nnx.Variable(...)`, or "
+                    "`nnx.Param` if it is trained."
                 )

@@ -73,18 +73,18 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
 def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
     layout = variable.get_metadata()["layout"]
     raise ValueError(
-        f"a loss reads the array of a weight of shape {layout.shape}, in a step with `reduce_over_dp='last'`, where it "
-        "is a placeholder: gradients are taken of whole shards, of which this rank stores a part. Take "
-        "`reduce_over_dp='each'`."
+        f"the loss reads the array of a weight of shape {layout.shape} in a step with `reduce_over_dp='last'`, where "
+        "that array is a placeholder: gradients are taken of whole shards, of which this rank stores only a part. "
+        "Use `reduce_over_dp='each'`."
     )
 
 
 def _refuse_rounded_read(variable: nnx.Variable, value: Any) -> Any:
     layout = variable.get_metadata()["layout"]
     raise ValueError(
-        f"a loss reads the array of a weight of shape {layout.shape}, in a step over replicas of unequal degree, where "
-        "weights travel in the dtype in which they are multiplied and are rounded to it. Leave such a term to the "
-        "optimizer (weight decay), or build the model with `dtype='float32'`."
+        f"the loss reads the array of a weight of shape {layout.shape} in a step over replicas of unequal degree, "
+        "where weights are sent in, and rounded to, the dtype of the matmuls. Let the optimizer apply such a term "
+        "(weight decay), or build the model with `dtype='float32'`."
     )
 
 
@@ -126,8 +126,9 @@ def check_shape(variable: Leaf, owner: str) -> None:
     ahead = len(shape) - len(layout.shape)
     if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.shape:
         raise ValueError(
-            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Put an array of "
-            "its own shape there, the logical one on every mesh: `kernel[...] = array`, which also keeps it sharded."
+            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Assign an array "
+            "of the weight's own shape, which is the logical one on every mesh: `kernel[...] = array`. This also "
+            "keeps it sharded."
         )
 
 
@@ -157,7 +158,7 @@ class _RefuseBroadcast:
         if len(given) <= len(held) and all(a in (1, b) for a, b in zip((*ahead, *given), held, strict=True)):
             raise ValueError(
                 f"an array of shape {tuple(given)} is assigned to a weight of shape {tuple(held)}, and would be "
-                "repeated to fill it. Put an array of its own shape there: `kernel[...] = array`; for a part of it, "
+                "broadcast. Assign an array of the weight's own shape: `kernel[...] = array`; to set a part of it, "
                 "`kernel[...] = kernel[...].at[index].set(array)`."
             )
         return value
@@ -368,8 +369,8 @@ def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array
     if len(spec) and spec[0] is not None:
         if array.shape[0] != x.shape[0]:
             raise ValueError(
-                f"the input {name!r} of {owner} has shape {array.shape}; under this mesh its first dimension is the "
-                f"batch, which is {x.shape[0]}. Broadcast it, or say by `partition_of_input` how it is sharded."
+                f"the input {name!r} of {owner} has shape {array.shape}; on this mesh its first dimension must be "
+                f"the batch, {x.shape[0]}. Broadcast it, or return its sharding from `partition_of_input`."
             )
         _check_input(array, spec, module.roles, f"the input {name!r} of {owner}")
     return spec
@@ -384,8 +385,8 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
         if not isinstance(v, nnx.Param | Cache) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
-                "`gtp_jax.nn.Layer` computes on each rank's own part, where what is written would be one rank's alone. "
-                "Write it in an `nnx.Module` that calls the layer; or hand the layer what it needs, such as a key."
+                "`gtp_jax.nn.Layer` runs on each rank's own part, so each rank would write a different value. Write "
+                "it in an `nnx.Module` that calls the layer, or pass the layer what it needs, such as a key."
             )
 
 
@@ -421,8 +422,8 @@ def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str, few
     fewest = max(1, len(into), fewest if batch > 1 else 1)
     if x.ndim < fewest:
         raise ValueError(
-            f"the input of {name} has shape {x.shape}; under this mesh it needs a batch, dimension 0, "
-            f"and at least {fewest} in all. Add a batch dimension."
+            f"the input of {name} has shape {x.shape}; on this mesh it needs a batch as dimension 0, and at least "
+            f"{fewest} dimensions in all. Add a batch dimension."
         )
     if x.shape[0] % batch:
         raise ValueError(

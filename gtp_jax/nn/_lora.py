@@ -70,11 +70,13 @@ def lora[M: nnx.Module](
     _check(rank, alpha, dropout)
     check_mesh_in_scope()
     if current_view() == "local":
-        raise ValueError("`lora` takes a model of global arrays; call it outside of the `shard_map`.")
+        raise ValueError(
+            "`lora` takes a model of global arrays, but it is called inside a `shard_map`. Call it outside."
+        )
     graph, state = nnx.split(model)
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
         raise ValueError(
-            "the model is abstract, so that there is nothing to freeze. Add adapters within: "
+            "the model is abstract, so there are no values to freeze. Add adapters inside `abstract_model`: "
             "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.lora(Model(rngs), ..., rngs=rngs))`."
         )
     adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # a copy with its own variables
@@ -82,8 +84,8 @@ def lora[M: nnx.Module](
     chosen = _chosen(adapted, targets)
     if recipe is not None and any(place.holder is not None for place in chosen):
         raise ValueError(
-            f"`recipe` is {type(recipe).__name__}, and {'.'.join(chosen[0].words)} is a layer of Flax's, whose weight "
-            "is not frozen as codes. Leave it out."
+            f"`recipe` is {type(recipe).__name__}, but {'.'.join(chosen[0].words)} is a Flax layer, whose weight "
+            "cannot be frozen as codes. Remove `recipe`."
         )
 
     def make(rngs: nnx.Rngs) -> nnx.List:
@@ -174,11 +176,11 @@ def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
         found[words] = _Place(words, path, layer, "", layout_of_stock(layer), layer.param_dtype, holder)
         first = shared.setdefault(id(layer), words)
         if first != words:
-            others[words] = f"layer that is {'.'.join(first)} too"
+            others[words] = f"layer that is also {'.'.join(first)}"
     if not found:
         raise ValueError(
-            f"the {type(model).__name__} has no layer that takes adapters: no gtp_jax.Dense within it, no nnx.Linear "
-            "and no nnx.LinearGeneral. A layer that is a model itself is put into one: `nnx.Sequential(layer)`."
+            f"the {type(model).__name__} contains no layer that supports adapters: no gtp_jax.Dense, nnx.Linear or "
+            "nnx.LinearGeneral. If the model itself is such a layer, wrap it: `nnx.Sequential(layer)`."
         )
     if targets is None:
         chosen = [words for words in found if not any(matches(pattern, words) for pattern in EXCLUDED)]
@@ -192,15 +194,15 @@ def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
 
 
 def _refuse_another(words: Sequence[str], name: str) -> None:
-    raise ValueError(f"{'.'.join(words) or name} has an adapter already. Call `gtp_jax.lora` once, with all `targets`.")
+    raise ValueError(f"{'.'.join(words) or name} already has an adapter. Call `gtp_jax.lora` once, with all `targets`.")
 
 
 def _refuse_shared(chosen: Sequence[tuple[str, ...]], others: Mapping[tuple[str, ...], str]) -> None:
     for words in chosen:
         if words in others:
             raise ValueError(
-                f"{'.'.join(words)} is a {others[words]}, so that it is no projection of its own. Name others in "
-                "`targets`."
+                f"{'.'.join(words)} is a {others[words]}, so it cannot have an adapter of its own. Name other "
+                "projections in `targets`."
             )
 
 
@@ -210,20 +212,22 @@ def _matching(
     if isinstance(targets, str) or not all(isinstance(pattern, str) for pattern in targets) or not targets:
         raise ValueError(
             f"`targets` is {targets!r}; it must be a list of patterns, such as ['query', 'value'], or None for all "
-            "projections but heads."
+            "projections except heads."
         )
     for pattern in targets:
         other = next((words for words in others if matches(pattern, words)), None)
         if other is not None:
             raise ValueError(
-                f"`targets` has {pattern!r}, which matches {'.'.join(other)}, a {others[other]}. Adapters are for "
-                "projections alone, of gtp_jax.Dense and of Flax's linear layers, each in one place: weights of "
-                "experts, embeddings and arrays have none. Let the pattern name projections."
+                f"`targets` has {pattern!r}, which matches {'.'.join(other)}, a {others[other]}. Only projections "
+                "can have adapters: the kernels of gtp_jax.Dense and of Flax's linear layers, each used in one "
+                "place. The weights of experts, embeddings and single arrays cannot. Use a pattern that matches "
+                "only projections."
             )
         if not any(matches(pattern, words) for words in projections):
             known = [".".join(words) for words in projections]
             more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
             raise ValueError(
-                f"`targets` has {pattern!r}, which matches no projection. There are {', '.join(known[:_SHOWN])}{more}."
+                f"`targets` has {pattern!r}, which matches no projection. The projections are "
+                f"{', '.join(known[:_SHOWN])}{more}."
             )
     return [words for words in projections if any(matches(pattern, words) for pattern in targets)]

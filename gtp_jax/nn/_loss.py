@@ -46,11 +46,12 @@ def cross_entropy(
     ):
         given = None if weights is None else weights.shape
         raise ValueError(
-            f"logits {logits.shape}, targets {targets.shape}, weights {given}: targets and weights have the shape of "
-            "the logits without the last dimension. With sequence parallelism a head gives the whole sequence."
+            f"logits {logits.shape}, targets {targets.shape}, weights {given}: targets and weights must have the "
+            "shape of the logits without the last dimension. With sequence parallelism, a head returns the logits "
+            "of the whole sequence."
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"`targets` are token ids, integers; got {targets.dtype}.")
+        raise TypeError(f"`targets` are {targets.dtype}; they must be token ids, which are integers.")
     sharded, vocab_size = _vocabulary(logits.shape[-1], vocab_size)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
@@ -83,19 +84,20 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
     tp = degree(axis)
     if current_view() != "local" or tp == 1:
         if vocab_size not in (None, width):
-            raise ValueError(f"`vocab_size` is {vocab_size}, but the logits are of {width} tokens; leave it out.")
+            raise ValueError(f"`vocab_size` is {vocab_size}, but the logits have {width} tokens. Remove `vocab_size`.")
         # a global array is sharded over tp if tp divides it; otherwise it is whole
         return tp > 1 and width % tp == 0, width
     if vocab_size is None:
         raise ValueError(
-            f"the logits of `cross_entropy` have {width} tokens inside a `shard_map` over {axis} = {tp}, where they "
-            "may be the whole vocabulary or this rank's part of it. Pass `vocab_size=`, the size of the whole."
+            f"the logits of `cross_entropy` have {width} tokens inside a `shard_map` over {axis} = {tp}, so they may "
+            "be either the whole vocabulary or this rank's part of it. Pass the size of the whole vocabulary as "
+            "`vocab_size=`."
         )
     part = -(-vocab_size // tp)
     if width not in (vocab_size, part):
         raise ValueError(
-            f"`vocab_size` is {vocab_size}, but logits of {width} tokens are neither all of it nor one of {tp} parts, "
-            f"of {part} tokens each."
+            f"`vocab_size` is {vocab_size}, but logits of {width} tokens are neither the whole vocabulary nor one of "
+            f"its {tp} parts of {part} tokens."
         )
     return width != vocab_size, vocab_size
 

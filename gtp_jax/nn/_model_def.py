@@ -187,8 +187,8 @@ def _roles_of(layouts: Any) -> Roles:
     roles = {layout.roles for layout in jax.tree.leaves(layouts, is_leaf=_is_layout)}
     if len(roles) > 1:
         raise ValueError(
-            f"the model has modules built under different roles: {', '.join(map(str, roles))}. Build all of it under "
-            "one `gtp_jax.use_roles(...)`."
+            f"the model has modules built under different roles: {', '.join(map(str, roles))}. Build the whole model "
+            "under one `gtp_jax.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
 
@@ -200,9 +200,10 @@ def _refuse_writers(model: nnx.Module) -> None:
         if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
             raise ValueError(
                 f"{'.'.join(map(str, path)) or 'the model'} is an `nnx.{type(module).__name__}`, which sets the "
-                "parameters of its layer in every call. A step updates the parameters that it was given, so that what "
-                "is set would be lost. Train with `nnx.Optimizer` under `nnx.jit`, where it stays; or write a layer "
-                "that normalizes what it multiplies by, a `gtp_jax.Param`, and leaves the parameter as it is."
+                "parameters of its layer in every call. A step updates the parameters that it received, so the "
+                "values that are set would be lost. Train with `nnx.Optimizer` under `nnx.jit`, which keeps them; "
+                "or write a layer that normalizes a `gtp_jax.Param` before the product and leaves the parameter "
+                "unchanged."
             )
 
 
@@ -224,11 +225,11 @@ class _RefuseWrite:
 
     def __call__(self, variable: nnx.Variable, value: Any) -> Any:
         raise ValueError(
-            f"a loss, or a call in it, sets the {type(variable).__name__} {'.'.join(map(str, self.path))}. A step "
-            "updates the parameters that it was given, so that what is set would be lost. Make it another "
-            "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
-            "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`. `nnx.update` on "
-            "`nnx.clone(model)` changes a copy too; on the model itself a step would drop what it changes."
+            f"the loss, or a call in it, sets the {type(variable).__name__} {'.'.join(map(str, self.path))}. A step "
+            "updates the parameters that it received, so the value that is set would be lost. Make it another "
+            "`nnx.Variable`, which a step keeps. To change it for this loss only, change a copy: `graph, state = "
+            "nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`, or `nnx.update` on "
+            "`nnx.clone(model)`; a step would drop a change of the model itself."
         )
 
 

@@ -70,12 +70,12 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
         if not isinstance(variable, nnx.Variable):
             raise ValueError(
                 f"a call of {name} writes {'.'.join(map(str, path))}, an array that is an attribute. A layer of a "
-                "chain may write variables: make it an `nnx.Variable`."
+                "chain may only write variables; make it an `nnx.Variable`."
             )
         if isinstance(variable, nnx.Param):
             raise ValueError(
-                f"a call of {name} writes the parameter {'.'.join(map(str, path))}. A layer of a chain may write other "
-                "variables, such as `nnx.BatchStat`; parameters are updated by an optimizer."
+                f"a call of {name} writes the parameter {'.'.join(map(str, path))}. A layer of a chain may write "
+                "only other variables, such as `nnx.BatchStat`; the optimizer updates parameters."
             )
         if isinstance(variable, Metric):
             kinds["metrics"].append((path, variable))

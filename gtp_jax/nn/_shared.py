@@ -29,10 +29,10 @@ class SharedInputs:
         for leaf in leaves:
             if _is_nnx(leaf):
                 raise TypeError(
-                    f"a further input of a layer or a `Stack` is a {type(leaf).__name__}; it must be an array, or a "
-                    "plain value such as `True`, because a layer's changes to it would be lost. Give modules and "
-                    "`nnx.Rngs` to layers when they are made (`Block(rngs=rngs)`, `Stack(lambda rngs: "
-                    "Block(rngs=rngs), ...)`), and pass a variable's value."
+                    f"an additional input of a layer or a `Stack` is a {type(leaf).__name__}; it must be an array, "
+                    "or a plain value such as `True`, because changes that a layer makes to it would be lost. Pass "
+                    "modules and `nnx.Rngs` when layers are constructed (`Block(rngs=rngs)`, `Stack(lambda rngs: "
+                    "Block(rngs=rngs), ...)`), and pass the value of a variable instead of the variable."
                 )
         self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
         self._others = [None if array else leaf for leaf, array in zip(leaves, self._is_array, strict=True)]

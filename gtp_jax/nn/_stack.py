@@ -76,7 +76,7 @@ class Stack(StackedLayers):
         rngs: nnx.Rngs,
     ) -> None:
         if length < 1:
-            raise ValueError(f"`length` is {length}; a stack has at least one layer.")
+            raise ValueError(f"`length` is {length}; a stack must have at least one layer.")
         with_remat(lambda x: x, remat)
         _check_schedule(schedule)
         super().__init__()
@@ -150,12 +150,12 @@ def run_chain(
             sequence nor a mapping.
     """
     if not modules:
-        raise ValueError("`run_chain` joins one module or more; it got none.")
+        raise ValueError("`run_chain` got no modules; pass at least one.")
     for number, module in enumerate(modules):
         if not isinstance(module, Layer):
             raise TypeError(
-                f"`run_chain` joins modules of gtp_jax; number {number} is a {type(module).__name__}. Derive it from "
-                "`gtp_jax.nn.Layer`, with the call as its method `local`."
+                f"`run_chain` takes gtp_jax modules, but module {number} is a {type(module).__name__}. Derive it "
+                "from `gtp_jax.nn.Layer`, and write its call as the method `local`."
             )
         if not isinstance(module, Stack):
             _refuse_inner_stacks(module)
@@ -172,7 +172,7 @@ def run_chain(
         )
     inputs = _shared_inputs(shared)
     if not inputs.empty and not stacks:
-        raise ValueError("`shared` is for the layers of a `Stack`, and `run_chain` got none. Leave it out.")
+        raise ValueError("`shared` applies to the layers of a `Stack`, but `run_chain` got no stack. Remove it.")
     others: Remat = stacks[0].remat if stacks else "matmuls"
     links = tuple(m._link(remat or m.remat) if isinstance(m, Stack) else Link(m, remat or others) for m in modules)
     return _call(links, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
@@ -324,8 +324,8 @@ def _shared_inputs(shared: Any) -> SharedInputs:
     if isinstance(shared, list | tuple):
         return SharedInputs(tuple(shared), {})
     raise TypeError(
-        f"`shared` is a {type(shared).__name__}; it must be a tuple of positional arguments, or a dict of named ones, "
-        "for the layers of each `Stack`."
+        f"`shared` is a {type(shared).__name__}; it must be a tuple of positional arguments, or a dict of keyword "
+        "arguments, for the layers of each `Stack`."
     )
 
 
@@ -341,8 +341,8 @@ def _refuse_outer_variables(layer: nnx.Module) -> None:
         if isinstance(variable, nnx.Variable) and not _is_of_this_trace(variable):
             raise ValueError(
                 f"the `factory` of a `Stack` returned a {type(layer).__name__} with the {type(variable).__name__} "
-                f"{'.'.join(map(str, path))}, which was made outside of the factory. A stack stores variables of its "
-                "own for every layer. Make it in the factory. To share it among layers, call them in a loop: "
+                f"{'.'.join(map(str, path))}, which was created outside the factory. A stack stores separate "
+                "variables for each layer. Create it in the factory. To share it among layers, call them in a loop: "
                 "`nnx.List([factory(rngs=rngs) for _ in range(length)])`."
             )
 
@@ -358,6 +358,6 @@ def _is_of_this_trace(variable: nnx.Variable) -> bool:
 def _refuse_inner_stacks(module: nnx.Module) -> None:
     if any(isinstance(inner, Stack) for _, inner in nnx.iter_modules(module)):
         raise ValueError(
-            f"{type(module).__name__} holds a `Stack`, which cannot be a part of another chain's layer. Put stacks "
-            "side by side: `run_chain(x, stack, other_stack)`."
+            f"{type(module).__name__} contains a `Stack`, which cannot be part of a layer of another chain. Chain "
+            "the stacks instead: `run_chain(x, stack, other_stack)`."
         )

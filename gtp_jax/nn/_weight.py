@@ -296,9 +296,9 @@ class Weight(abc.ABC):
         if path is None and recipe.rules:
             patterns = ", ".join(repr(pattern) for pattern, _ in recipe.rules)
             raise ValueError(
-                f"the recipe in scope has patterns ({patterns}), and a {self.name} is called that does not "
-                "know its path in the model. Build the model with `gtp_jax.init`; or pass `exclude=()` and no "
-                "`override`, and enter `gtp_jax.use_recipe(None)` around what stays in high precision."
+                f"the recipe in scope has patterns ({patterns}), but the {self.name} that is called does not know "
+                "its path in the model. Build the model with `gtp_jax.init`; or pass `exclude=()` and no "
+                "`override`, and use `gtp_jax.use_recipe(None)` around what stays in high precision."
             )
         return path or ()
 

@@ -80,9 +80,9 @@ def refuse_gradient(kept: Any) -> Any:
 def _fwd(kept: Any) -> Any:
     shapes = [one.shape for one in jax.tree.leaves(kept, is_leaf=_is_quantized)]
     raise ValueError(
-        f"the gradient of frozen weights is asked for, of shapes {shapes[:3]}, and they have none: `gtp_jax.freeze` "
-        "made them constant. Differentiate what is trained, as `nnx.grad(loss)` does, which takes `nnx.Param`; or let "
-        "`trained` of `freeze` match it."
+        f"the gradient of frozen weights of shapes {shapes[:3]} is requested, but `gtp_jax.freeze` made them "
+        "constant. Differentiate only what is trained: `nnx.grad(loss)` takes `nnx.Param`. To train these weights, "
+        "let `trained` of `freeze` match them."
     )
 
 

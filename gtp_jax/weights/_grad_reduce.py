@@ -42,8 +42,8 @@ def reduction_of(name: str, dtype: jax.typing.DTypeLike) -> Reduction:
     """
     if name not in GRAD_REDUCE:
         raise ValueError(
-            f"`grad_reduce` is {name!r}; it must be one of {', '.join(map(repr, GRAD_REDUCE))}. Take 'float32' for "
-            "exact sums of weight gradients over the ranks, the others for less on the wire."
+            f"`grad_reduce` is {name!r}; it must be one of {', '.join(map(repr, GRAD_REDUCE))}. Use 'float32' to sum "
+            "weight gradients over the ranks exactly; the others send fewer bytes."
         )
     narrow = np.dtype(jnp.bfloat16)
     if name == "bf16":

@@ -48,8 +48,8 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
             length = layout.matrix_of(layout.whole_shape)[1]
             if length < form.run[1]:
                 raise ValueError(
-                    f"a weight of shape {layout.shape} has rows of {length} elements on a rank, fewer than the "
-                    f"{form.run[1]} of a block of {form.name}. Name its module in the recipe's `exclude`, or choose "
+                    f"a weight of shape {layout.shape} has rows of {length} elements per rank, fewer than the "
+                    f"{form.run[1]} of a block of {form.name}. Name its module in the recipe's `exclude`, or use "
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
             transposed = by_shard and layout.rows > layout.cols

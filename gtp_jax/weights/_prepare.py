@@ -168,13 +168,13 @@ def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
     wire = form.make(bundle.shards, bundle.groups)
     if len(wire.members) != len(bundle.groups) or set(wire.members) != set(bundle.groups):
         raise ValueError(
-            f"`make` of the format {form.name} was given the weights {list(bundle.groups)}, and returned a wire with "
-            f"the members {list(wire.members)}. Pass it all of them: `members=tuple(shards)`."
+            f"`make` of the format {form.name} got the weights {list(bundle.groups)}, but returned a wire with the "
+            f"members {list(wire.members)}. Pass all of them: `members=tuple(shards)`."
         )
     if any(x.ndim <= stacked for x in jax.tree.leaves(wire)):
         raise ValueError(
-            f"`make` of the format {form.name} returned an array without a dimension of its own. Give it one: "
-            "`scale[..., None]`, as in global view the arrays of all ranks lie one after another."
+            f"`make` of the format {form.name} returned a scalar array. Give it a dimension, `scale[..., None]`, "
+            "because the global view concatenates the arrays of all ranks."
         )
     return wire
 
@@ -253,17 +253,18 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
         own = {group.wire.name for group in groups.values() if isinstance(group.wire, OwnFormat)}
         if own:
             raise ValueError(
-                f"`pregathered_layers` is {pregathered_layers!r}, and weights travel in {', '.join(sorted(own))}, a "
-                "format of your own, which cannot be gathered ahead. Pass `pregathered_layers=0`."
+                f"`pregathered_layers` is {pregathered_layers!r}, but weights are sent in {', '.join(sorted(own))}, "
+                "a format of your own, which cannot be gathered in advance. Pass `pregathered_layers=0`."
             )
         raise ValueError(
-            f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` travel as codes that could be "
-            "gathered ahead. Pass a recipe that quantizes them, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."
+            f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` are sent as codes that "
+            "could be gathered in advance. Pass a recipe that quantizes them, such as `gtp_jax.NVFP4()`, or "
+            "`pregathered_layers=0`."
         )
     if pregathered_layers != "all" and pregathered_layers > max(counts):
         raise ValueError(
             f"`pregathered_layers` is {pregathered_layers}, but no `Stack` has more than {max(counts)} layers that "
-            "travel as codes. Pass fewer, or 'all'."
+            "are sent as codes. Pass a smaller number, or 'all'."
         )
 
 

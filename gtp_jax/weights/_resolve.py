@@ -95,11 +95,11 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
     paths = [tuple(map(str, path)) for path, group in structure.weights.items() if group.follows_recipes]
     paths += [tuple(map(str, path)) for path in structure.sharded]
     if not paths and recipe.wire is not None:
-        frozen = ", but frozen ones" if any(group.frozen for group in structure.weights.values()) else ""
+        frozen = " other than frozen ones" if any(group.frozen for group in structure.weights.values()) else ""
         raise ValueError(
-            f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered{frozen}, "
-            "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`; shard the "
-            "model's own weights with `gtp_jax.shard`; or leave the recipe out."
+            f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no gathered weights{frozen} to "
+            "quantize. Build the model from gtp_jax modules, such as `gtp_jax.Dense`; shard the model's own weights "
+            "with `gtp_jax.shard`; or remove the recipe."
         )
     _check_patterns(paths, recipe)
     if structure.stacks or not structure.sharded:  # the hook refuses to count layers
@@ -121,7 +121,7 @@ def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
         there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
         raise ValueError(
             f"`high_precision_first` {recipe.high_precision_first} and `high_precision_last` "
-            f"{recipe.high_precision_last} ask for {ends} layers of each stack; {there}."
+            f"{recipe.high_precision_last} cover {ends} layers of each stack, but {there}."
         )
 
 
@@ -133,11 +133,11 @@ def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
         matched = [path for path in paths if matches(pattern, path)]
         if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
             raise ValueError(
-                f"the recipe's pattern {pattern!r} never counts: all that it matches, an earlier one does. Put it "
-                f"ahead of {', '.join(map(repr, patterns[:index]))}."
+                f"the recipe's pattern {pattern!r} has no effect, because earlier patterns match everything that it "
+                f"matches. Move it before {', '.join(map(repr, patterns[:index]))}."
             )
         if not matched:
             raise ValueError(
-                f"the recipe's pattern {pattern!r} matches no module with weights; they are "
+                f"the recipe's pattern {pattern!r} matches no module with weights; the modules are "
                 f"{', '.join('.'.join(path) for path in paths)}."
             )

@@ -117,7 +117,7 @@ class Beside:
         if stored.holds is Holds.PLACEHOLDER:
             raise ValueError(
                 "a weight is replaced by another, or passed through a transformation such as `nnx.remat`, in a step "
-                "with `reduce_over_dp='last'`, where its array is a placeholder. Take `reduce_over_dp='each'`."
+                "with `reduce_over_dp='last'`, where its array is a placeholder. Use `reduce_over_dp='each'`."
             )
         return Stored(shard, stored.groups, keys=stored.keys, holds=Holds.REPLACED)
 
@@ -125,9 +125,9 @@ class Beside:
 _FORGOTTEN: Any = object()  # replaces a dropped array
 
 _GATHERED = (
-    "the array of a weight is read or written by a layer of a `Stack`, or of `run_chain`, where the weight is gathered "
-    "and fused with others that meet the same input. Call its module, or make it an `nnx.Param`, which is whole on "
-    "every rank."
+    "the array of a weight is read or written by a layer of a `Stack` or of `run_chain`, where the weight is "
+    "gathered in one buffer with others that multiply the same input. Call its module, or make it an `nnx.Param`, "
+    "which is whole on every rank."
 )
 
 

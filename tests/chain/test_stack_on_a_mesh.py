@@ -129,27 +129,27 @@ REFUSED = {
     "a parameter written": (
         lambda: stack_of(Writes)(jnp.ones((2, 8))),
         ValueError,
-        "a call of Writes writes the parameter scale. A layer of a chain may write other variables",
+        "a call of Writes writes the parameter scale. A layer of a chain may write only other variables",
     ),
     "rngs shared": (
         lambda: stack_of(Sows)(jnp.ones((2, 8)), rngs=nnx.Rngs(0)),
         TypeError,
-        "a further input of a layer or a `Stack` is a Rngs; it must be an array.*when they are made",
+        "an additional input of a layer or a `Stack` is a Rngs; it must be an array.*when layers are constructed",
     ),
     "a variable shared": (
         lambda: stack_of(Sows)(jnp.ones((2, 8)), nnx.Variable(jnp.ones(8))),
         TypeError,
-        "a further input of a layer or a `Stack` is a Variable; it must be an array.*pass a variable's value",
+        "an additional input of a layer or a `Stack` is a Variable; it must be an array.*pass the value of a variable",
     ),
     "shared without a stack": (
         lambda: gtp.run_chain(jnp.ones((2, 8)), gtp.Dense(8, 8, rngs=nnx.Rngs(0)), shared=(jnp.ones(8),)),
         ValueError,
-        "`shared` is for the layers of a `Stack`, and `run_chain` got none",
+        "`shared` applies to the layers of a `Stack`, but `run_chain` got no stack",
     ),
     "one shared array": (
         lambda: gtp.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
         TypeError,
-        "`shared` is a ArrayImpl; it must be a tuple of positional arguments, or a dict of named ones",
+        "`shared` is a ArrayImpl; it must be a tuple of positional arguments, or a dict of keyword arguments",
     ),
 }
 

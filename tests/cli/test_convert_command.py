@@ -107,10 +107,10 @@ def test_help_of_import_names_what_is_imported(capsys):
 def test_a_run_does_not_start_from_another_model(run, text, tmp_path, capsys):
     flags = small(text, tmp_path / "out", steps=2)
     code, _, err = printed(capsys, "train", *flags, "--from", run, "--preset=100m")
-    assert code == 2 and "--preset 100m has the hidden_size 1024, and its is 128" in err
+    assert code == 2 and "--preset 100m has the hidden_size 1024, but its is 128" in err
     assert not (tmp_path / "out").exists()
     code, _, err = printed(capsys, "train", *flags, "--from", tmp_path / "missing")
     assert code == 2 and f"no directory {tmp_path / 'missing'}" in err
     copy = shutil.copytree(run, tmp_path / "copy")
     code, _, err = printed(capsys, "train", *small(text, copy, steps=4), "--resume", "--from", run)
-    assert code == 2 and "`from` is for a new run; a resumed one has its parameters" in err
+    assert code == 2 and "`from` applies only to a new run; a resumed run has its own parameters" in err

@@ -175,4 +175,4 @@ def test_the_tokenizer_of_a_run_that_is_gone_is_asked_for(run, tmp_path, capsys)
     config = json.loads((run / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/tokenizer.json"}))
     code, _, err = printed(capsys, "generate", tmp_path / "run", "--prompt", "x")
-    assert code == 2 and "was trained with the tokenizer gone/tokenizer.json, which is not there" in err
+    assert code == 2 and "was trained with the tokenizer gone/tokenizer.json, which does not exist" in err

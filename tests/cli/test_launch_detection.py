@@ -47,7 +47,7 @@ def test_processes_are_found(flags, environment, expected):
 def test_a_job_or_a_port_of_digits_that_are_no_number_is_refused():
     with pytest.raises(ValueError, match="SLURM does not say where process 0 runs. Add --coordinator HOST:PORT"):
         launch(**{**slurm("n1"), "SLURM_JOB_ID": "²"})
-    with pytest.raises(ValueError, match="--coordinator is 'h:²'; it must be HOST:PORT, 127.0.0.1:9000 for instance"):
+    with pytest.raises(ValueError, match="--coordinator is 'h:²'; it must be HOST:PORT, such as 127.0.0.1:9000"):
         launch("--coordinator=h:²", "--num-processes=2", "--process-id=1")
 
 

@@ -22,7 +22,7 @@ def test_too_little_memory_of_a_device_or_of_the_host_is_said_in_words():
         assert text.startswith("out of memory: ") and "allocat" in text and "RESOURCE_EXHAUSTED" not in text
         assert "Use a smaller --preset, --seq or --batch, more --microbatches or more devices" in text
     assert "a device is out of memory (RESOURCE_EXHAUSTED: " in _run._reason(device.value)
-    assert "Take a smaller --batch, more --microbatches, or shard the weights" in _run._reason(device.value)
+    assert "Use a smaller --batch, more --microbatches, or a higher --gtp" in _run._reason(device.value)
     assert of_error(device.value) == MISTAKE
     assert (
         explanation(jax.errors.JaxRuntimeError("INTERNAL: another error")) is None

@@ -68,8 +68,8 @@ BAD = {
     "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
 }
 OF_A_MODEL = {
-    "--high-precision-first 3 --high-precision-last 2": "ask for 5 layers of each stack; blocks has 4",
-    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights; they are ",
+    "--high-precision-first 3 --high-precision-last 2": "cover 5 layers of each stack, but blocks has 4",
+    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights; the modules are ",
 }
 
 

@@ -143,7 +143,7 @@ def test_text_that_its_flag_would_take_is_a_number(tmp_path):
 def test_only_a_run_that_may_begin_saves_its_settings_and_no_other_file_is_replaced(text, saved, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     flags = [*small(text, saved / "run", **SIZES), f"--save-config={path}"]
-    assert main(["train", *flags]) == 2 and "holds a run already" in capsys.readouterr().err
+    assert main(["train", *flags]) == 2 and "already holds a run" in capsys.readouterr().err
     assert not path.exists()
     written(tmp_path, "steps: 3  # mine\n")
     flags = [*small(text, tmp_path / "run", seq=10**6), f"--save-config={path}"]

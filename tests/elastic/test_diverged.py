@@ -26,6 +26,6 @@ def test_a_run_goes_back_within_its_fleet_and_its_status_is_that_of_a_run_withou
         assert run.wait(TIMEOUT_S) == DIVERGED
     said = (tmp_path / "output.txt").read_text()
     assert said.count("is nan: back to step ") == 2, said[-3000:]
-    assert "after the run has gone back 2 times (--max-rollbacks). Take a lower --lr" in said
+    assert "after the run has gone back 2 times (--max-rollbacks). Use a lower --lr" in said
     assert "failures: 0, steps lost: 0" in said
     assert [event["event"] for event in events(tmp_path / "run")].count("start") == 1

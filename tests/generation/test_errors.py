@@ -54,7 +54,7 @@ def attention(**options):
 MODELS = {
     "no positions": (lambda: WithoutPositions(attention()), "WithoutPositions does not take `positions`"),
     "positions dropped": (lambda: Drops(attention()), "the model calls attention without `positions` while"),
-    "masked": (lambda: Masks(attention()), "the model gives attention a mask or segments while"),
+    "masked": (lambda: Masks(attention()), "the model passes a mask or segments to attention while"),
     "called twice": (lambda: Twice(attention()), "is called more than once in a forward pass, but `gtp_jax.generate`"),
     "both ways": (lambda: Model(attention(causal=False)), "mixer.core attends to later tokens"),
     "cross": (

@@ -132,11 +132,11 @@ class Scanned(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Shared, {}, "is a layer that is one too, so that it is no projection of its own"),
+        (Shared, {}, "is a layer that is also one, so it cannot have an adapter of its own"),
         (Scanned, {}, "layers is an nnx.Linear that has a kernel of shape (2, 8, 8), stacked by a scan or a `Stack`"),
-        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear has no layer that takes adapters"),
-        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key has an adapter already"),
-        (Model, dict(recipe=gtp.FP8()), "`recipe` is FP8, and layers.0.attention.key is a layer of Flax's"),
+        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear contains no layer that supports adapters"),
+        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already has an adapter"),
+        (Model, dict(recipe=gtp.FP8()), "`recipe` is FP8, but layers.0.attention.key is a Flax layer"),
     ],
 )
 def test_what_is_no_projection_of_its_own_is_refused(make, options, message):

@@ -96,7 +96,7 @@ class Traced(nnx.Module):
 
 
 def test_one_that_flax_does_not_see_under_a_trace_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"Traced at inner keeps an array in its attribute `mask`.*nnx\.Variable"):
+    with pytest.raises(TypeError, match=r"Traced at inner has an array as its attribute `mask`.*nnx\.Variable"):
         gtp.init(lambda rngs: nnx.Dict(inner=Traced(rngs)), nnx.Rngs(0))
 
 

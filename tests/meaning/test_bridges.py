@@ -83,7 +83,7 @@ def test_in_a_step_it_is_right_without_a_recipe_and_refused_with_one(kind):
         return jax.jit(lambda s, x: gtp.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe))
 
     assert_equal("bfloat16", *run(None)(state, x))
-    with pytest.raises(ValueError, match="NVFP4, but ToNNX has no weights that are gathered.*leave the recipe out"):
+    with pytest.raises(ValueError, match="NVFP4, but ToNNX has no gathered weights.*remove the recipe"):
         run(gtp.NVFP4()).trace(state, x)
 
 

@@ -194,7 +194,7 @@ REFUSED = {
     ),
     "scaling": (lambda: attend(rope_scaling={"factor": 2}), "it must be a `gtp_jax.RopeScaling` or None"),
     "no rotation": (lambda: attend(rope_theta=None, rope_scaling=SCALING), "`rope_theta` is None"),
-    "masks by head": (lambda: attend(inputs=dict(mask=jnp.ones((8, 4, 4, 4), bool))), "one mask serves all heads"),
+    "masks by head": (lambda: attend(inputs=dict(mask=jnp.ones((8, 4, 4, 4), bool))), "all heads share one mask"),
     "memory": (lambda: attend(gtp.CrossAttention, (jnp.ones((8, 16)),)), r"and \(batch, memory, features\); got"),
 }
 
@@ -209,13 +209,13 @@ def test_bad_argument_is_named(name):
 ON_A_MESH = {
     "batch": (
         lambda: attend(inputs=dict(segment_ids=jnp.zeros((1, 4), int))),
-        r"the input 'segment_ids' of Attention has shape \(1, 4\); .* is the batch, which is 8. Broadcast it",
+        r"the input 'segment_ids' of Attention has shape \(1, 4\); .* must be the batch, 8. Broadcast it",
     ),
     "memory": (
         lambda: attend(gtp.CrossAttention, (jnp.ones((8, 3, 16)),)),
         r"the input 'memory' of CrossAttention is sequence parallel over tp = 2, and its input has shape \(8, 3, 16\)",
     ),
-    "one key-value head": (lambda: attend(num_kv_heads=1), "tp 2 is more than the 1 key-value heads"),
+    "one key-value head": (lambda: attend(num_kv_heads=1), "tp 2 exceeds the number of key-value heads, 1"),
 }
 
 

@@ -158,11 +158,13 @@ def test_in_linen_a_kernel_is_a_parameter():
 
 def test_errors_name_the_argument_and_the_remedy():
     rngs = nnx.Rngs(0)
-    with pytest.raises(ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes are whole numbers"):
+    with pytest.raises(ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes must be whole numbers"):
         gtp.Conv(8, 0, 3, rngs=rngs)
-    with pytest.raises(ValueError, match="`feature_group_count` is 3; it must divide the features .* 8 and 9"):
+    with pytest.raises(
+        ValueError, match="`feature_group_count` is 3; it must divide the numbers of input and output features, 8 and 9"
+    ):
         gtp.Conv(8, 9, 3, feature_group_count=3, rngs=rngs)
-    with pytest.raises(ValueError, match="`mask` is given to gtp_jax.Conv.*Leave it out.*`gtp_jax.Param`"):
+    with pytest.raises(ValueError, match="`mask` is given to gtp_jax.Conv.*Remove it.*`gtp_jax.Param`"):
         gtp.Conv(8, 8, 3, mask=jnp.ones((3, 8, 8)), rngs=rngs)
     with pytest.raises(ValueError, match="`kernel_metadata` is given to gtp_jax.Einsum"):
         gtp.Einsum("be,ef->bf", (8, 8), kernel_metadata={"out_sharding": ("tp", None)}, rngs=rngs)
@@ -170,7 +172,7 @@ def test_errors_name_the_argument_and_the_remedy():
         gtp.Conv(8, 8, 3, rngs=rngs)(jnp.ones((2, 7, 9)))
     with pytest.raises(ValueError, match="`einsum_str` is 'be,ef'; it must have two operands, .* and an output"):
         gtp.Einsum("be,ef", (8, 8), rngs=rngs)
-    with pytest.raises(ValueError, match=r"whose kernel 'efg' has 3 dimensions; `kernel_shape` is \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"whose kernel 'efg' has 3 dimensions, but `kernel_shape` is \(8, 8\)"):
         gtp.Einsum("be,efg->bfg", (8, 8), rngs=rngs)
     with pytest.raises(ValueError, match="`grad_reduce` is 'half'; it must be one of 'float32'"):
         gtp.Conv(8, 8, 3, grad_reduce="half", rngs=rngs)

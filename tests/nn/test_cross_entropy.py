@@ -167,8 +167,12 @@ def test_inside_a_shard_map_logits_have_any_rank(x64):
 @pytest.mark.parametrize(
     ("width", "vocab_size", "message"),
     [
-        (24, None, r"have 24 tokens inside a `shard_map` over tp = 2, where they may .* Pass `vocab_size="),
-        (24, 50, r"`vocab_size` is 50, but logits of 24 tokens are neither all of it nor one of 2 parts, of 25 tokens"),
+        (24, None, r"have 24 tokens inside a `shard_map` over tp = 2, so they may .* as `vocab_size="),
+        (
+            24,
+            50,
+            r"`vocab_size` is 50, but logits of 24 tokens are neither the whole .* nor one of its 2 parts of 25",
+        ),
     ],
 )
 def test_logits_of_unknown_extent_are_refused_inside_a_shard_map(width, vocab_size, message):
@@ -182,12 +186,12 @@ def test_logits_of_unknown_extent_are_refused_inside_a_shard_map(width, vocab_si
 
 
 def test_a_vocabulary_of_another_size_than_the_logits_is_refused():
-    with pytest.raises(ValueError, match="`vocab_size` is 12, but the logits are of 24 tokens; leave it out"):
+    with pytest.raises(ValueError, match="`vocab_size` is 12, but the logits have 24 tokens. Remove `vocab_size`"):
         gtp.cross_entropy(jnp.zeros((2, 3, 24)), jnp.zeros((2, 3), jnp.int32), vocab_size=12)
 
 
 def test_logits_without_a_vocabulary_are_refused():
     with pytest.raises(
-        ValueError, match=r"logits \(\), targets \(\), weights None: targets and weights have the shape"
+        ValueError, match=r"logits \(\), targets \(\), weights None: targets and weights must have the shape"
     ):
         gtp.cross_entropy(jnp.zeros(()), jnp.zeros((), jnp.int32))

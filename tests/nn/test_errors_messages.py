@@ -35,7 +35,7 @@ WITHOUT_A_MESH = {
         lambda: gtp.Dense(8, 8, parallel="rows", rngs=rngs()),
         "`parallel` is 'rows'; it must be 'column', 'row'",
     ),
-    "size": (lambda: gtp.Dense(8, 0, rngs=rngs()), r"Dense\(8, 0\): feature sizes are whole numbers of at least 1"),
+    "size": (lambda: gtp.Dense(8, 0, rngs=rngs()), r"Dense\(8, 0\): feature sizes must be whole numbers of at least 1"),
     "features": (lambda: gtp.Dense(8, 8, rngs=rngs())(jnp.ones((2, 7))), r"Dense takes 8 input features; got shape"),
     "norm": (
         lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()),
@@ -51,7 +51,7 @@ WITHOUT_A_MESH = {
     ),
     "no heads": (
         lambda: gtp.Attention(16, num_heads=0, rngs=rngs()),
-        "`num_heads` is 0 and `num_kv_heads` 0; both are whole",
+        "`num_heads` is 0 and `num_kv_heads` is 0; both must be whole",
     ),
     "odd head": (
         lambda: gtp.Attention(36, num_heads=4, rngs=rngs()),
@@ -61,10 +61,10 @@ WITHOUT_A_MESH = {
         lambda: gtp.Attention(16, num_heads=2, rngs=rngs())(jnp.ones((2, 16))),
         r"Attention takes \(batch, seq",
     ),
-    "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes are whole numbers"),
+    "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes must be whole numbers"),
     "units": (
         lambda: gtp.Dense(8, 8, units=3, rngs=rngs()),
-        "`units` is 3; it must be a whole number of features that divides 8, or one for each name",
+        "`units` is 3; it must be a whole number of features that divides 8, or a dict with one number per name",
     ),
     "roles twice": (
         lambda: gtp.Roles(batch=("dp", "dp")),
@@ -75,17 +75,20 @@ WITHOUT_A_MESH = {
         "`tensor` is 'tp', which is also in `weights` .* Remove it from one of the two",
     ),
     "role of text": (lambda: gtp.Roles(batch="dp"), "`batch` is 'dp'; it must be a tuple of mesh axes"),
-    "table": (lambda: gtp.Embed(0, 8, rngs=rngs()), r"Embed\(0, 8\): sizes are whole numbers of at least 1"),
+    "table": (lambda: gtp.Embed(0, 8, rngs=rngs()), r"Embed\(0, 8\): sizes must be whole numbers of at least 1"),
     "norm of a row": (
         lambda: gtp.LayerNormDense(8, 8, parallel="row", rngs=rngs()),
-        "`parallel` is 'row', whose input",
+        "`parallel` is 'row', so the input",
     ),
-    "length": (lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()), "`length` is 0; a stack has at least one layer"),
+    "length": (
+        lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()),
+        "`length` is 0; a stack must have at least one layer",
+    ),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
         r"`remat` is 'some'; it must be one of \['activations', 'everything', 'matmuls', 'nothing'\]",
     ),
-    "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` joins one module or more; it got none"),
+    "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` got no modules; pass at least one"),
     "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'"),
     "unroll true": (lambda: gtp.Schedule(unroll=True), "`unroll` is True; it must be a number of layers"),
     "unroll 2.5": (
@@ -100,7 +103,10 @@ WITHOUT_A_MESH = {
         lambda: gtp.Schedule(keep_gathered="none"),
         "`keep_gathered` is 'none'; it must be a number of layers, at least 0, or",
     ),
-    "inner stack": (lambda: gtp.Stack(lambda rngs: stack(rngs), 2, rngs=rngs()), "Stack holds a `Stack`, which cannot"),
+    "inner stack": (
+        lambda: gtp.Stack(lambda rngs: stack(rngs), 2, rngs=rngs()),
+        "Stack contains a `Stack`, which cannot",
+    ),
     "two schedules": (
         lambda: gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), stack(rngs(), schedule=gtp.Schedule(keep_gathered=0))),
         "the stacks of a chain have different schedules",
@@ -112,7 +118,7 @@ WITHOUT_A_MESH = {
     "kept true": (lambda: gtp.Schedule(keep_gathered=True), "`keep_gathered` is True; it must be a number of layers"),
     "loss shapes": (
         lambda: gtp.cross_entropy(jnp.ones((2, 3, 8)), tokens(2, 4)),
-        r"logits \(2, 3, 8\), targets \(2, 4\), weights None: targets and weights have the shape",
+        r"logits \(2, 3, 8\), targets \(2, 4\), weights None: targets and weights must have the shape",
     ),
     "microbatches": (
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), microbatches=0),
@@ -161,12 +167,12 @@ def test_bad_argument_is_named(name):
 def test_tokens_and_targets_are_integers():
     with pytest.raises(TypeError, match="Embed takes integer tokens; got float32"):
         gtp.Embed(8, 8, rngs=rngs())(jnp.ones((2, 3)))
-    with pytest.raises(TypeError, match="`targets` are token ids, integers; got float32"):
+    with pytest.raises(TypeError, match="`targets` are float32; they must be token ids"):
         gtp.cross_entropy(jnp.ones((2, 3, 8)), jnp.ones((2, 3)))
 
 
 def test_what_is_no_module_or_schedule_is_refused():
-    with pytest.raises(TypeError, match="`run_chain` joins modules of gtp_jax; number 1 is a function. Derive it"):
+    with pytest.raises(TypeError, match="`run_chain` takes gtp_jax modules, but module 1 is a function. Derive it"):
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), lambda x: x)
     with pytest.raises(TypeError, match="`schedule` is 'full'; it must be a `gtp_jax.Schedule`"):
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), schedule="full")
@@ -181,7 +187,7 @@ def dense(**options) -> gtp.Dense:
 ON_A_MESH = {
     "tp heads": (
         lambda: gtp.Attention(8, num_heads=1, rngs=rngs()),
-        "tp 2 is more than the 1 key-value heads .* Choose a tp degree of at most that",
+        "tp 2 exceeds the number of key-value heads, 1 .* Choose a tp degree of at most 1",
     ),
     "batch": (lambda: dense()(jnp.ones((6, 32))), r"input of Dense has shape \(6, 32\).* multiple of dp \* gtp = 4"),
     "sequence": (
@@ -190,7 +196,7 @@ ON_A_MESH = {
     ),
     "dimensions": (
         lambda: dense(parallel="row")(jnp.ones(32)),
-        r"input of Dense has shape \(32,\); under this mesh it needs a batch, dimension 0, and at least 2 in all",
+        r"input of Dense has shape \(32,\); on this mesh it needs a batch as dimension 0, and at least 2 dimensions",
     ),
     "attend": (lambda: gtp.Embed(32, 8, rngs=rngs()).attend(jnp.ones((4, 2, 8))), "call it through a `TiedHead`"),
 }
@@ -216,7 +222,9 @@ def test_model_built_for_another_mesh_is_refused():
 def test_an_nnx_object_as_a_layers_further_input_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         layer = gtp.Attention(16, num_heads=2, rngs=rngs())
-        with pytest.raises(TypeError, match="a further input of a layer or a `Stack` is a Rngs; it must be an array"):
+        with pytest.raises(
+            TypeError, match="an additional input of a layer or a `Stack` is a Rngs; it must be an array"
+        ):
             layer(jnp.ones((8, 4, 16)), mask=rngs())
 
 

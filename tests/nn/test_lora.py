@@ -283,16 +283,28 @@ def llama(config=CONFIG) -> Any:
         (llama, dict(alpha=0), "`alpha` is 0; it must be a number above 0, such as twice the rank"),
         (llama, dict(dropout=1.0), "`dropout` is 1.0; it must be a number of at least 0 and below 1"),
         (llama, dict(targets="query"), "`targets` is 'query'; it must be a list of patterns, such as"),
-        (llama, dict(targets=["q_proj"]), "`targets` has 'q_proj', which matches no projection. There are blocks"),
-        (llama, dict(targets=["embed"]), "`targets` has 'embed', which matches embed, a Embed. Adapters are for"),
-        (lambda: llama(MOE), dict(targets=["mlp"]), "matches blocks.layers.mlp.down, a GroupedDense. Adapters are for"),
-        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain has no layer that takes adapters: no gtp_jax.Dense within it, no"),
+        (
+            llama,
+            dict(targets=["q_proj"]),
+            "`targets` has 'q_proj', which matches no projection. The projections are blocks",
+        ),
+        (
+            llama,
+            dict(targets=["embed"]),
+            "`targets` has 'embed', which matches embed, a Embed. Only projections can have adapters",
+        ),
+        (
+            lambda: llama(MOE),
+            dict(targets=["mlp"]),
+            "matches blocks.layers.mlp.down, a GroupedDense. Only projections can have adapters",
+        ),
+        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain contains no layer that supports adapters: no gtp_jax.Dense, "),
         (
             lambda: gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0)),
             {},
-            "blocks.layers.attention.qkv has an adapter already. Call `gtp_jax.lora` once",
+            "blocks.layers.attention.qkv already has an adapter. Call `gtp_jax.lora` once",
         ),
-        (lambda: abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), {}, "the model is abstract, so that there is"),
+        (lambda: abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), {}, "the model is abstract, so there are"),
     ],
 )
 def test_mistakes_are_named(make, options, message):

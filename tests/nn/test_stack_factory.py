@@ -90,5 +90,5 @@ def test_variables_made_outside_of_the_factory_are_refused_by_path():
     with pytest.raises(ValueError) as error:
         gtp.Stack(Sharing, LENGTH, rngs=nnx.Rngs(0))
     message = str(error.value)
-    assert "returned a Sharing with the Param shared." in message and "made outside of the factory" in message
+    assert "returned a Sharing with the Param shared." in message and "created outside the factory" in message
     assert "call them in a loop: `nnx.List([factory(rngs=rngs) for _ in range(length)])`" in message

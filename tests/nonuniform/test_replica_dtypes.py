@@ -103,7 +103,10 @@ def test_a_loss_that_reads_a_rounded_array_is_refused_by_message():
         return total + jnp.sum(model.head.kernel[...] ** 2), tokens
 
     mesh, state, step = begin(factory(), loss=decayed)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="a loss reads the array of a weight of shape .* rounded"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="the loss reads the array of a weight of shape .* rounded"),
+    ):
         step(state, next(data(1)))
 
 

@@ -122,7 +122,7 @@ def sharded(shape) -> Layout:
 
 @pytest.mark.parametrize("form, least", [(formats.MXFP8, 32), (formats.NVFP4, 16), (formats.NVFP4_1D, 16)], ids=str)
 def test_rows_shorter_than_a_block_are_refused(form, least):
-    rows = f"has rows of {least - 1} elements on a rank"
+    rows = f"has rows of {least - 1} elements per rank"
     message = rf"shape \({least - 1}, 64\) {rows}, fewer than the {least} of a block of {form.name}.*`exclude`"
     with pytest.raises(ValueError, match=message):
         plan_of([[sharded((least - 1, 64))]], form)

@@ -143,10 +143,10 @@ def test_what_cannot_be_pregathered_is_refused():
         lowered(None, "all", 1)
     with pytest.raises(
         ValueError,
-        match="`pregathered_layers` is 2, but no layers of a `Stack` travel as codes that could be gathered ahead",
+        match="`pregathered_layers` is 2, but no layers of a `Stack` are sent as codes that could be gathered",
     ):
         lowered(gtp.BF16(), 2, 1)
-    with pytest.raises(ValueError, match="`pregathered_layers` is 1, but no layers of a `Stack` travel as codes"):
+    with pytest.raises(ValueError, match="`pregathered_layers` is 1, but no layers of a `Stack` are sent as codes"):
         lowered(gtp.NVFP4(high_precision_first=1, high_precision_last=LAYERS - 1), 1, 1)
 
 
@@ -158,6 +158,6 @@ def test_more_layers_than_a_stack_has_are_not_pregathered():
             next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(high_precision_last=1), pregathered_layers=2
         )
         with pytest.raises(
-            ValueError, match="`pregathered_layers` is 2, but no `Stack` has more than 1 layers that travel as codes"
+            ValueError, match="`pregathered_layers` is 2, but no `Stack` has more than 1 layers that are sent as codes"
         ):
             step(state, batch_of(config))

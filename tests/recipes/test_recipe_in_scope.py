@@ -184,5 +184,5 @@ def test_what_cannot_be_done_is_refused():
     with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"know its path.*gtp_jax.init.*exclude=\(\)"):
         unnamed(jnp.ones((8, 64)))
     short = gtp.init(lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(64, 64, rngs=rngs), 2, rngs=rngs), nnx.Rngs(0))
-    with gtp.use_recipe(gtp.NVFP4(high_precision_first=3)), pytest.raises(ValueError, match="ask for 3 layers"):
+    with gtp.use_recipe(gtp.NVFP4(high_precision_first=3)), pytest.raises(ValueError, match="cover 3 layers"):
         short(jnp.ones((8, 64), jnp.bfloat16))

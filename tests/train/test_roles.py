@@ -119,7 +119,9 @@ def test_a_model_of_mixed_roles_is_refused():
             with gtp.use_roles(gtp.Roles(batch=("data",), weights=("data",), tensor=None)):
                 self.b = gtp.Dense(8, 8, rngs=rngs)
 
-    with pytest.raises(ValueError, match="the model has modules built under different roles: .* Build all of it under"):
+    with pytest.raises(
+        ValueError, match="the model has modules built under different roles: .* Build the whole model under"
+    ):
         gtp.TrainState.create(Mixed(nnx.Rngs(0)), optax.sgd(1.0))
 
 

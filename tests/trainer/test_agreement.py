@@ -114,7 +114,7 @@ def test_environment_and_kind_of_a_missing_field_are_compared(monkeypatch):
     ("numbers", "processes", "messages", "statuses"),
     [
         ([0, 1, 1], 3, ["two processes have --process-id 1: host "] * 3, {MISTAKE}),
-        ([0, 0], 2, ["two processes have --process-id 0: host ", "cannot listen at port"], {MISTAKE, RETRY}),
+        ([0, 0], 2, ["two processes have --process-id 0: host ", "cannot listen on port"], {MISTAKE, RETRY}),
     ],
 )
 def test_two_processes_with_one_number_are_told_at_once(numbers, processes, messages, statuses):
@@ -130,7 +130,7 @@ def test_other_count_of_processes_is_refused():
     first, second = launches(0, 1)
     raised = run([first, dataclasses.replace(second, processes=3)], lambda *_: None)
     for error in raised:
-        assert "--num-processes is 2 in process 0, but 3 in process 1 (host" in str(error)
+        assert "--num-processes is 2 in process 0 but 3 in process 1 (host" in str(error)
 
 
 def test_process_that_does_not_come_is_named():
@@ -138,7 +138,7 @@ def test_process_that_does_not_come_is_named():
     for error in raised:
         assert re.search(
             r"^processes 1, 3 did not reach process 0 at 127.0.0.1:\d+ within 1 s. Start all processes with the same "
-            "--coordinator, .* if they start further apart than that, give all of them a longer --join-timeout.$",
+            "--coordinator, .* If they do not start within that time, give all of them a longer --join-timeout.$",
             str(error),
         )
         assert of_error(error) == RETRY
@@ -153,7 +153,7 @@ def test_taken_port_and_a_strange_service_are_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         [taken] = run([Launch(2, 0, address)], lambda *_: None)
-        assert "process 0 cannot listen at port" in str(taken) and "Choose a free port" in str(taken)
+        assert "process 0 cannot listen on port" in str(taken) and "Choose a free port" in str(taken)
         server.accept()[0].close()  # what it has told the server, in case that it is another process 0
 
         def answer() -> None:
@@ -166,7 +166,7 @@ def test_taken_port_and_a_strange_service_are_refused():
 
 def test_address_of_another_host_is_refused():
     [raised] = run([Launch(2, 0, f"host.invalid:{free_port()}")], lambda *_: None)
-    assert "process 0 does not reach itself at --coordinator host.invalid:" in str(raised)
+    assert "process 0 cannot reach itself at --coordinator host.invalid:" in str(raised)
 
 
 def test_strangers_at_the_port_do_no_harm():
@@ -232,8 +232,8 @@ def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_p
 
     assert run(launches(0, 1), body("one", "one")) == [None, None]
     for error in run(launches(0, 1, 2), body("one", "one", "two")):
-        assert f"`out` {tmp_path}" in str(error) and "is not one directory" in str(error)
-        assert "in that of process 2. Give all processes an --out on a file system that they share." in str(error)
+        assert f"`out` {tmp_path}" in str(error) and "is not shared" in str(error)
+        assert "for process 2. Give all processes an --out on a shared file system." in str(error)
     assert list((tmp_path / "one").iterdir()) == []
     (tmp_path / "file").touch()
     for error in run(launches(0, 1), body("file/run", "file/run")):

@@ -246,9 +246,9 @@ def test_a_checkpoint_without_the_average_that_it_names_is_refused(run, monkeypa
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, dict(average=0.9), "it averages no weights, and average is 0.9\nLeave --average as the run has it"),
-        (dict(average=0.9), {}, "it averages weights, and average is not given"),
-        (dict(optimizer="schedule-free"), {}, "its optimizer is schedule-free, not adamw\nLeave --optimizer as"),
+        ({}, dict(average=0.9), "it averages no weights, but average is 0.9\nLeave --average unchanged"),
+        (dict(average=0.9), {}, "it averages weights, but average is not given"),
+        (dict(optimizer="schedule-free"), {}, "its optimizer is schedule-free, not adamw\nLeave --optimizer unchanged"),
     ],
 )
 def test_a_resumed_run_keeps_its_averages(before, after, message):
@@ -271,8 +271,8 @@ def test_an_average_that_a_resumed_run_did_not_keep_is_refused_at_the_door(run, 
     [
         (dict(average=1.0), r"`average` is 1.0; it must be a number between 0 and 1, such as 0.999"),
         (dict(average=0.0), r"`average` is 0.0; it must be a number above 0"),
-        (dict(optimizer="schedule-free", average=0.9), "which averages weights itself. Leave --average out"),
-        (dict(optimizer="schedule-free", schedule="wsd"), "`schedule` is 'wsd', and `optimizer` schedule-free"),
+        (dict(optimizer="schedule-free", average=0.9), "which averages weights itself. Remove --average"),
+        (dict(optimizer="schedule-free", schedule="wsd"), "`schedule` is 'wsd', but `optimizer` is schedule-free"),
     ],
 )
 def test_averages_that_make_no_sense_are_refused(settings, message):

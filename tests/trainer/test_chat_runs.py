@@ -104,7 +104,7 @@ def test_a_resumed_run_finds_its_answers_and_refuses_others(chat, tmp_path, caps
         assert found[0] == pytest.approx(found[1], rel=1e-5)
     capsys.readouterr()
     assert main(["train", "--resume", f"--out={out}", "--steps=6", "--loss-on=all"]) == 2
-    assert "are not those that this run was trained on" in capsys.readouterr().err
+    assert "differ from those that this run was trained on" in capsys.readouterr().err
 
 
 def test_the_loss_counts_answers_and_the_baseline_too(chat):
@@ -126,13 +126,13 @@ def test_the_loss_counts_answers_and_the_baseline_too(chat):
 def test_an_evaluation_without_an_answer_is_refused(chat, tmp_path, capsys):
     data = write_lines(tmp_path / "long.jsonl", [conversation("why " * 700, f"{i}") for i in range(40)])
     assert main(["train", *flags(chat, tmp_path / "run", data=data, seq=32, steps=1)]) == 2
-    assert "the first 1 batches to evaluate have no answer, whose tokens alone the loss" in capsys.readouterr().err
+    assert "the first 1 evaluation batches contain no answers, and the loss" in capsys.readouterr().err
 
 
 def test_conversations_that_are_cut_are_counted(chat):
     settings = {"data": [str(chat / "chat.jsonl")], "chat_template": str(chat / "mine.jinja"), "seq": 40, "batch": 2}
     with pytest.warns(
-        UserWarning, match=r"(\d+) of \1 conversations are longer than `seq`, 40, and are cut: .* raise --seq"
+        UserWarning, match=r"(\d+) of \1 conversations are longer than `seq` = 40 and are cut; .* Increase --seq"
     ):
         read_corpus(from_settings(TrainConfig, settings))
 
@@ -176,7 +176,7 @@ def test_a_model_without_a_template_for_its_text_says_so(chat, imported, capsys)
 
 
 REFUSED = {
-    "no template": (dict(chat_template=None), "`data` holds conversations, and there is no chat template"),
+    "no template": (dict(chat_template=None), "`data` contains conversations, but there is no chat template"),
     "no answer": (dict(data=[conversation("a", "b"), conversation("a")]), "chat.jsonl, line 2: it has no answer"),
     "a text": (dict(data=[conversation("a", "b"), {"text": "a"}]), "line 2: it has 'text', but no `messages`"),
     "rewritten": (
@@ -184,7 +184,7 @@ REFUSED = {
         "line 1: `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 or one before it when turn 3 follows",
     ),
     "token of nobody": (dict(chat_template="MINE"), "alone.jinja writes eos_token, but nothing defines it"),
-    "no conversations": (dict(data="TEXT"), "`chat_template` is given, and no `data` holds conversations"),
+    "no conversations": (dict(data="TEXT"), "`chat_template` is given, but no `data` contains conversations"),
     "one": (dict(data=[conversation("a", "b")]), "too few tokens"),
     "experts": (dict(num_experts=4, preset="tiny-moe"), "--aux-loss-coeff"),
 }

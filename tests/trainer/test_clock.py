@@ -139,12 +139,12 @@ def test_only_the_slow_process_or_device_is_named():
     same = {p: times() for p in range(4)}
     assert slow(same) == []
     assert slow({**same, 2: times(input=0.05)}) == [
-        "process 2: input takes 50.0 ms a step, 1.0 ms in the others",
+        "process 2: input takes 50.0 ms per step, and 1.0 ms in the others",
     ]
     [line] = slow({**same, 1: times(dispatch=0.03)})
-    assert line.startswith("process 1: dispatch takes 30.0 ms a step")
+    assert line.startswith("process 1: dispatch takes 30.0 ms per step")
     [line] = slow({**same, 3: times(**{"device 1": 0.002})})
-    assert line == "process 3: device 1 takes 2.00 ms for products that take 1.00 ms on others"
+    assert line == "process 3: device 1 takes 2.00 ms for matrix products that take 1.00 ms on others"
     assert slow({**same, 2: times(input=0.008)}) == []  # eight times as long, and no matter for a step of 100 ms
     assert slow({**same, 2: times(step=0.5)}) == []  # steps wait for each other
     assert slow({0: times(input=0.05)}) == []  # nobody to compare with

@@ -104,13 +104,13 @@ def test_what_cannot_be_read_is_refused_before_anything_is_written(folder, data,
 def test_weighted_paths_of_which_one_contains_the_other_are_refused(folder, capsys):
     assert main(["train", *flags(folder / "out", f"{folder}:0.5", f"{folder / 'a.jsonl'}:0.5")]) == 2
     said = capsys.readouterr().err
-    assert f"`data` {folder / 'a.jsonl'} is in {folder}, and each has a weight" in said
-    assert "leave the weights out" in said
+    assert f"`data` {folder / 'a.jsonl'} is inside {folder}, and both have a weight" in said
+    assert "remove the weights" in said
 
 
 def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):
     assert main(["train", *flags(folder / "out", folder / "c.npy", token_dtype="uint16")]) == 2
-    assert "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out" in capsys.readouterr().err
+    assert "`token_dtype` is given, but no `data` is a `.bin` file. Remove --token-dtype" in capsys.readouterr().err
 
 
 def test_a_dtype_of_tokens_is_for_a_file_of_any_case(folder):
@@ -122,7 +122,7 @@ def test_a_dtype_of_tokens_is_for_a_file_of_any_case(folder):
 def test_files_of_token_ids_that_are_too_short_for_a_row_are_named(folder):
     np.save(folder / "d.npy", np.arange(20, dtype=np.uint8))
     data = (str(folder / "c.npy"), str(folder / "d.npy"))
-    with pytest.warns(UserWarning, match=r"1 of 2 files have at most `seq` tokens, 32, which make no row"):
+    with pytest.warns(UserWarning, match=r"1 of 2 files have at most `seq` = 32 tokens, too few for a row"):
         read_corpus(TrainConfig(data=data, seq=32, batch=8, packing="stream"))
     with warnings.catch_warnings(action="error"):
         read_corpus(TrainConfig(data=data, seq=32, batch=8, packing="documents"))

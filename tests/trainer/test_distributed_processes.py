@@ -136,5 +136,5 @@ def test_directories_that_are_not_one_are_refused_by_all(text, tmp_path):
         assert [run.wait(180) for run in runs] == [2, 2]
     for i, out in enumerate("ab"):
         output = (tmp_path / f"process{i}.txt").read_text()
-        assert f"`out` {tmp_path / out} is not one directory" in output
-        assert "does not appear in 10 s in that of process 1." in output
+        assert f"`out` {tmp_path / out} is not shared" in output
+        assert "did not appear within 10 s for process 1." in output

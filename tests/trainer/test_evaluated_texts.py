@@ -62,7 +62,7 @@ def test_without_evaluations_there_is_no_loss_and_every_step_is_saved_as_asked(t
     [
         (["--eval-data", "nothing here"], "`eval_data` nothing here"),
         (["--eval-data", "{short}"], "short.txt of `eval_data` has 4, but one sequence of 16 needs 17. Leave it out"),
-        (["--eval-data", "{short}", "--eval-every=0"], "`eval_every` is 0, so that nothing is evaluated"),
+        (["--eval-data", "{short}", "--eval-every=0"], "`eval_every` is 0, so nothing is evaluated"),
         (["--eval-every=-1"], "`eval_every` is -1; it must be a whole number of at least 0"),
     ],
 )

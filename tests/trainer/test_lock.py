@@ -65,12 +65,12 @@ def test_a_lock_is_taken_over_only_after_it_was_silent_on_the_readers_clock(tmp_
     owner.ownership.check()
     clock.now += 2
     assert requeued.attempt()
-    assert len(said) == 1 and "in use by process" in said[0] and "waiting until it ends" in said[0]
+    assert len(said) == 1 and "in use by process" in said[0] and "waiting until that run ends" in said[0]
     requeued.ownership.check()
     # what the owner does when it wakes
     size = path.stat().st_size
     os.pwrite(owner._file.fileno(), b"00000000000000000010\n", size - 21)
-    with pytest.raises(LostLock, match="has lost its lock .*It is now that of process .*It writes nothing more"):
+    with pytest.raises(LostLock, match="has lost its lock .*It now belongs to process .*This run writes nothing more"):
         owner.ownership.check()
     owner.__exit__()
     requeued.ownership.check()  # the loser's farewell leaves the lock alone
@@ -87,7 +87,9 @@ def test_a_run_that_goes_on_is_not_disturbed_and_names_itself(tmp_path, elsewher
             if count < 5:
                 assert not second.attempt()
             clock.now += 25
-        with pytest.raises(ValueError, match="another run, process .* writes to .* and goes on. Wait for it or end it"):
+        with pytest.raises(
+            ValueError, match="another run, process .* is still writing to .* Wait for it to end, end it"
+        ):
             second.attempt()
         owner.ownership.check()
     assert Lock(path).attempt()
@@ -160,7 +162,7 @@ def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
         recorder.write("start")
         (tmp_path / "lock").write_text("another\n\nprocess 7 on \x1b[31melsewhere\n")
         before = [(tmp_path / name).read_text() for name in ("log.jsonl", "events.jsonl")]
-        with pytest.raises(LostLock, match="that of process 7 on .x1b\\[31melsewhere"):
+        with pytest.raises(LostLock, match="now belongs to process 7 on .x1b\\[31melsewhere"):
             log.write(2, loss=1.0)
         with pytest.raises(LostLock):
             Log(tmp_path / "log.jsonl", 0, lock.ownership.check)  # would empty the file

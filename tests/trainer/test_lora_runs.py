@@ -167,14 +167,14 @@ def test_mistakes_are_named(made, tmp_path, capsys):
     for arguments, message in (
         (
             ["train", *flags, "--lora=2"],
-            "`lora` is 2, and adapters are for a model that has been trained. Give one with",
+            "`lora` is 2, but adapters require a trained model. Give one with",
         ),
         (["train", *flags, "--lora-alpha=2"], "--lora-alpha: only adapters have that. Give their rank"),
         (["train", *flags, f"--from={imported}", "--lora=0"], "`lora` is 0; it must be a whole number of at least 1"),
         (["train", *flags, f"--from={imported}", "--lora=2", "--lora-dropout=1"], "`lora_dropout` is 1.0; it must be"),
         (
             ["train", *flags, f"--from={imported}", "--lora=2", "--lora-targets", "q"],
-            "`lora_targets` has 'q', which matches no projection. There are",
+            "`lora_targets` has 'q', which matches no projection. The projections are",
         ),
         (["train", *flags, f"--from={imported}", "--lora=2", "--grad-wire=mxfp8"], "`grad_wire` is 'mxfp8', and with"),
         (
@@ -188,7 +188,7 @@ def test_mistakes_are_named(made, tmp_path, capsys):
         ),
         (
             ["train", "--resume", f"--out={run}", "--recipe=fp8"],
-            "a resumed run keeps the base that it has frozen, and its recipe with it: bf16, not fp8. Leave --recipe",
+            "a resumed run keeps its frozen base and the recipe of that base: bf16, not fp8. Remove --recipe",
         ),
         (["convert", "export", str(run), str(tmp_path / "x")], "is of a run that trained adapters, and has no model"),
         (["convert", "merge", str(imported), str(tmp_path / "x")], "has no adapters: it is a model itself"),

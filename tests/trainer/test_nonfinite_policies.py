@@ -135,7 +135,7 @@ def test_a_run_that_went_back_skips_the_data_since_wherever_it_is_killed(text, t
 def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path, capsys):
     assert run(text, tmp_path / "run") == DIVERGED
     said = capsys.readouterr().err
-    assert "the loss of step 16 is nan. Take a lower --lr or a longer --warmup. Batch 15: sample " in said
+    assert "the loss of step 16 is nan. Use a lower --lr or a longer --warmup. Batch 15: sample " in said
     assert "of rank dp 0 x gtp " in said and "the first gradient that is not finite is that of head." in said
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 12
     assert [e["status"] for e in events(tmp_path / "run", "end")] == ["failed"]
@@ -170,7 +170,7 @@ def test_a_state_that_is_ruined_though_its_losses_are_finite_is_not_saved(text, 
 
     monkeypatch.setattr(_job, "optimizer_of", ruined_by_the_sixth_update)
     assert run(text, tmp_path / "run") == DIVERGED
-    assert "the state after step 8 is not finite, and is not saved. Take a lower --lr" in capsys.readouterr().err
+    assert "the state after step 8 is not finite and is not saved. Use a lower --lr" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 4
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_keeps_the_place_of_its_step():
 
 def test_a_spike_cannot_be_skipped():
     with pytest.raises(
-        ValueError, match="`spike` is set and `nonfinite` is 'skip', but a spike is detected after its update"
+        ValueError, match="`spike` is set and `nonfinite` is 'skip', but a spike is detected only after its update"
     ):
         TrainConfig(divergence=Divergence(spike=8.0, nonfinite="skip"))
     with pytest.raises(ValueError, match="`nonfinite` is 'ignore'; it must be one of raise, skip, rollback."):

@@ -136,10 +136,8 @@ def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_
         path.write_bytes(other)
     params, origin = started(folder / "imported", path)
     err = capsys.readouterr().err
-    assert f"the tokenizer of the checkpoint in {folder / 'imported'} is left out of this run's checkpoints" in err
-    assert (
-        f"{'its tokens are bytes' if path == 'bytes' else path}): {', '.join(FILES)}. The ids of tokens in its" in err
-    )
+    assert f"the tokenizer of the checkpoint in {folder / 'imported'} is not stored in this run's checkpoints" in err
+    assert f"{'its tokens are bytes' if path == 'bytes' else path}): {', '.join(FILES)}. Token ids in its" in err
     with Checkpoints(tmp_path / "c") as checkpoints:
         extra = {"model": TrainConfig().model(256, dtype="float32").architecture(), **origin.extra()}
         checkpoints.save(1, {"params": params}, extra, files=origin.files)

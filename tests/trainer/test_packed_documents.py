@@ -48,6 +48,6 @@ def test_other_rows_are_refused_on_resume(text, tmp_path, capsys):
     assert len(Checkpoints(out / "checkpoints", read_only=True).manifest()["extra"]["packing"]) == 32
     for flag in ("--seq=32", "--packing=stream"):
         assert main(["train", "--resume", f"--out={out}", "--steps=4", flag]) == 2
-        assert "it packed documents otherwise. Resume with --seq, --packing and --data as they were" in (
+        assert "because documents are packed differently. Resume with the original --seq, --packing and --data" in (
             capsys.readouterr().err
         )

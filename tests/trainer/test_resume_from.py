@@ -39,14 +39,14 @@ def test_a_run_falls_back_goes_back_and_refuses_a_linked_directory(tmp_path, cap
     assert main(["train", f"--out={out}", "--resume"]) == 0
     said = capsys.readouterr()
     assert "step 6 is damaged: " in said.err
-    assert "going on from step 4; later steps are set aside: " in said.err and "6.damaged" in said.err
+    assert "continuing from step 4; later steps are set aside: " in said.err and "6.damaged" in said.err
     assert "resumed at step 4" in said.out and steps() == [2, 4, 6]
     again = [record for record in read_log(out / "log.jsonl") if "loss" in record]
     assert [record["loss"] for record in again] == [record["loss"] for record in never_stopped]
 
     assert main(["train", f"--out={out}", "--resume", "--step=2"]) == 0
     said = capsys.readouterr()
-    assert "going on from step 2; later steps are set aside: " in said.err and "4.abandoned" in said.err
+    assert "continuing from step 2; later steps are set aside: " in said.err and "4.abandoned" in said.err
     assert "resumed at step 2" in said.out and steps() == [2, 4, 6]
     assert main(["train", f"--out={out}", "--resume", "--step=3"]) == 2
     assert "no step 3 in" in capsys.readouterr().err
@@ -92,8 +92,8 @@ def test_a_run_that_an_older_version_began_is_told_what_that_read_beside_the_tex
     assert corpus.fingerprint == older.fingerprint
     check_tokens({"text": corpus.fingerprint}, corpus, config.seq, ".")
     said = (
-        r"text or of the tokenizer has changed\. Or an older version of gtp_jax began this run: it read 1 directories "
-        r"of runs and the byte order marks of 1 files too, which are left out now\. Go on with that version\."
+        r"text or of the tokenizer has changed\. Or the run was started by an older version of gtp_jax, which also "
+        r"read 1 directories of runs and the byte order marks of 1 files; these are now left out\. Continue with that"
     )
     with pytest.raises(ValueError, match=said):
         check_tokens({"text": "another"}, corpus, config.seq, ".")
@@ -111,17 +111,17 @@ def test_a_run_inside_its_text_is_no_part_of_it_and_goes_on(tmp_path, monkeypatc
     said = capsys.readouterr().out
     assert "resumed at step 1" in said and "changed data" not in said
     assert main(["train", *small(Path("."), Path("."), steps=1)]) == 2
-    assert "`data` . is `out` too, and what a run writes is no text" in capsys.readouterr().err
+    assert "`data` . is also `out`, so the run would train on" in capsys.readouterr().err
     assert not Path("config.json").exists()
 
 
 def test_a_step_without_resume_and_a_link_to_nothing_are_refused(tmp_path, capsys):
     assert main(["train", f"--out={tmp_path / 'run'}", "--step=2"]) == 2
-    assert "`--step` says where a run goes on. Give --resume too, or leave it out." in capsys.readouterr().err
+    assert "`--step` selects the step to resume from. Add --resume, or remove --step." in capsys.readouterr().err
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
     assert main(["train", f"--out={tmp_path / 'run'}"]) == 2
-    assert "nowhere, where there is no directory. Make it, or delete the link." in capsys.readouterr().err
+    assert "nowhere, which is not a directory. Create that directory, or delete the link." in capsys.readouterr().err
 
 
 def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(tmp_path):
@@ -129,9 +129,7 @@ def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(
     directory.prepare(config, keep=False)
     (tmp_path / "disk" / "2").mkdir(parents=True)
     directory.checkpoints.symlink_to(tmp_path / "disk")
-    message = (
-        "checkpoints is a link to .*disk, and --force deletes nothing outside --out: the old steps there would pass"
-    )
+    message = "checkpoints is a link to .*disk, and --force deletes nothing outside --out, so the new run would take"
     with pytest.raises(ValueError, match=message):
         directory.check(resume=False, force=True)
     directory.check(resume=True, force=False)

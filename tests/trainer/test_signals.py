@@ -188,7 +188,7 @@ with Interrupt(launch, watch) as interrupt, watch, Peers(launch) as peers:
 @pytest.mark.parametrize(
     ("loop", "grace", "message"),
     [
-        ("open('/dev/null')", "None", "was ended by SIGTERM: in 3 s nothing else has ended it."),
+        ("open('/dev/null')", "None", "was ended by SIGTERM: nothing else ended it within 3 s."),
         ("interrupt.loop()", "2", "was ended by SIGTERM: the state was not saved within the 2 s of --grace."),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_signal_that_comes_in_a_callback_of_garbage_collection_shows_no_traceb
     code = _BUSY[: _BUSY.index("watch =")] + "import os, signal, time\n" + _COLLECTED
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment)
     assert run.returncode == 143
-    assert "was ended by SIGTERM: in 3 s nothing else has ended it." in run.stderr
+    assert "was ended by SIGTERM: nothing else ended it within 3 s." in run.stderr
     assert "Traceback" not in run.stderr and "ignored" not in run.stderr
 
 

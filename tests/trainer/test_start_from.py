@@ -79,36 +79,34 @@ def test_no_preset_is_needed_for_any_model(tmp_path, name):
 @pytest.mark.parametrize(
     ("model", "settings", "lines"),
     [
-        ("dense", {"num_layers": 2}, ["--num-layers is 2, and its num_layers is 3"]),
-        ("dense", {"vocab_size": 98, "qk_norm": True}, ["--vocab-size is 98, and its", "--qk-norm is True, and its"]),
+        ("dense", {"num_layers": 2}, ["--num-layers is 2, but its num_layers is 3"]),
+        ("dense", {"vocab_size": 98, "qk_norm": True}, ["--vocab-size is 98, but its", "--qk-norm is True, but its"]),
         (
             "dense",
             {"rope_scaling_kind": "linear"},
-            ["--rope-scaling-kind is linear, and its"],
+            ["--rope-scaling-kind is linear, but its"],
         ),
         (
             "dense",
             {"window": 8, "qkv_bias": True},
-            ["--window is 8, and its window is 0", "--qkv-bias is True, and its qkv_bias is False"],
+            ["--window is 8, but its window is 0", "--qkv-bias is True, but its qkv_bias is False"],
         ),
         (
             "yarn",
             {"rope_scaling_attention_factor": 1.0},
-            ["--rope-scaling-attention-factor is 1.0, and its rope_scaling_attention_factor is None"],
+            ["--rope-scaling-attention-factor is 1.0, but its rope_scaling_attention_factor is None"],
         ),
-        ("experts", {"top_k": 2}, ["--top-k is 2, and its top_k is 3"]),
-        ("experts", {"router_score": "sigmoid"}, ["--router-score is sigmoid, and its router_score is softmax"]),
-        ("dense", {"preset": "tiny"}, ["--preset tiny has the hidden_size 128, and its is 18"]),
-        ("8b", {"preset": "8b-3.1"}, ["--preset 8b-3.1 has the rope_scaling_kind llama3, and its is none"]),
-        ("tiny-moe", {"preset": "tiny"}, ["--preset tiny has the num_experts 0, and its is 8"]),
+        ("experts", {"top_k": 2}, ["--top-k is 2, but its top_k is 3"]),
+        ("experts", {"router_score": "sigmoid"}, ["--router-score is sigmoid, but its router_score is softmax"]),
+        ("dense", {"preset": "tiny"}, ["--preset tiny has the hidden_size 128, but its is 18"]),
+        ("8b", {"preset": "8b-3.1"}, ["--preset 8b-3.1 has the rope_scaling_kind llama3, but its is none"]),
+        ("tiny-moe", {"preset": "tiny"}, ["--preset tiny has the num_experts 0, but its is 8"]),
     ],
 )
 def test_settings_that_contradict_it_are_refused_by_name(tmp_path, model, settings, lines):
-    with pytest.raises(ValueError, match="decides the sizes of a run that starts from it") as refused:
+    with pytest.raises(ValueError, match="has the sizes of its model, and these contradict them") as refused:
         started(tmp_path, saved(MODELS[model]), **settings)
-    assert all(line in str(refused.value) for line in lines) and "Leave them out, or start without" in str(
-        refused.value
-    )
+    assert all(line in str(refused.value) for line in lines) and "Remove them, or start without" in str(refused.value)
 
 
 def test_settings_that_agree_with_it_or_say_how_it_is_trained_are_taken(tmp_path):
@@ -220,9 +218,9 @@ def test_the_run_goes_on_and_generates_and_is_exported_without_what_it_started_f
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-layers=2"], "its num_layers is 1, not 2\nLeave out --num-layers, or start another run"),
+        (["--num-layers=2"], "its num_layers is 1, not 2\nRemove --num-layers, or start another run"),
         (["--vocab-size=64", "--no-tie-embeddings"], "its tie_embeddings is True, not False"),
-        (["--from=elsewhere"], "`from` is for a new run; a resumed one has its parameters"),
+        (["--from=elsewhere"], "`from` applies only to a new run; a resumed run has its own parameters"),
     ],
 )
 def test_a_resumed_run_keeps_its_model(run, flags, message, capsys):
@@ -256,7 +254,7 @@ def test_an_import_without_a_tokenizer_is_refused_until_its_tokens_are_said(impo
     assert main(["train", *flags]) == 2
     assert "does not say what its tokens are. Give the tokenizer.json that belongs" in capsys.readouterr().err
     assert main(["train", *flags, "--tokenizer=bytes"]) == 2
-    assert f"knows {CONFIG['vocab_size']} tokens, and the tokenizer bytes has 256" in capsys.readouterr().err
+    assert f"has {CONFIG['vocab_size']} tokens, but the tokenizer bytes has 256" in capsys.readouterr().err
 
 
 def json_of(folder) -> dict:

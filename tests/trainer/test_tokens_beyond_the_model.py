@@ -106,7 +106,7 @@ def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it
     corpus = read_corpus(config, resume=True)
     shutil.rmtree(imported)
     assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == ROWS
-    with pytest.raises(FileNotFoundError, match="imported, whose tokenizer it has, is not there. Give the"):
+    with pytest.raises(FileNotFoundError, match="imported, whose tokenizer it uses, does not exist. Give the"):
         read_corpus(config, resume=True)
     named = dataclasses.replace(config, tokenizer=str(folder / "hf/tokenizer.json"))
     assert read_corpus(named, resume=True).fingerprint == corpus.fingerprint
@@ -116,7 +116,7 @@ def test_another_tokenizer_with_more_ids_is_refused_though_the_text_has_none_of_
     other = tmp_path / "tokenizer.json"
     other.write_bytes(tokenizer([*WORDS[::-1], "?", *(f"unused{i}" for i in range(ROWS))]))
     assert main(["train", *flags(folder, folder / "text", tmp_path / "run", tokenizer=other)]) == 2
-    message = f"knows {ROWS} tokens, and the tokenizer tokenizer.json has {ROWS + len(WORDS) + 2}. Leave --tokenizer"
+    message = f"has {ROWS} tokens, but the tokenizer tokenizer.json has {ROWS + len(WORDS) + 2}. Remove --tokenizer"
     assert message in capsys.readouterr().err
 
 

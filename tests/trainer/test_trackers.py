@@ -112,7 +112,7 @@ def test_a_package_that_is_not_there_is_named_with_the_command_before_anything_b
     for names, packages in ((["tensorboard"], "tensorboardX"), (["wandb", "tensorboard"], "wandb and tensorboardX")):
         assert main(["train", *small(text, tmp_path / "run"), "--log-to", *names]) == 2
         error = capsys.readouterr().err
-        assert f"`log_to` is {' '.join(names)}, for which {packages} is not installed" in error
+        assert f"`log_to` is {' '.join(names)}, but {packages} is not installed" in error
         assert f'pip install "gtp_jax[{",".join(names)}]"' in error and not (tmp_path / "run").exists()
 
 
@@ -187,5 +187,5 @@ def test_a_run_that_is_replaced_takes_what_it_tracked_along_and_nothing_else(tmp
 
 def test_a_directory_that_no_run_has_written_is_kept(tmp_path):
     (tmp_path / "run" / "wandb").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds wandb, and no run of gtp-jax has written them"):
+    with pytest.raises(ValueError, match="holds wandb, which no run of gtp-jax has written"):
         RunDirectory.of(tmp_path / "run").check(resume=False, force=False)

@@ -175,6 +175,6 @@ def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys, mon
     assert main(["train", *small(text, out, lr=1e30, warmup=0, save_every=100)]) == DIVERGED
     printed = capsys.readouterr().err
     assert re.search(
-        r"gtp-jax train: stopped: the (loss|gradient norm) of step \d is (nan|inf)\. Take a lower --lr", printed
+        r"gtp-jax train: stopped: the (loss|gradient norm) of step \d is (nan|inf)\. Use a lower --lr", printed
     )
     assert Checkpoints(out / "checkpoints", read_only=True).latest() is None

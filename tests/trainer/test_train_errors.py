@@ -76,7 +76,7 @@ def refused(capsys, *flags: str) -> str:
         (dict(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'."),
         (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
         (dict(dp=3), "but there are 8 devices"),
-        (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),
+        (dict(tp=8), "tp 8 exceeds the number of key-value heads, 4 (8 query heads)"),
         (dict(gtp=4, tp=2, seq=33), "`seq` is 33, which tp 2 does not divide"),
         (dict(batch=6), "`batch` is 6, which is not divisible by dp * gtp * microbatches = 1 * 4 * 1 = 4. Take 4"),
         (dict(microbatches=4), "`batch` is 8, which is not divisible by dp * gtp * microbatches = 1 * 4 * 4 = 16."),
@@ -88,8 +88,11 @@ def refused(capsys, *flags: str) -> str:
         (dict(local_devices=0), "--local-devices is 0; it must be at least 1."),
         (dict(num_processes=0), "--num-processes is 0; it must be at least 1."),
         (dict(join_timeout=0), "--join-timeout is 0; it must be a number of seconds above 0."),
-        (dict(num_processes=2), "--coordinator and --process-id missing: several processes need all of"),
-        (dict(coordinator="h:1", num_processes=2, process_id=2), "--process-id is 2; with --num-processes 2 it is"),
+        (dict(num_processes=2), "--coordinator and --process-id missing: a run of several processes needs all of"),
+        (
+            dict(coordinator="h:1", num_processes=2, process_id=2),
+            "--process-id is 2; with --num-processes 2, it must be",
+        ),
         (dict(coordinator="h", num_processes=2, process_id=0), "--coordinator is 'h'; it must be HOST:PORT"),
     ],  # noqa: E501
 )
@@ -108,14 +111,14 @@ def test_empty_text_is_named(text, tmp_path, capsys):
 def test_another_run_is_not_overwritten_unless_told(run_of_three_steps, text, capsys):
     before = (run_of_three_steps / "log.jsonl").read_text()
     message = refused(capsys, *small(text, run_of_three_steps))
-    assert "holds a run already. Go on with it (--resume), replace it (--force), or choose another --out." in message
+    assert "already holds a run. Continue it (--resume), replace it (--force), or choose another --out." in message
     refused(capsys, *small("/nowhere", run_of_three_steps), "--force")  # a mistake elsewhere must not cost the old run
     assert (run_of_three_steps / "log.jsonl").read_text() == before
 
 
 def test_a_text_that_is_the_directory_to_write_to_is_named(text, capsys):
     before = sorted(text.iterdir())
-    assert f"`data` {text} is `out` too, and what a run writes is no text" in refused(capsys, *small(text, text))
+    assert f"`data` {text} is also `out`, so the run would train on" in refused(capsys, *small(text, text))
     assert sorted(text.iterdir()) == before
 
 
@@ -133,7 +136,7 @@ def test_checkpoint_of_another_model_is_named(run_of_three_steps, capsys):
     assert main(["train", f"--out={run_of_three_steps}", "--resume", "--preset=100m"]) == 2
     message = capsys.readouterr().err
     assert "a resumed run keeps its model, and these contradict it:\n  its hidden_size is 128, not 1024\n" in message
-    assert "\nLeave out --preset, or start another run" in message
+    assert "\nRemove --preset, or start another run" in message
     assert not _compiled
     assert TrainConfig.load(run_of_three_steps / "config.json").preset == "tiny"
 
@@ -142,7 +145,7 @@ def test_changed_text_is_not_resumed_on(run_of_three_steps, tmp_path, capsys):
     other = write_text(tmp_path / "other", documents=41)
     before = TrainConfig.load(run_of_three_steps / "config.json")
     assert main(["train", f"--out={run_of_three_steps}", "--resume", f"--data={other}"]) == 2
-    message = "are not those that this run was trained on: the content of the text or of the tokenizer has changed"
+    message = "differ from those that this run was trained on: the content of the text or of the tokenizer has changed"
     assert f"by the tokenizer bytes {message}, or --data or --tokenizer" in capsys.readouterr().err
     assert TrainConfig.load(run_of_three_steps / "config.json") == before
 
@@ -156,15 +159,16 @@ def test_another_tokenizer_is_named_where_a_run_is_resumed_or_replayed(run_of_th
     _compiled.clear()
     assert main(["train", f"--out={out}", "--resume", f"--tokenizer={path}"]) == 2
     message = (
-        "by the tokenizer tokenizer.json are not those that this run was trained on: the content of the text or of"
+        "by the tokenizer tokenizer.json differ from those that this run was trained on: the content of the text or of"
     )
     assert (
-        f"{message} the tokenizer has changed, or --data or --tokenizer names another. Res" in capsys.readouterr().err
+        f"{message} the tokenizer has changed, or --data or --tokenizer names another one. Res"
+        in capsys.readouterr().err
     )
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**settings, "tokenizer": str(path)}))
     assert main(["replay", f"--out={out}"]) == 2
-    assert f"{message} the tokenizer has changed. Put both back as they were." in capsys.readouterr().err
+    assert f"{message} the tokenizer has changed. Restore both." in capsys.readouterr().err
     assert not _compiled
 
 
@@ -179,7 +183,7 @@ def test_a_directory_of_something_else_is_left_alone(text, tmp_path, capsys):
     (tmp_path / "checkpoints/mine/weights").write_text("precious")
     for flags in ((), ("--force",), ("--resume",)):
         message = refused(capsys, *small(text, tmp_path), *flags)
-        assert "holds checkpoints, and no run of gtp-jax has written them. Choose an empty or a new" in message
+        assert "holds checkpoints, which no run of gtp-jax has written. Choose an empty or new" in message
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for flags in ((), ("--force",), ("--resume",)):
         assert "config.json is not the configuration of a run" in refused(capsys, *small(text, tmp_path), *flags)
@@ -198,7 +202,7 @@ def test_what_a_run_would_write_or_delete_is_left_alone_where_no_run_has_written
     file.write_text('{"time": 1, "event": "mine"}\n')
     for flags in ((), ("--force",), ("--resume",), ("--elastic",)):
         said = refused(capsys, *small(text, out), *flags)
-        assert f"{out} holds {name.rstrip('/')}, and no run of gtp-jax has written them. Choose an empty or" in said
+        assert f"{out} holds {name.rstrip('/')}, which no run of gtp-jax has written. Choose an empty or" in said
     assert [path for path in out.rglob("*") if path.is_file()] == [file]
     assert file.read_text() == '{"time": 1, "event": "mine"}\n'
 
@@ -206,7 +210,7 @@ def test_what_a_run_would_write_or_delete_is_left_alone_where_no_run_has_written
 def test_a_link_in_the_place_of_a_file_of_a_run_is_left_alone(text, tmp_path, capsys):
     for name in ("config.json", "log.jsonl"):
         (tmp_path / name).symlink_to(tmp_path / "nowhere")
-    assert "holds config.json, log.jsonl, and no run of gtp-jax has" in refused(capsys, *small(text, tmp_path))
+    assert "holds config.json, log.jsonl, which no run of gtp-jax has" in refused(capsys, *small(text, tmp_path))
 
 
 def test_what_a_start_leaves_that_was_killed_before_its_run_began_hinders_no_other(tmp_path):
@@ -227,7 +231,7 @@ def test_fewer_steps_than_were_made_are_refused(run_of_three_steps, capsys):
 
 
 AHEAD = ["--pregathered-layers=99"]  # refused where the step is traced
-NO_CODES = "`pregathered_layers` is 99, but no layers of a `Stack` travel as codes"
+NO_CODES = "`pregathered_layers` is 99, but no layers of a `Stack` are sent as codes"
 
 
 @pytest.mark.parametrize(("flags", "message"), [(["--steps=1"], "`steps` is 1, but the run in"), (AHEAD, NO_CODES)])

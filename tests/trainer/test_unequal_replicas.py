@@ -75,8 +75,8 @@ def test_hosts_of_unequal_devices_are_refused_without_failed_ones(text, tmp_path
     with processes(2, flags, tmp_path, last=["--local-devices=1"]) as runs:
         assert [run.wait(120) for run in runs] == [2, 2]
     output = " ".join((tmp_path / "process0.txt").read_text().split())
-    assert "do not have equal devices: devices: 2 x cpu in process 0; 1 x cpu in process 1" in output
-    assert "If devices have failed, name their slots in the mesh with --failed-devices" in output
+    assert "have different devices: devices: 2 x cpu in process 0; 1 x cpu in process 1" in output
+    assert "If devices have failed, list their slots in the mesh with --failed-devices" in output
 
 
 @pytest.mark.slow

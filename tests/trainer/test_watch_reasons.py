@@ -151,8 +151,12 @@ def test_failing_beats_keep_no_watch_from_ending_its_process_and_are_not_made_al
     ("peer", "reason", "status"),
     [
         ("time.sleep(99)", "process 1 gave no sign of life for 3 s.", RETRY),
-        ('peers.tell({"failed": "no disk", "code": 2}); time.sleep(9)', "its own output explains: no disk", MISTAKE),
-        ("peers._lines[0]._socket.shutdown(2); time.sleep(9)", "process 1 has ended without a word", RETRY),
+        (
+            'peers.tell({"failed": "no disk", "code": 2}); time.sleep(9)',
+            "for the reason in its own output: no disk",
+            MISTAKE,
+        ),
+        ("peers._lines[0]._socket.shutdown(2); time.sleep(9)", "process 1 has ended without giving a reason", RETRY),
     ],
 )
 def test_peer_that_is_silent_gone_or_failed_ends_the_process(peer, reason, status, tmp_path):

@@ -276,7 +276,7 @@ def test_a_wire_of_ones_own_that_leaves_out_a_weight_is_refused(key, monkeypatch
     monkeypatch.setattr(
         RowScaled, "make", lambda *args: dataclasses.replace(rows := whole(*args), members=rows.members[:1])
     )
-    message = r"`make` of the format ROW_SCALED was given the weights .*'up'.* with the members .*`members=tuple"
+    message = r"`make` of the format ROW_SCALED got the weights .*'up'.* with the members .*`members=tuple"
     with pytest.raises(ValueError, match=message):
         losses(Stacked, "gtp 4", key)
 
@@ -287,10 +287,11 @@ def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key)
         facts = {fact.module: fact for fact in gtp.explain(model, RowScaledRecipe()).facts}
         up = facts["blocks.layers.up"]
         assert up.wire == "ROW_SCALED" and up.bytes == 384 * (WIDTH + 4)
-        with pytest.raises(ValueError, match="travel in ROW_SCALED, which has no form for storage"):
+        with pytest.raises(ValueError, match="in ROW_SCALED, which cannot be stored"):
             gtp.init(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()), nnx.Rngs(key))
         with pytest.raises(
-            ValueError, match="weights travel in ROW_SCALED, a format of your own, which cannot be gathered ahead"
+            ValueError,
+            match="weights are sent in ROW_SCALED, a format of your own, which cannot be gathered in advance",
         ):
             losses(Stacked, "gtp 4", key, pregathered_layers=1)
 

@@ -95,8 +95,8 @@ def check_agreement(peers: Peers, description: Description) -> None:
     if lines:
         raise ValueError(
             "the processes of this run do not agree:\n" + "\n".join(lines) + "\nGive all of them the same flags, "
-            "files, environment and versions. The default text is the standard library's, which differs between "
-            "versions of Python."
+            "files, environment and versions. The default text is that of the standard library, which differs "
+            "between versions of Python."
         )
 
 
@@ -129,8 +129,9 @@ def check_shared(peers: Peers, directory: RunDirectory) -> None:
     others = [process for process, seen in enumerate(found) if not seen]
     if others:
         raise ValueError(
-            f"`out` {root} is not one directory: what process 0 writes there does not appear in {_SHARED_WITHIN_S:.0f} "
-            f"s in that of {several('process', others)}. Give all processes an --out on a file system that they share."
+            f"`out` {root} is not shared: a file that process 0 wrote there did not appear within "
+            f"{_SHARED_WITHIN_S:.0f} s for {several('process', others)}. Give all processes an --out on a shared "
+            "file system."
         )
 
 
@@ -152,15 +153,15 @@ def check_devices(*, equally_many: bool = True) -> None:
             [{"devices": " + ".join(f"{n} x {kind}" for kind, n in sorted(count.items()))} for count in counts]
         )
         remedy = (
-            "equally many of one kind, by CUDA_VISIBLE_DEVICES or --local-devices. If devices have failed, name their "
-            "slots in the mesh with --failed-devices: then the numbers may differ."
+            "the same number of devices of the same kind, with CUDA_VISIBLE_DEVICES or --local-devices. If devices "
+            "have failed, list their slots in the mesh with --failed-devices; the numbers may then differ."
         )
     else:
         lines = differences([{"kinds of devices": " + ".join(sorted(count))} for count in counts])
-        remedy = "devices of one kind."
+        remedy = "devices of the same kind."
     if lines:
         raise ValueError(
-            "the processes of this run do not have equal devices:\n" + "\n".join(lines) + f"\nGive all of them {remedy}"
+            "the processes of this run have different devices:\n" + "\n".join(lines) + f"\nGive all of them {remedy}"
         )
 
 

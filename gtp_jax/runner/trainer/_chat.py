@@ -35,8 +35,8 @@ def chat_of(config: TrainConfig, tokenizer: Tokenizer, *, resume: bool) -> Chat:
         template = stored_template(origin.files, f"the chat template of {config.out if resume else config.from_}")
     if template is None:
         raise ValueError(
-            "`data` holds conversations, and there is no chat template that writes them as text"
-            f"{'' if config.from_ is None else f': the model of {config.from_} has none for this tokenizer'}. Give a "
-            "chat_template.jinja or tokenizer_config.json as --chat-template."
+            "`data` contains conversations, but there is no chat template to write them as "
+            f"text{'' if config.from_ is None else f': the model of {config.from_} has none for this tokenizer'}. "
+            "Give a chat_template.jinja or tokenizer_config.json as --chat-template."
         )
     return Chat(template, tokenizer, config.loss_on == ANSWERS)

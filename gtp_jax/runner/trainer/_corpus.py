@@ -46,8 +46,8 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     for path, _ in paths:
         if Path(path).resolve() == out:
             raise ValueError(
-                f"`data` {path} is `out` too, and what a run writes is no text to train on. Give another --out; it may "
-                "be a directory in that of the text."
+                f"`data` {path} is also `out`, so the run would train on its own output. Choose another --out; it "
+                "may be a subdirectory of `data`."
             )
 
     def read(*names: str) -> Text:
@@ -68,15 +68,14 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
         chat = chat_of(config, tokenizer, resume=resume)
     elif config.chat_template is not None:
         raise ValueError(
-            "`chat_template` is given, and no `data` holds conversations: JSON lines with `messages`. Leave "
-            "--chat-template out, or give conversations."
+            "`chat_template` is given, but no `data` contains conversations, which are JSON lines with `messages`. "
+            "Remove --chat-template, or give conversations."
         )
     if config.token_dtype is not None and not any(
         suffix_of(file) == ".bin" for text in (*texts, *evaluated) for file in text.token_files
     ):
         raise ValueError(
-            "`token_dtype` is given, and no `data` is a `.bin` file. Leave --token-dtype out; the files that are given "
-            "state their own."
+            "`token_dtype` is given, but no `data` is a `.bin` file. Remove --token-dtype; no other format needs it."
         )
     options: dict[str, Any] = {"token_dtype": config.token_dtype, "chat": chat}
     corpus = Corpus(
@@ -105,8 +104,8 @@ def _check_apart(paths: Sequence[Path]) -> None:
     for (path, place), (other, inner) in itertools.permutations(zip(paths, places, strict=True), 2):
         if inner.is_relative_to(place):
             raise ValueError(
-                f"`data` {other} is in {path}, and each has a weight: text that one of them holds out would be trained "
-                "on in the other. Move it out, or leave the weights out."
+                f"`data` {other} is inside {path}, and both have a weight, so text that one of them holds out would "
+                "be trained on in the other. Move it elsewhere, or remove the weights."
             )
 
 
@@ -115,8 +114,8 @@ def _warn_of_short_files(corpus: Corpus, seq: int) -> None:
     short = [one for one in corpus.train if len(one.tokens) <= seq]
     if short and corpus.packing == STREAM:
         warnings.warn(
-            f"{len(short)} of {len(corpus.train)} files have at most `seq` tokens, {seq}, which make no row: they are "
-            "left out. Pass --packing documents or a smaller --seq, or join them.",
+            f"{len(short)} of {len(corpus.train)} files have at most `seq` = {seq} tokens, too few for a row, and "
+            "are left out. Pass --packing documents or a smaller --seq, or join them.",
             stacklevel=3,
         )
 
@@ -126,9 +125,9 @@ def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
     lengths = np.concatenate([np.diff(one.offsets) for one in corpus.train if one.answers is not None] or [[]])
     if longer := int((lengths > seq + 1).sum()):
         warnings.warn(
-            f"{longer} of {len(lengths)} conversations are longer than `seq`, {seq}, and are cut: what is behind "
-            f"a cut does not see what was said before. The longest has {int(lengths.max())} tokens; raise --seq, or "
-            "leave them out.",
+            f"{longer} of {len(lengths)} conversations are longer than `seq` = {seq} and are cut; text after a cut "
+            f"does not attend to text before it. The longest has {int(lengths.max())} tokens. Increase --seq, or "
+            "remove these conversations.",
             stacklevel=3,
         )
 

@@ -138,8 +138,8 @@ class RunDirectory:
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
         if self.checkpoints.is_symlink() and not self.checkpoints.is_dir():
             raise ValueError(
-                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, where there is no directory. Make it, "
-                "or delete the link."
+                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, which is not a directory. Create "
+                "that directory, or delete the link."
             )
         ours = self.config.exists()
         if ours:
@@ -148,20 +148,22 @@ class RunDirectory:
             foreign = [path.name for path, known in self._table.items() if os.path.lexists(path) and not known(path)]
             if foreign:
                 raise ValueError(
-                    f"{self.root} holds {', '.join(foreign)}, and no run of gtp-jax has written them. Choose an empty "
-                    "or a new directory for --out."
+                    f"{self.root} holds {', '.join(foreign)}, which no run of gtp-jax has written. Choose an empty "
+                    "or new directory for --out."
                 )
         if resume and not ours:
-            raise ValueError(f"there is no run in {self.root} to resume. Leave out --resume, or give its --out.")
+            raise ValueError(
+                f"there is no run in {self.root} to resume. Remove --resume, or set --out to the directory of the run."
+            )
         if ours and force and self.checkpoints.is_symlink():
             raise ValueError(
                 f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, and --force deletes nothing outside "
-                "--out: the old steps there would pass for those of the new run. Delete the steps and the link "
+                "--out, so the new run would take the old steps there for its own. Delete those steps and the link "
                 "yourself, or choose another --out."
             )
         if ours and not (resume or force):
             raise ValueError(
-                f"{self.root} holds a run already. Go on with it (--resume), replace it (--force), or choose another "
+                f"{self.root} already holds a run. Continue it (--resume), replace it (--force), or choose another "
                 "--out."
             )
 
@@ -198,10 +200,10 @@ class RunDirectory:
         try:
             latest = Checkpoints(self.checkpoints, read_only=True).latest()
         except OSError as error:  # must not prevent a process from ending
-            return f"{self.checkpoints} cannot be read now ({error}); go on with: {command}"
+            return f"{self.checkpoints} cannot be read now ({error}); continue with: {command}"
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
-        return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"
+        return f"The last checkpoint is of step {latest}, in {self.checkpoints}; continue with: {command}"
 
 
 def _written_ns(path: Path) -> int:

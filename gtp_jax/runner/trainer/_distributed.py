@@ -110,14 +110,12 @@ class Launch:
 class LaunchOptions:
     """The command-line options for several processes; `find_launch` checks them."""
 
-    coordinator: str | None = knob(
-        None, LAUNCH_GROUP, "address of process 0, with a free port", kind=str, metavar="HOST:PORT"
-    )
-    num_processes: int | None = knob(None, LAUNCH_GROUP, "how many there are", metavar="N")
-    process_id: int | None = knob(None, LAUNCH_GROUP, "number of this one, from 0", least=0, metavar="I")
-    local_devices: int | None = knob(None, LAUNCH_GROUP, "virtual CPU devices of this process", metavar="N")
+    coordinator: str | None = knob(None, LAUNCH_GROUP, "host and free port of process 0", kind=str, metavar="HOST:PORT")
+    num_processes: int | None = knob(None, LAUNCH_GROUP, "number of processes", metavar="N")
+    process_id: int | None = knob(None, LAUNCH_GROUP, "number of this process, from 0", least=0, metavar="I")
+    local_devices: int | None = knob(None, LAUNCH_GROUP, "number of virtual CPU devices of this process", metavar="N")
     join_timeout: float = knob(
-        _JOIN_S, LAUNCH_GROUP, "seconds in which all processes must have come", kind=float, above=0, metavar="S"
+        _JOIN_S, LAUNCH_GROUP, "seconds within which all processes must join", kind=float, above=0, metavar="S"
     )
 
 
@@ -135,25 +133,25 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
         raise ValueError(f"--join-timeout is {join_s:g}; it must be a number of seconds above 0.")
     count, rank, address = options.num_processes, options.process_id, options.coordinator
     if address is not None and not re.fullmatch(r".+:[0-9]+", address):
-        raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
+        raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, such as 127.0.0.1:9000.")
     if count is None and rank is None:
         for name, (size, number, find_address) in _LAUNCHERS.items():
             if int(environment.get(size, 1)) > 1:
                 address = address or find_address(environment)
                 if address is None:
                     raise ValueError(
-                        f"{name} does not say where process 0 runs. Add --coordinator HOST:PORT, the address of its "
-                        "host and a free port."
+                        f"{name} does not say where process 0 runs. Add --coordinator HOST:PORT with the address of "
+                        "its host and a free port."
                     )
                 return Launch(int(environment[size]), int(environment[number]), address, local, join_s)
     flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
     missing = [flag for flag, value in flags.items() if value is None]
     if count is not None and rank is not None and address is not None:
         if not 0 <= rank < count:
-            raise ValueError(f"--process-id is {rank}; with --num-processes {count} it is from 0 to {count - 1}.")
+            raise ValueError(f"--process-id is {rank}; with --num-processes {count}, it must be from 0 to {count - 1}.")
         return Launch(count, rank, address, local, join_s)
     if len(missing) < len(flags):
-        raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {_FLAGS}.")
+        raise ValueError(f"{' and '.join(missing)} missing: a run of several processes needs all of {_FLAGS}.")
     return Launch(local_devices=local, join_timeout_s=join_s)
 
 

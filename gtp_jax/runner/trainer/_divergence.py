@@ -37,18 +37,18 @@ class Divergence:
     nonfinite: Policy = knob(
         "raise",
         "divergence",
-        "a step whose loss or gradients are not finite does not change the state; then end the run, skip the batch, or "
-        "go back to the last checkpoint and skip all batches since",
+        "what to do after a step whose loss or gradients are not finite, which never changes the state: end the "
+        "run, skip the batch, or go back to the last checkpoint and skip all batches since then",
         kind=str,
         choices=POLICIES,
     )
     nonfinite_in_a_row: int = knob(
         3,
         "divergence",
-        "number of consecutive such steps at which `skip` ends the run and `rollback` goes back; fewer are skipped",
+        "number of such steps in a row after which `skip` ends the run and `rollback` goes back; fewer are skipped",
         metavar="N",
     )
-    max_rollbacks: int = knob(2, "divergence", "number of times a run goes back before it ends", metavar="N")
+    max_rollbacks: int = knob(2, "divergence", "number of times that a run may go back before it ends", metavar="N")
     spike: float | None = knob(
         None,
         "divergence",
@@ -63,8 +63,8 @@ class Divergence:
         check_knobs(self)
         if self.spike is not None and self.nonfinite == "skip":
             raise ValueError(
-                "`spike` is set and `nonfinite` is 'skip', but a spike is detected after its update, which cannot be "
-                "skipped then. Use `nonfinite` 'rollback' or 'raise', or leave `spike` out."
+                "`spike` is set and `nonfinite` is 'skip', but a spike is detected only after its update, when the "
+                "batch can no longer be skipped. Use `nonfinite` 'rollback' or 'raise', or remove `spike`."
             )
 
 

@@ -228,13 +228,13 @@ class Interrupt:
                     continue
                 self._ctrl_c += number == signal.SIGINT
                 if self._ctrl_c > 1:
-                    self._end(number, "a second Ctrl-C has come")
+                    self._end(number, "Ctrl-C was pressed a second time")
                 if not self._looping:
                     time.sleep(_NOTICE_S)
                 if self._ended:
                     return
                 if not self._looping:
-                    self._end(number, f"in {_NOTICE_S:g} s nothing else has ended it")
+                    self._end(number, f"nothing else ended it within {_NOTICE_S:g} s")
                 self._request(number)
 
     def _end(self, number: int, reason: str) -> NoReturn:

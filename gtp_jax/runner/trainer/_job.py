@@ -104,8 +104,8 @@ class Job:
         tokens = [float(metrics["tokens"]) for metrics in evaluations]
         if not sum(tokens):
             raise ValueError(
-                f"the first {len(tokens)} batches to evaluate have no answer, whose tokens alone the loss counts. Take "
-                "more --eval-batches, a larger --seq, or --loss-on all."
+                f"the first {len(tokens)} evaluation batches contain no answers, and the loss counts only answers. "
+                "Use more --eval-batches, a larger --seq, or --loss-on all."
             )
         return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
 
@@ -154,8 +154,8 @@ def prepare(
         place = Place.of_extra(resumed.step, resumed.extra)
         if place.step > config.steps:
             raise ValueError(
-                f"`steps` is {config.steps}, but the run in {config.out} has made {place.step} already. Ask for more, "
-                "or start another run with another --out."
+                f"`steps` is {config.steps}, but the run in {config.out} has already made {place.step}. Increase "
+                "--steps, or start another run with another --out."
             )
     elif config.from_ is not None:
         base = like if config.adapters is None else TrainState.create(_abstract_base(model), optax.identity())
@@ -182,7 +182,7 @@ def _with_tokenizer(origin: Origin, file: Path) -> Origin:
     if jax.process_index() == 0:
         print(
             f"gtp-jax train: the tokenizer {file} is not stored with the checkpoints, because it has more than "
-            f"{MAX_FILE_BYTES >> 20} MiB. Keep it for `gtp-jax generate` and for exports.",
+            f"{MAX_FILE_BYTES >> 20} MiB. Keep it: `gtp-jax generate` and exports need it.",
             file=sys.stderr,
             flush=True,
         )

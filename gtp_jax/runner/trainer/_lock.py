@@ -66,10 +66,10 @@ class Ownership:
         """
         found = _read(self.path)
         if found[:_TOKEN_DIGITS] != self.token:
-            other = f"It is now that of {_described(found)}" if found else "It has been deleted"
+            other = f"It now belongs to {_described(found)}" if found else "It has been deleted"
             raise LostLock(
-                f"this run has lost its lock {self.path}, because it stood still for more than {STALE_S:.0f} s or "
-                f"somebody removed the file. {other}. It writes nothing more, so that the two do not mix"
+                f"this run has lost its lock {self.path}, because it made no progress for more than {STALE_S:.0f} s "
+                f"or the file was removed. {other}. This run writes nothing more, so that the two do not mix"
             )
 
 
@@ -137,8 +137,8 @@ class Lock:
         if self._seen is None:
             self._begun = now
             self._note(
-                f"{self._path.parent} is in use by {_described(found)}; waiting until it ends, or has been silent for "
-                f"{self._stale_s:.0f} s"
+                f"{self._path.parent} is in use by {_described(found)}; waiting until that run ends, or until it has "
+                f"been silent for {self._stale_s:.0f} s"
             )
         if found != self._seen:
             self._seen, self._changed = found, now
@@ -148,8 +148,8 @@ class Lock:
             return self._take_over()
         if now - self._begun > self._patience_s:
             raise ValueError(
-                f"another run, {_described(found)}, writes to {self._path.parent} and goes on. Wait for it or end it, "
-                f"or choose another --out. (If nothing runs there, delete {self._path}.)"
+                f"another run, {_described(found)}, is still writing to {self._path.parent}. Wait for it to end, end "
+                f"it, or choose another --out. (If nothing runs there, delete {self._path}.)"
             )
         return False
 

@@ -188,7 +188,7 @@ class _Loop:
                 what = f"the loss of step {self._place.step} is {loss:.4g}, a spike (--spike {spike:g})"
                 self._record("spike", position, loss, norm, what)
                 if self._config.divergence.nonfinite == "raise":
-                    raise Diverged(f"{what}. Take a lower --lr, or --nonfinite rollback to go on from the checkpoint.")
+                    raise Diverged(f"{what}. Lower --lr, or use --nonfinite rollback to continue from the checkpoint.")
                 self._roll_back(what)
                 return False
         return True
@@ -207,7 +207,7 @@ class _Loop:
         self._record("nonfinite", position, loss, norm, what)
         if policy == "raise" or (policy == "skip" and self._place.in_a_row >= limit):
             rows = f" {limit} in a row (--nonfinite-in-a-row)." if policy == "skip" else ""
-            raise Diverged(f"{what}. Take a lower --lr or a longer --warmup.{rows}{self._diagnosis(position)}")
+            raise Diverged(f"{what}. Use a lower --lr or a longer --warmup.{rows}{self._diagnosis(position)}")
         if policy == "rollback" and self._place.in_a_row >= limit:
             self._roll_back(what)
         else:
@@ -244,12 +244,12 @@ class _Loop:
         """
         limit = self._config.divergence.max_rollbacks
         if self._place.rollbacks >= limit:
-            raise Diverged(f"{what}, after the run has gone back {limit} times (--max-rollbacks). Take a lower --lr.")
+            raise Diverged(f"{what}, after the run has gone back {limit} times (--max-rollbacks). Use a lower --lr.")
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
         source = self._watch.source(self._checkpoints, like)
         source.wait()
         if (step := source.latest()) is None:
-            raise Diverged(f"{what}, and there is no checkpoint to go back to. Take a lower --lr, or save more often.")
+            raise Diverged(f"{what}, and there is no checkpoint to go back to. Use a lower --lr, or save more often.")
         self._watch.doing("restore", step)
         self._state = None  # frees its memory
         self._state, extra = source.restore(like, step)
@@ -294,7 +294,7 @@ class _Loop:
         with self._progress.paused():
             if not state_is_finite((self._state.params, self._state.opt_state)):
                 raise Diverged(
-                    f"the state after step {step} is not finite, and is not saved. Take a lower --lr or a longer "
+                    f"the state after step {step} is not finite and is not saved. Use a lower --lr or a longer "
                     "--warmup."
                 )
             job, recipe = self._job, self._config.quantization.to_recipe()

@@ -134,12 +134,12 @@ class PeerWatch(Watch):
         if message is None:
             self._gone.add(process)
             if process not in self._left:
-                self._end_by(f"process {process} has ended without a word", RETRY)
+                self._end_by(f"process {process} has ended without giving a reason", RETRY)
         elif "bye" in message:
             self._said.pop(process, None)
             self._left.add(process)
         elif "failed" in message:
-            reason = f"process {process} cannot go on either, which its own output explains: {message['failed']}"
+            reason = f"process {process} cannot continue either, for the reason in its own output: {message['failed']}"
             self._end_by(reason, int(message["code"]))
         elif "beat" in message:
             self._said[process] = message["beat"]

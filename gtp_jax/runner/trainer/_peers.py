@@ -26,7 +26,9 @@ _RETRY_S = 0.2
 _LISTEN_S = 0.2
 _ITSELF_S = 10.0
 _MARK = "gtp_jax"
-_NOT_HERE = "process 0 does not reach itself at --coordinator {}: {}. Give an address of the host of process 0."
+_NOT_HERE = (
+    "process 0 cannot reach itself at --coordinator {}: {}. Give an address of the host on which process 0 runs."
+)
 
 
 class Peers:
@@ -233,9 +235,9 @@ def _reach(launch: Launch, deadline: float) -> Line:
         except NoCoordinator:
             line.close()
             raise NoCoordinator(
-                f"what listens at {launch.coordinator} is not process 0 of a run that waits for process "
-                f"{launch.process} of {launch.processes}. Another program uses the port, or the run has all its "
-                "processes already because another one has this --process-id, or process 0 has just ended."
+                f"the program that listens at {launch.coordinator} is not process 0 of a run that waits for process "
+                f"{launch.process} of {launch.processes}. Either another program uses the port, the run is already "
+                "complete because another process has this --process-id, or process 0 has just ended."
             ) from None
         if "refused" in answer:
             line.close()
@@ -248,7 +250,7 @@ def _reach(launch: Launch, deadline: float) -> Line:
 def _too_late(text: str, launch: Launch) -> NoCoordinator:
     return NoCoordinator(
         f"{text} within {launch.join_timeout_s:g} s. Start all processes with the same --coordinator, the address of "
-        "process 0 and a free port; if they start further apart than that, give all of them a longer --join-timeout."
+        "process 0 and a free port. If they do not start within that time, give all of them a longer --join-timeout."
     )
 
 
@@ -305,18 +307,18 @@ def _misfit(launch: Launch, who: dict[int, Message], hello: Message, own: str) -
     process, processes = hello.get("process"), hello.get("processes")
     if processes != launch.processes:
         return (
-            f"--num-processes is {launch.processes} in process 0, but {processes} in process {process} "
-            f"({hello.get('at')}). Give all of them the same number."
+            f"--num-processes is {launch.processes} in process 0 but {processes} in process {process} "
+            f"({hello.get('at')}). Give all processes the same number."
         )
     if not isinstance(process, int) or not 0 <= process < launch.processes:
-        return f"a process has the number {process}; it must be from 0 to {launch.processes - 1}."
+        return f"--process-id is {process} in one process; it must be from 0 to {launch.processes - 1}."
     before = who.get(process)
     if process == 0 and hello.get("token") != own:
         before = _hello(launch)
     if before is not None:
         return (
-            f"two processes have --process-id {process}: {before['at']}, and {hello.get('at')}. Give each of them a "
-            f"number of its own, from 0 to {launch.processes - 1}."
+            f"two processes have --process-id {process}: {before['at']}, and {hello.get('at')}. Give each process a "
+            f"different number from 0 to {launch.processes - 1}."
         )
     return ""
 
@@ -341,8 +343,9 @@ def _listen(launch: Launch) -> socket.socket:
         with contextlib.suppress(NoCoordinator, OverflowError):
             _connect_to_itself(launch)  # if another process 0 listens there, it learns of this one and ends too
         raise NoCoordinator(
-            f"process 0 cannot listen at port {port}, of --coordinator {launch.coordinator}: {error}. Another program "
-            "uses it, or another process has --process-id 0. Choose a free port, the same for all processes."
+            f"process 0 cannot listen on port {port} of --coordinator {launch.coordinator}: {error}. Either another "
+            "program uses the port, or another process has --process-id 0. Choose a free port, the same for all "
+            "processes."
         ) from None
 
 

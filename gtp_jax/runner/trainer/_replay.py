@@ -100,7 +100,9 @@ def replay(out: Path, step: int | None = None) -> Replay:
     directory.check(resume=True, force=False)
     config = dataclasses.replace(TrainConfig.load(directory.config), eval_data=())  # no step reads `eval_data`
     if config.faults.any:
-        raise ValueError("a run on replicas of unequal degree is not replayed: its ranks have fixed places.")
+        raise ValueError(
+            "a run on replicas of unequal degree cannot be replayed, because the places of its ranks are fixed."
+        )
     checkpoints = Checkpoints(directory.checkpoints, read_only=True)
     before = [at for at in checkpoints.steps() if step is None or at < step]
     if not before:
@@ -109,7 +111,7 @@ def replay(out: Path, step: int | None = None) -> Replay:
     step = begin + 1 if step is None else step
     choose_devices(config.virtual_devices(1), processes=1, local=None)
     corpus = read_corpus(config, resume=True)
-    check_tokens(checkpoints.manifest(begin)["extra"], corpus, config.seq, ". Put both back as they were.")
+    check_tokens(checkpoints.manifest(begin)["extra"], corpus, config.seq, ". Restore both.")
     degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     first = np.arange(jax.device_count())
     placements = [first] if first.size == 1 else [first, np.roll(first, 1)]

@@ -72,14 +72,14 @@ def resume_from(
             if len(damaged) < 2:
                 raise
             raise ValueError(
-                f"all checkpoints of the run are damaged: steps {sorted(damaged)}. Of the latest: {error}"
+                f"all checkpoints of the run are damaged: steps {sorted(damaged)}. The latest: {error}"
             ) from error
     check_tokens(
         extra,
         corpus,
         seq,
-        ", or --data or --tokenizer names another. Resume with both as they were, or start a new run with another "
-        "--out.",
+        ", or --data or --tokenizer names another one. Resume with the original text and tokenizer, or start a new "
+        "run with another --out.",
     )
     origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
     for one, error in damaged.items():
@@ -88,7 +88,7 @@ def resume_from(
     def set_aside() -> None:
         kept = [] if in_memory else source.set_aside_after(step, damaged)
         if kept:
-            _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
+            _say(f"continuing from step {step}; later steps are set aside: {', '.join(kept)}")
 
     return Resumed(state, extra, step, origin, set_aside)
 
@@ -107,18 +107,19 @@ def check_tokens(extra: Mapping[str, Any], corpus: Corpus, seq: int, remedy: str
     """
     if extra["text"] != corpus.fingerprint:
         older = (
-            f" Or an older version of gtp_jax began this run: it read {' and '.join(corpus.unread)} too, which are "
-            "left out now. Go on with that version."
+            f" Or the run was started by an older version of gtp_jax, which also read {' and '.join(corpus.unread)}; "
+            "these are now left out. Continue with that version."
         )
         raise ValueError(
-            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer.name} are not those that this run was "
-            "trained on: the content of the text or of the tokenizer has changed"
-            f"{remedy}{older if corpus.unread else ''}"
+            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer.name} differ from those that this run "
+            "was trained on: the content of the text or of the tokenizer has "
+            f"changed{remedy}{older if corpus.unread else ''}"
         )
     if extra.get("packing") != corpus.packing_digest(seq):
         raise ValueError(
-            f"the rows of {corpus.name} are not those that this run was trained on: it packed documents otherwise. "
-            "Resume with --seq, --packing and --data as they were, or start a new run with another --out."
+            f"the rows of {corpus.name} differ from those that this run was trained on, because documents are packed "
+            "differently. Resume with the original --seq, --packing and --data, or start a new run with another "
+            "--out."
         )
 
 

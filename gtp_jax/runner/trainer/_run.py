@@ -83,7 +83,7 @@ def start(
         Diverged: if the loss is not finite, or jumps, and the settings do not let the run continue.
     """
     if at is not None and not resume:
-        raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
+        raise ValueError("`--step` selects the step to resume from. Add --resume, or remove --step.")
     limit_arenas()
     launch = find_launch(options)
     watch = Recorder(PeerWatch(launch) if supervision is None else supervision.watch)
@@ -199,7 +199,9 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
     if resume:
         before = TrainConfig.load(directory.config)
         if settings.get("from_", before.from_) != before.from_:
-            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+            raise ValueError(
+                "`from` applies only to a new run; a resumed run has its own parameters. Remove --from or --resume."
+            )
         config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": out})
         check_same_model(before, config, settings)
         check_same_optimizer(before, config)
@@ -241,7 +243,7 @@ def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, 
             check_degrees(degrees, jax.device_count())
     if config.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
-            "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
+            "`dtype` is 'float64', which requires JAX_ENABLE_X64=1 in the environment. Set it, or use another --dtype."
         )
     return degrees
 
@@ -299,7 +301,7 @@ def _train(
         directory.report.write_text(text + "\n")
         say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, events.jsonl, loss.png, report.txt", flush=True)
         if outcome.signal is not None:
-            why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
+            why = "" if interrupt.saves else "; saving would take longer than --grace, so nothing was saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
         else:
             say(next_commands(directory.root, config, meshes.mesh, chats=corpus.chat is not None), flush=True)
@@ -311,8 +313,8 @@ def _reason(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     if out_of_memory(error):
         return (
-            f"a device is out of memory ({first}). Take a smaller --batch, more --microbatches, or shard the "
-            "weights further with --gtp; `gtp-jax inspect` shows what takes how much"
+            f"a device is out of memory ({first}). Use a smaller --batch, more --microbatches, or a higher --gtp, "
+            "which shards weights further; `gtp-jax inspect` shows what uses the memory"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         return f"communication failed, most likely because another process died ({first})"

@@ -58,7 +58,7 @@ class Samples:
             if not out_of_memory(error):
                 raise
             self.wanted = False
-            return "(no text: there is not enough memory beside the state; --sample-tokens 0 leaves it out)"
+            return "(no text: there is not enough memory next to the state; --sample-tokens 0 turns samples off)"
         new = found.tokens[0, : found.lengths[0]]
         self.last = tokenizer.decode([*prompt.tolist(), *new.tolist()])
         return self.last

@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 def slow(times: Mapping[int, Times]) -> list[str]:
-    """Describes the slow processes and devices: `process 1: input takes 120.0 ms a step, 3.1 ms in the others`.
+    """Describes the slow processes and devices: `process 1: input takes 120.0 ms per step, and 3.1 ms in the others`.
 
     Args:
         times: the seconds of each process by kind, which includes `step`; for devices, the kind is `device` and a name.
@@ -66,11 +66,14 @@ def slow(times: Mapping[int, Times]) -> list[str]:
     for what in ("input", "dispatch"):
         known = {process: of[what] for process, of in times.items() if what in of}
         for process, seconds, others in _apart(known, _TIMES, _OF_A_STEP * step_s):
-            lines.append(f"process {process}: {what} takes {seconds:.1f} ms a step, {others:.1f} ms in the others")
+            lines.append(
+                f"process {process}: {what} takes {seconds:.1f} ms per step, and {others:.1f} ms in the others"
+            )
     devices = {(p, what): s for p, of in times.items() for what, s in of.items() if what.startswith("device")}
     for (process, device), seconds, others in _apart(devices, _DEVICE_TIMES, 0.0):
         lines.append(
-            f"process {process}: {device} takes {seconds:.2f} ms for products that take {others:.2f} ms on others"
+            f"process {process}: {device} takes {seconds:.2f} ms for matrix products that take {others:.2f} ms on "
+            "others"
         )
     return lines
 

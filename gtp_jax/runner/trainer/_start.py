@@ -72,15 +72,15 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
     name, known = corpus.tokenizer.name, corpus.vocab_size
     if config.from_ is None:
         raise ValueError(
-            f"`vocab_size` is {size}, and the tokenizer {name} has {known} tokens. Give at least as many, or leave "
-            "--vocab-size out."
+            f"`vocab_size` is {size}, but the tokenizer {name} has {known} tokens. Give at least {known}, or remove "
+            "--vocab-size."
         )
     if config.tokenizer is not None:
         checkpoints = _open(Path(config.from_))
         if not _is_of(read_origin(checkpoints, checkpoints.manifest()), config.tokenizer):
             raise ValueError(
-                f"the model in {config.from_} knows {size} tokens, and the tokenizer {name} has {known}. Leave "
-                "--tokenizer out to take the one that was imported with the model, or give that one."
+                f"the model in {config.from_} has {size} tokens, but the tokenizer {name} has {known}. Remove "
+                "--tokenizer to use the one that was imported with the model, or give that one."
             )
     try:
         for where, stream in [
@@ -90,8 +90,8 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
             check_ids(stream, size, name=f"tokens of {where} by {name}")
     except ValueError as error:
         raise ValueError(
-            f"{error} The tokenizer of the checkpoint in {config.from_} knows more tokens than its model. Leave out "
-            "the text that has them; without a special end-of-text token, there is one more after every document."
+            f"{error} The tokenizer of the checkpoint in {config.from_} has more tokens than its model. Remove the "
+            "text that contains them. If no end-of-text token is special, one more token follows every document."
         ) from None
 
 
@@ -146,28 +146,28 @@ def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
     where = f"step {content['step']} in {directory}"
     if Adapters.of(content["extra"], where) is not None:
         raise ValueError(
-            f"{where} is of a run that trained adapters. Merge them into their model, and start from that: `gtp-jax "
-            f"convert merge {source} {source}-merged`. To go on with the run, give --resume --out {source}."
+            f"{where} is of a run that trained adapters. Merge them into their model, and start from the result: "
+            f"`gtp-jax convert merge {source} {source}-merged`. To continue that run, pass --resume --out {source}."
         )
     sizes = sizes_of(config_of(content["extra"], where))
     flags = _flags()
     lines = [
-        f"  {flags[name]} is {settings[name]}, and its {name} is {size}"
+        f"  {flags[name]} is {settings[name]}, but its {name} is {size}"
         for name, size in sizes.items()
         if settings.get(name) is not None and not _same(name, settings[name], size)
     ]
     if settings.get("preset") is not None:
         preset = sizes_of(preset_of(settings["preset"]))
         lines += [
-            f"  --preset {settings['preset']} has the {name} {preset.get(name)}, and its is {sizes.get(name)}"
+            f"  --preset {settings['preset']} has the {name} {preset.get(name)}, but its is {sizes.get(name)}"
             for name in {**sizes, **preset}
             if name != "vocab_size" and settings.get(name) is None and preset.get(name) != sizes.get(name)
         ]
     if lines:
         raise ValueError(
-            f"the model of {where} decides the sizes of a run that starts from it, and these contradict it:\n"
+            f"a run that starts from {where} has the sizes of its model, and these contradict them:\n"
             + "\n".join(lines)
-            + "\nLeave them out, or start without --from."
+            + "\nRemove them, or start without --from."
         )
     found = {**sizes, **{name: value for name, value in settings.items() if value is not None or name not in sizes}}
     name, origin = found.get("tokenizer"), read_origin(checkpoints, content)
@@ -196,7 +196,7 @@ def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping
         raise ValueError(
             "a resumed run keeps its model, and these contradict it:\n"
             + "\n".join(f"  its {name} is {sizes.get(name)}, not {now.get(name)}" for name in differing)
-            + f"\nLeave out {', '.join(given)}, or start another run with another --out."
+            + f"\nRemove {', '.join(given)}, or start another run with another --out."
         )
 
 
@@ -212,17 +212,17 @@ def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
         given.append("--optimizer")
     if (before.average is None) != (config.average is None):
         lines.append(
-            f"  it averages no weights, and average is {config.average}"
+            f"  it averages no weights, but average is {config.average}"
             if before.average is None
-            else "  it averages weights, and average is not given"
+            else "  it averages weights, but average is not given"
         )
         given.append("--average")
     if lines:
         raise ValueError(
             "a resumed run keeps its optimizer, and these contradict it:\n"
             + "\n".join(lines)
-            + f"\nLeave {' and '.join(given)} as the run has it, or start another run from its weights, with --from "
-            "and another --out."
+            + f"\nLeave {' and '.join(given)} unchanged, or start another run from its weights, with --from and "
+            "another --out."
         )
 
 
@@ -234,14 +234,14 @@ def check_same_adapters(before: TrainConfig, config: TrainConfig) -> None:
     """
     if before.adapters != config.adapters:
         raise ValueError(
-            f"a resumed run keeps what it trains: {_said(before.adapters)}, not {_said(config.adapters)}. Leave out "
-            "--lora and what begins with it, or start another run with another --out."
+            f"a resumed run keeps what it trains: {_said(before.adapters)}, not {_said(config.adapters)}. Remove "
+            "--lora and all --lora-* flags, or start another run with another --out."
         )
     if config.adapters is not None and before.quantization != config.quantization:
         raise ValueError(
-            "a resumed run keeps the base that it has frozen, and its recipe with it: "
-            f"{before.quantization.summary}, not {config.quantization.summary}. Leave --recipe and its options out, or "
-            "start another run with another --out."
+            f"a resumed run keeps its frozen base and the recipe of that base: {before.quantization.summary}, not "
+            f"{config.quantization.summary}. Remove --recipe and its options, or start another run with another "
+            "--out."
         )
 
 
@@ -275,8 +275,8 @@ def check_terms(model: ModelConfig, corpus: Corpus) -> None:
     terms = [f"{flag} {value}" for flag, value in found.items() if value]
     if terms:
         raise ValueError(
-            f"the loss counts answers alone, and the experts' terms ({', '.join(terms)}) every token, so that they "
-            "would weigh more the fewer answers there are. Give 0 for these, or --loss-on all."
+            f"the loss counts only answers, but the experts' terms ({', '.join(terms)}) count every token, so they "
+            "would weigh more the fewer answers there are. Set them to 0, or use --loss-on all."
         )
 
 
@@ -314,9 +314,9 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     if jax.process_index() == 0:
         text = "its tokens are bytes" if tokenizer == BYTE_TOKENS else f"`tokenizer` {tokenizer}"
         print(
-            f"gtp-jax train: the tokenizer of {where} is left out of this run's checkpoints, because it is not shown "
-            f"to be the one that the text is read with ({text}): {', '.join(origin.files)}. The ids of tokens in its "
-            "config.json become null. To keep them, leave --tokenizer out.",
+            f"gtp-jax train: the tokenizer of {where} is not stored in this run's checkpoints, because it may differ "
+            f"from the one that the text is read with ({text}): {', '.join(origin.files)}. Token ids in its "
+            "config.json become null. To keep them, remove --tokenizer.",
             file=sys.stderr,
             flush=True,
         )

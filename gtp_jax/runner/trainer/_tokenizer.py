@@ -34,12 +34,13 @@ def name_of_tokenizer(source: Path, origin: Origin) -> str | None:
     if origin.config or not run.is_of_run:
         raise ValueError(
             f"{source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
-            f"--tokenizer, or --tokenizer {BYTE_TOKENS} if every byte is a token."
+            f"--tokenizer, or use --tokenizer {BYTE_TOKENS} if every byte is a token."
         )
     name = TrainConfig.load(run.config).tokenizer or BYTE_TOKENS
     if name != BYTE_TOKENS and not Path(name).is_file():
         raise ValueError(
-            f"the run in {run.root} was trained with the tokenizer {name}, which is not there. Give it as --tokenizer."
+            f"the run in {run.root} was trained with the tokenizer {name}, which does not exist. Give it as "
+            "--tokenizer."
         )
     return name
 
@@ -77,8 +78,8 @@ def tokenizer_of(config: TrainConfig, *, resume: bool) -> Tokenizer:
         return _held(origin, config.out) if TOKENIZER_FILE in origin.files else BYTES
     if resume and not Path(config.from_).expanduser().is_dir():
         raise FileNotFoundError(
-            f"the run in {config.out} has saved no step, and {config.from_}, whose tokenizer it has, is not there. "
-            "Give the tokenizer.json as --tokenizer."
+            f"the run in {config.out} has saved no step, and {config.from_}, whose tokenizer it uses, does not "
+            "exist. Give the tokenizer.json as --tokenizer."
         )
     return stored_tokenizer(Path(config.from_).expanduser(), origin_of_start(config.from_))
 

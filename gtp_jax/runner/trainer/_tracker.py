@@ -44,8 +44,8 @@ def check_trackers(names: Collection[str]) -> None:
     if absent:
         packages = " and ".join(_PACKAGES[name] for name in absent)
         raise ValueError(
-            f"`log_to` is {' '.join(names)}, for which {packages} is not installed. Install it: pip install "
-            f'"gtp_jax[{",".join(absent)}]". Or leave --log-to out: log.jsonl has the same numbers.'
+            f"`log_to` is {' '.join(names)}, but {packages} is not installed. Install it: pip install "
+            f'"gtp_jax[{",".join(absent)}]". Or remove --log-to: log.jsonl has the same numbers.'
         )
 
 

@@ -85,15 +85,16 @@ class TrainConfig:
     preset: str | None = knob(
         None,
         "model",
-        f"the model, but for sizes that are given: {', '.join(PRESETS)} (default: {_PRESET}, or what --from has)",
+        f"the model, except for sizes that are given: {', '.join(PRESETS)} (default: {_PRESET}, or the model of "
+        "--from)",
         kind=str,
         metavar="NAME",
     )
     from_: str | None = knob(
         None,
         "model",
-        "start from the model in a directory of checkpoints, imported or of another run: from its parameters, with its "
-        "sizes and its tokenizer (default: random parameters)",
+        "start from the model in a directory of checkpoints, of an import or another run: from its parameters, with "
+        "its sizes and its tokenizer (default: random parameters)",
         kind=str,
         metavar="DIR",
         per_process=True,
@@ -108,8 +109,9 @@ class TrainConfig:
     data: tuple[str, ...] = knob(
         (),
         "text",
-        "files, and directories with all they hold: text, JSON lines (.jsonl), token ids (.npy, .bin), parquet; with "
-        "PATH:WEIGHT for each, their rows are mixed by weight (default: the source of the Python standard library)",
+        "files, and directories with everything in them: text, JSON lines (.jsonl), token ids (.npy, .bin), "
+        "parquet; with PATH:WEIGHT for each, their rows are mixed by weight (default: the source of the Python "
+        "standard library)",
         kind=str,
         metavar="PATH",
         nargs="+",
@@ -118,30 +120,30 @@ class TrainConfig:
     tokenizer: str | None = knob(
         None,
         "text",
-        f"a Hugging Face tokenizer.json, or {BYTE_TOKENS!r} if every byte is a token (default: that of --from, else "
-        "bytes)",
+        f"a Hugging Face tokenizer.json, or {BYTE_TOKENS!r} if every byte is a token (default: that of --from, "
+        "otherwise bytes)",
         kind=str,
         metavar="FILE",
         per_process=True,
     )
-    follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
-    text_field: str = knob("text", "text", "the field of a record that holds its text", kind=str, metavar="NAME")
+    follow_links: bool = knob(False, "text", "follow links that lead outside a directory of texts", kind=bool)
+    text_field: str = knob("text", "text", "the field of a record that contains its text", kind=str, metavar="NAME")
     token_dtype: str | None = knob(
-        None, "text", "dtype of .bin files of token ids that do not say it", kind=str, choices=TOKEN_DTYPES
+        None, "text", "dtype of .bin files of token ids that do not state their own", kind=str, choices=TOKEN_DTYPES
     )
     packing: str | None = knob(
         None,
         "text",
-        f"how rows are cut: {STREAM}, without gaps across documents, or whole {DOCUMENTS}, which do not see each other "
-        f"(default: {DOCUMENTS} of records, else {STREAM})",
+        f"how rows are made: cut from a {STREAM} of all documents without gaps, or packed with whole {DOCUMENTS} "
+        f"that do not attend to each other (default: {DOCUMENTS} for records, otherwise {STREAM})",
         kind=str,
         choices=PACKINGS,
     )
     chat_template: str | None = knob(
         None,
         "text",
-        "how conversations, `messages` in JSON lines, are written: a chat_template.jinja or tokenizer_config.json "
-        "(default: that of --from)",
+        "how conversations (JSON lines with `messages`) are written as text: a chat_template.jinja or "
+        "tokenizer_config.json (default: that of --from)",
         kind=str,
         metavar="FILE",
         per_process=True,
@@ -149,36 +151,36 @@ class TrainConfig:
     loss_on: str = knob(
         ANSWERS,
         "text",
-        f"what of a conversation the loss counts: {ANSWERS}, or {ALL} of its text",
+        f"the part of a conversation that the loss counts: {ANSWERS}, or {ALL} of its text",
         kind=str,
         choices=(ANSWERS, ALL),
     )
-    seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
+    seq: int = knob(128, "text", "tokens per sequence", metavar="N")
 
-    steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
-    batch: int = knob(16, "training", "sequences of a step, over all devices", metavar="N")
+    steps: int = knob(200, "training", "total number of optimizer steps", metavar="N")
+    batch: int = knob(16, "training", "sequences per step, over all devices", metavar="N")
     optimizer: str = knob(
         "adamw",
         "training",
-        "the optimizer; muon takes the matrices of each layer, and AdamW the rest; schedule-free averages AdamW's "
-        "weights in place of a schedule",
+        "the optimizer; muon updates the matrices of each layer, and AdamW the rest; schedule-free averages AdamW's "
+        "weights instead of using a schedule",
         kind=str,
         choices=tuple(_LR_FACTORS),
     )
     schedule: str | None = knob(
         None,
         "training",
-        "the learning rate after the warm-up: it falls to a tenth along a cosine or a line, stays and falls over "
-        "the last fifth of the steps (wsd: warm-up, stable, decay), or is constant (default: cosine; with "
-        "schedule-free, constant)",
+        "the learning rate after the warm-up: it decays to a tenth along a cosine or a line, stays constant and "
+        "decays over the last fifth of the steps (wsd: warm-up, stable, decay), or is constant (default: cosine; "
+        "with schedule-free, constant)",
         kind=str,
         choices=SCHEDULES,
     )
     average: float | None = knob(
         None,
         "training",
-        "evaluate an exponential moving average of the weights, with this decay a step, such as 0.999; samples, "
-        "exports and `gtp-jax generate` take it too (default: the weights themselves)",
+        "evaluate an exponential moving average of the weights with this decay per step, such as 0.999; samples, "
+        "exports and `gtp-jax generate` use it too (default: the weights themselves)",
         kind=float,
         above=0,
         metavar="DECAY",
@@ -186,7 +188,7 @@ class TrainConfig:
     lr: float | None = knob(
         None,
         "training",
-        "highest learning rate (default: 0.003 * sqrt(128 / hidden size), with lion a fifth of that)",
+        "highest learning rate (default: 0.003 * sqrt(128 / hidden size); with lion, a fifth of that)",
         kind=float,
         above=0,
         metavar="RATE",
@@ -194,14 +196,12 @@ class TrainConfig:
     warmup: int | None = knob(
         None,
         "training",
-        "steps of linear warm-up, before the schedule (default: a tenth, at most 200)",
+        "steps of linear warm-up before the schedule (default: a tenth of all steps, at most 200)",
         least=0,
         metavar="N",
     )
     weight_decay: float = knob(0.1, "training", "weight decay, applied to matrices only", kind=float, metavar="RATE")
-    max_grad_norm: float = knob(
-        1.0, "training", "scale gradients down to this norm", kind=float, above=0, metavar="NORM"
-    )
+    max_grad_norm: float = knob(1.0, "training", "clip gradients to this norm", kind=float, above=0, metavar="NORM")
     seed: int = knob(
         0,
         "training",
@@ -225,39 +225,44 @@ class TrainConfig:
         per_process=True,
     )
     eval_every: int = knob(25, "output", "steps between evaluations on held-out text; 0 for none", least=0, metavar="N")
-    eval_batches: int = knob(4, "output", "batches of an evaluation, of each text", metavar="N")
+    eval_batches: int = knob(4, "output", "batches per evaluation of each text", metavar="N")
     eval_data: tuple[str, ...] = knob(
         (),
         "output",
-        "files and directories to evaluate on beside the held-out text, each a text with a loss of its own; with no "
-        "path, a resumed run evaluates on no more such texts",
+        "files and directories to evaluate on in addition to the held-out text, each a text with a loss of its own; "
+        "with no path, a resumed run stops evaluating on them",
         kind=str,
         metavar="PATH",
         nargs="*",
         per_process=True,
     )
     sample_tokens: int = knob(
-        96, "output", "tokens that the model writes at each evaluation, to be read; 0 for none", least=0, metavar="N"
+        96,
+        "output",
+        "number of tokens of the sample that the model writes at each evaluation; 0 for none",
+        least=0,
+        metavar="N",
     )
     log_to: tuple[str, ...] = knob(
         (),
         "output",
-        "write what log.jsonl has for TensorBoard (to tensorboard/ in --out) or Weights & Biases (to wandb/, offline "
-        "unless WANDB_MODE says otherwise) too; with no name, a resumed run stops writing them",
+        "also write the values of log.jsonl for TensorBoard (to tensorboard/ in --out) or Weights & Biases (to "
+        "wandb/, offline unless WANDB_MODE says otherwise); with no name, a resumed run stops writing them",
         kind=str,
         choices=TRACKERS,
         nargs="*",
     )
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
-    keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
+    keep: int = knob(3, "output", "number of latest checkpoints to keep", metavar="N")
     keep_best: int = knob(
-        1, "output", "checkpoints of the lowest held-out loss to keep beside them", least=0, metavar="N"
+        1, "output", "number of checkpoints with the lowest held-out loss to keep in addition", least=0, metavar="N"
     )
 
     grace: float | None = knob(
         None,
         "output",
-        "seconds from a signal to the end by force; a state that cannot be saved in time is not (default: no limit)",
+        "seconds from a signal until the process is ended by force; a state that cannot be saved in time is not "
+        "saved (default: no limit)",
         kind=float,
         above=0,
         metavar="S",
@@ -268,7 +273,9 @@ class TrainConfig:
         check_knobs(self)
         object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.eval_data and not self.eval_every:
-            raise ValueError("`eval_every` is 0, so that nothing is evaluated. Leave --eval-data out, or give another.")
+            raise ValueError(
+                "`eval_every` is 0, so nothing is evaluated. Remove --eval-data, or set another --eval-every."
+            )
         if self.preset is None and self.from_ is None:
             object.__setattr__(self, "preset", _PRESET)
         if self.adapters is not None:
@@ -278,13 +285,13 @@ class TrainConfig:
             raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
         if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
             raise ValueError(
-                f"`schedule` is {self.schedule!r}, and `optimizer` schedule-free, which averages weights in place of a "
-                "schedule. Leave --schedule out, or take another --optimizer."
+                f"`schedule` is {self.schedule!r}, but `optimizer` is schedule-free, which averages weights instead "
+                "of using a schedule. Remove --schedule, or use another --optimizer."
             )
         if self.optimizer == _SCHEDULE_FREE and self.average is not None:
             raise ValueError(
-                f"`average` is {self.average}, and `optimizer` schedule-free, which averages weights itself. Leave "
-                "--average out, or take another --optimizer."
+                f"`average` is {self.average}, but `optimizer` is schedule-free, which averages weights itself. "
+                "Remove --average, or use another --optimizer."
             )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
@@ -294,25 +301,26 @@ class TrainConfig:
     def _check_adapters(self) -> None:
         if self.from_ is None:
             raise ValueError(
-                f"`lora` is {self.adapted.lora}, and adapters are for a model that has been trained. Give one with "
-                "--from, which `gtp-jax convert import` or `gtp-jax train` made, or leave --lora out."
+                f"`lora` is {self.adapted.lora}, but adapters require a trained model. Give one with --from, from "
+                "`gtp-jax convert import` or `gtp-jax train`, or remove --lora."
             )
         if self.faults.any:
             raise ValueError(
-                f"`lora` is {self.adapted.lora}, and devices have failed: a frozen model is not divided among replicas "
-                "of unequal degree. Leave --failed-devices and --replica-batches out, or --lora."
+                f"`lora` is {self.adapted.lora} and devices have failed, but a frozen model cannot be divided among "
+                "replicas of unequal degree. Remove --failed-devices and --replica-batches, or --lora."
             )
         for name in ("pregathered_layers", "grad_wire"):
             if value := getattr(self.quantization, name):
                 raise ValueError(
-                    f"`{name}` is {value!r}, and with --lora the weights that travel are frozen: they are quantized "
-                    f"once, and have no gradients. Leave --{name.replace('_', '-')} out."
+                    f"`{name}` is {value!r}, but with --lora the sharded weights are frozen: they are quantized once "
+                    f"and have no gradients. Remove --{name.replace('_', '-')}."
                 )
 
         if any(kind.operands is not None and kind.operands.stochastic for kind in self.quantization.to_recipe().kinds):
             raise ValueError(
-                f"`recipe` is {self.quantization.summary}, which rounds gradients stochastically, and a frozen weight "
-                "has no key for that. Take one without matmuls, such as nvfp4, or mxfp8-matmuls with --lora."
+                f"`recipe` is {self.quantization.summary}, which rounds gradients stochastically, but a frozen "
+                "weight has no random key for that. With --lora, use a recipe without matmuls, such as nvfp4, or "
+                "mxfp8-matmuls."
             )
 
     @property
@@ -378,9 +386,9 @@ class TrainConfig:
         if asked.gtp is None and asked.tp is None:
             name = "failed_devices" if self.faults.failed_devices else "replica_batches"
             raise ValueError(
-                f"`{name}` is {list(getattr(self.faults, name))}, which is of the replicas of a grid dp x gtp x tp, "
-                "but neither --gtp nor --tp is given. Give the degrees that the run had with all its devices; one that "
-                "is left out is 1."
+                f"`{name}` is {list(getattr(self.faults, name))}, which refers to replicas in a grid dp x gtp x tp, "
+                "but neither --gtp nor --tp is given. Give the degrees that the run had with all its devices; a "
+                "degree that is not given is 1."
             )
         return {"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1}
 
@@ -395,8 +403,8 @@ class TrainConfig:
         """
         if self.parallelism.ep > 1:
             raise ValueError(
-                f"`ep` is {self.parallelism.ep}, and devices have failed: replicas of unequal degree have no ranks to "
-                "exchange tokens with. Leave --ep out."
+                f"`ep` is {self.parallelism.ep} and devices have failed, but replicas of unequal degree have no "
+                "ranks to exchange tokens with. Remove --ep."
             )
         return self.faults.plan(**degrees, batch=self.batch, microbatches=self.execution.microbatches)
 
@@ -487,6 +495,6 @@ class TrainConfig:
             return from_settings(cls, settings)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "
-                "there."
+                f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move "
+                "the file."
             ) from error
