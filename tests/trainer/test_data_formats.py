@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import warnings
@@ -36,6 +37,12 @@ def flags(out, *data, **changes):
     run = dict(out=out, seq=32, batch=8, eval_every=2, eval_batches=1, save_every=2, steps=4, sample_tokens=0)
     more = {**sizes, **run, "text_field": "content", "schedule": "constant", "warmup": 0, "gtp": 8, "tp": 1, **changes}
     return ["--data", *map(str, data), *(f"--{name.replace('_', '-')}={value}" for name, value in more.items())]
+
+
+def contents(parts):
+    """The tokens of each document."""
+    for part in parts:
+        yield from (part.tokens[begin:end].tobytes() for begin, end in itertools.pairwise(part.offsets))
 
 
 def losses(out):
@@ -106,6 +113,24 @@ def test_weighted_paths_of_which_one_contains_the_other_are_refused(folder, caps
     said = capsys.readouterr().err
     assert f"`data` {folder / 'a.jsonl'} is inside {folder}, and both have a weight" in said
     assert "remove the weights" in said
+
+
+def test_documents_that_one_weighted_path_holds_out_and_another_trains_on_are_counted(folder):
+    documents = [f"{text(i)}\0" for i in range(2000, 2100)]
+    rotated = [one[7:-1] + one[:7] + "\0" for one in documents]  # the same bytes in another order
+    for name, several in (("d.npy", documents), ("e.npy", documents[::-1]), ("f.npy", rotated[::-1])):
+        np.save(folder / name, np.frombuffer("".join(several).encode(), np.uint8))
+
+    def read(*names):
+        return read_corpus(TrainConfig(data=tuple(f"{folder / name}:0.5" for name in names), seq=32, batch=8))
+
+    with warnings.catch_warnings(action="error"):
+        read("d.npy", "f.npy")
+    # the last documents of a file are held out, which here are the first of the other one
+    with pytest.warns(UserWarning, match=r"documents that .*d.npy holds out are also trained on, in .*e.npy") as found:
+        first, second = read("d.npy", "e.npy").sources
+    held_out, trained = {*contents(first.held_out)}, {*contents(second.train)}
+    assert held_out <= trained and str(found[0].message).startswith(f"{len(held_out)} of {len(held_out)} ")
 
 
 def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):

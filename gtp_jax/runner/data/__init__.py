@@ -3,6 +3,7 @@
 from ._chat import Chat as Chat
 from ._chat_template import named_template as named_template
 from ._chat_template import stored_template as stored_template
+from ._copies import copies as copies
 from ._corpus import DOCUMENTS as DOCUMENTS
 from ._corpus import PACKINGS as PACKINGS
 from ._corpus import STREAM as STREAM

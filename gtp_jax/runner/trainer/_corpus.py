@@ -15,6 +15,7 @@ from ..data import (
     STREAM,
     Corpus,
     Text,
+    copies,
     load_evaluated,
     load_source,
     read_text,
@@ -90,6 +91,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     corpus.check(batch=config.batch, seq=config.seq)
     _warn_of_cuts(corpus, config.seq)
     _warn_of_short_files(corpus, config.seq)
+    _warn_of_copies(corpus)
     return corpus
 
 
@@ -118,6 +120,17 @@ def _warn_of_short_files(corpus: Corpus, seq: int) -> None:
             "are left out. Pass --packing documents or a smaller --seq, or join them.",
             stacklevel=3,
         )
+
+
+def _warn_of_copies(corpus: Corpus) -> None:
+    """Warns of documents that one source holds out and another trains on: each source is split by itself."""
+    for one, other in itertools.permutations(corpus.sources, 2):
+        if count := copies(one.held_out, other.train):
+            warnings.warn(
+                f"{count} of {sum(map(len, one.held_out))} documents that {one.name} holds out are also trained on, in "
+                f"{other.name}, so the held-out loss is too low. Remove them from one of the two.",
+                stacklevel=3,
+            )
 
 
 def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
