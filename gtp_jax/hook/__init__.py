@@ -12,19 +12,25 @@ output, and its second zero once the next unit's gradients are reduced. If a tok
 gather starts late or early, but no value changes.
 
 Under a recipe, a unit's matrices are quantized once per call (`_codes`), both passes gather the codes (`_weights`), and
-products with weights may be computed in FP8 (`_products`).
+products with weights may be computed in its formats (`_products`).
 """
 
+from ._codes import Coded as Coded
+from ._codes import encode as encode
+from ._facts import ShardedWeight as ShardedWeight
 from ._facts import UnitCall as UnitCall
 from ._facts import UnitFact as UnitFact
 from ._facts import WeightFact as WeightFact
 from ._facts import calls_of as calls_of
 from ._facts import largest_unit as largest_unit
+from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
+from ._movement import scatter as scatter
 from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard
+from ._weights import Weights as Weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 
 from ..chain import Remat
-from ..mesh import check_mesh_in_scope, legacy_mesh_in_scope
+from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
 from ._choice import own_variables
 from ._codes import coded, moving
 from ._movement import own_part
@@ -23,7 +22,7 @@ from ._placement import Placement
 from ._scope import hook_is_off
 from ._step import run
 from ._trace import traced, written_while_quantized
-from ._walk import is_under_way, leave, note_products, take, walking
+from ._walk import is_under_way, leave, note_weights, take, walking
 from ._weights import Weights, gather_once
 
 
@@ -52,7 +51,7 @@ def call_unit(
     with _explained(unit):
         outputs, token, multiplied = run(*call[:3], take(unit), remat=remat, keep_last=keep_last, batch=batch)
     leave(token)
-    note_products([call.names[i] for i in sorted(multiplied)])
+    note_weights(call.names, [tuple(shard.shape) for shard in call.weights], multiplied)
     return call.finish(outputs)
 
 
@@ -61,14 +60,10 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
-    known = _held.get()  # gathered by an enclosing call of the same holder
-    own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None and id(v) not in known]
+    own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []):
         return method(holder, *args, **kwargs)
 
-
-# The `id`s of the variables that hold gathered weights while a call runs.
-_held: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("gtp_jax_held", default=frozenset())
 
 Sharded = list[tuple[nnx.Variable, Placement]]
 
@@ -130,23 +125,28 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
         ) from error
 
 
-def _not_in_trace(variable: nnx.Variable) -> str:
+def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
     name = ".".join(path_of(variable))
+    why = f"the recipe in scope quantizes {name}" if quantized else f"in local view, ranks hold shards of {name}"
+    instead = f"add {name!r} to the recipe's `exclude`" if quantized else "use the global view"
     return (
-        f"the recipe in scope quantizes {name}, whose module is called inside a transformation (a scan, "
-        "`jax.checkpoint`) into which it was not passed, so that its quantized value cannot be put there. Pass the "
-        f"module to the transformation, as `nnx.scan` and `nnx.remat` do, or add {name!r} to the recipe's `exclude`."
+        f"{why}, whose module is called inside a transformation (a scan, `jax.checkpoint`) into which it was not "
+        f"passed, so that its {'quantized' if quantized else 'gathered'} value cannot be put there. Pass the module to "
+        f"the transformation, as `nnx.scan` and `nnx.remat` do, or {instead}."
     )
 
 
 @contextlib.contextmanager
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
-    """Makes variables hold gathered weights while a call runs, and shards again afterwards."""
+    """Makes variables hold gathered weights while a call runs, and shards again afterwards.
+
+    Meanwhile, they have no placement, so that the units and holders that share them do not gather them again, nor do
+    the copies of them that `nnx.remat` and other transformations make.
+    """
     if not weights:
         yield
         return
     put = []
-    mark = _held.set(_held.get() | {id(variable) for variable, _ in weights})
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
     how = Weights(tuple(placement for _, placement in weights), formats, (None,) * len(weights))
@@ -156,16 +156,17 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
         try:
             variable.set_raw_value(weight)
         except TraceContextError as error:  # the variable belongs to an outer trace, such as that around a scan
-            if form is not None:
-                raise ValueError(_not_in_trace(variable)) from error
+            if form is not None or current_view() != "global":
+                raise ValueError(_not_in_trace(variable, form is not None)) from error
             continue  # XLA gathers the weights that the inner trace reads
-        put.append((variable, shard, weight, placement, form))
+        put.append((variable, shard, weight, placement, form, variable.get_metadata()["placement"]))
+        variable.set_metadata(placement=None)
     try:
         yield
     finally:
-        _held.reset(mark)
         written = []
-        for variable, shard, weight, placement, form in put:
+        for variable, shard, weight, placement, form, whole in put:
+            variable.set_metadata(placement=whole)
             now = variable.get_raw_value()
             if now is not weight and form is not None:
                 written.append(variable)

@@ -59,26 +59,33 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         ValueError: if no module matches `blocks`.
         TypeError: if `blocks` is of another type.
     """
-    modules = dict(in_order(model))
+    modules, names = dict(in_order(model)), names_of(model)
     heavy = {path: m for path, m in modules.items() if any(is_weight(v) for _, v in nnx.iter_graph(m))}
     if blocks is None:
-        chosen = _longest_lists(heavy)
+        chosen = _longest_lists(heavy, names)
     else:
         told = _told(blocks)
-        chosen = _outermost([path for path, module in modules.items() if told(path, module)])
+        chosen = _outermost([path for path, m in modules.items() if any(told(name, m) for name in names[id(m)])])
     if not chosen:
         raise ValueError(_none_matches(blocks, modules))
     chosen_modules = {id(modules[path]) for path in chosen}
+    blocks_names = [name for path in chosen for name in names[id(modules[path])]]
     outside = {
         path: m
         for path, m in heavy.items()
-        if not any(path[: len(block)] == block or block[: len(path)] == path for block in chosen)
+        if not all(any(_related(name, block) for block in blocks_names) for name in names[id(m)])
         and not any(id(m) in chosen_modules for _, m in nnx.iter_modules(m))
         and any(is_weight(v) for v in own_variables(m))
     }
     others = {path: outside[path] for path in _outermost(list(outside))}
     units = [*chosen, *others]
-    holders = {p: m for p, m in modules.items() if any(u[: len(p)] == p and len(u) > len(p) for u in units)}
+    of_units = {id(modules[path]) for path in units}
+    holders = {
+        path: m
+        for path, m in modules.items()
+        if not any(path[: len(unit)] == unit for unit in units)
+        and any(id(within) in of_units for _, within in nnx.iter_modules(m))
+    }
     return Choice({path: modules[path] for path in chosen}, others, holders)
 
 
@@ -95,6 +102,32 @@ def in_order(
     for name, value in _children(module):
         if isinstance(value, nnx.Module) or _is_container(value):
             yield from in_order(value, (*path, name), seen)
+
+
+def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
+    """Returns the paths of each module and variable of a model, by `id`, the first first.
+
+    A module that another module holds too has a path through each of them, and so has all that is within it. A path
+    that leads back to a module on it, as through an attribute `parent`, does not count.
+    """
+    names: dict[int, list[ModulePath]] = defaultdict(list)
+
+    def visit(node: Any, path: ModulePath, around: tuple[int, ...]) -> None:
+        if id(node) in around:
+            return
+        first = names[id(node)][0] if id(node) in names else None
+        if first is not None:
+            for own in names.values():
+                if own[0][: len(first)] == first:
+                    own.append((*path, *own[0][len(first) :]))
+            return
+        names[id(node)].append(path)
+        for name, value in () if isinstance(node, nnx.Variable) else _children(node):
+            if isinstance(value, nnx.Module | nnx.Variable) or _is_container(value):
+                visit(value, (*path, name), (*around, id(node)))
+
+    visit(model, (), ())
+    return dict(names)
 
 
 def own_variables(module: nnx.Module) -> list[nnx.Variable]:
@@ -120,21 +153,21 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
 
 
-def _longest_lists(modules: dict[ModulePath, nnx.Module]) -> list[ModulePath]:
-    """Returns the paths of the members of lists of modules of one class.
+def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
+    """Returns the paths of the members of lists of modules of one class, which may hold a module several times.
 
     If lists contain one another, only the longest counts. Attributes whose names differ only in a number at the end are
     a list too.
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
-    for path, module in modules.items():
-        if path and callable(module):
+    for module in filter(callable, modules.values()):
+        for path in filter(None, names[id(module)]):
             lists[path[:-1], re.sub(r"\d+$", "", str(path[-1])), type(module)].append(path)
     chosen: list[ModulePath] = []
     for members in sorted((own for own in lists.values() if len(own) > 1), key=len, reverse=True):
         if not any(_related(one, other) for one in members for other in chosen):
             chosen += members
-    return [path for path in modules if path in set(chosen)]
+    return _outermost([path for path, module in modules.items() if set(names[id(module)]) & set(chosen)])
 
 
 def _related(one: ModulePath, other: ModulePath) -> bool:

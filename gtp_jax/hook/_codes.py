@@ -23,12 +23,13 @@ from jax.sharding import PartitionSpec
 from ..formats import Format, Operands, WireFormat
 from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
-from ..ops import linear_fp8
+from ..ops import linear_blocks, linear_fp8
 from ..recipes import Recipe, matches
 from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
 from ._movement import form_in_use
-from ._path import path_of
+from ._path import paths_of
 from ._placement import Placement, features_in, placement_of
+from ._products import Factor, Runs
 from ._scope import recipe_in_scope
 
 
@@ -86,7 +87,7 @@ def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
     recipe, value = recipe_in_scope(), variable.get_raw_value()
     if recipe is None or not hasattr(value, "shape"):
         return None
-    decided = decide(recipe, path_of(variable), _logical_shape(value, placement), placement)
+    decided = decide(recipe, paths_of(variable), _logical_shape(value, placement), placement)
     return decided if isinstance(decided, Coded) else None
 
 
@@ -98,23 +99,25 @@ def moving(variable: Any) -> Placement | None:
     return None
 
 
-def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placement: Placement) -> Coded | str:
+def decide(
+    recipe: Recipe, paths: Sequence[tuple[str, ...]], shape: tuple[int, ...], placement: Placement
+) -> Coded | str:
     """Returns how a sharded weight travels under a recipe; if it is not quantized, the reason in words, which is empty
     if no pattern excludes it.
 
     Args:
         recipe: the recipe.
-        path: the weight's path in the model.
+        paths: the weight's paths in the model; a pattern that matches any of them applies.
         shape: its logical shape.
         placement: its placement, for an array of this shape.
 
     Raises:
         ValueError: if the recipe asks for something that only gtp_jax's own layers support.
     """
-    chosen = recipe.of(path)
-    _check_supported(recipe, chosen, path)
+    rules = (rule for rule in recipe.rules if any(matches(rule[0], path) for path in paths))
+    pattern, chosen = next(rules, (None, recipe))
+    _check_supported(recipe, chosen, paths[0])
     if chosen.wire is None:
-        pattern = next((pattern for pattern, _ in recipe.rules if matches(pattern, tuple(path))), None)
         return "" if pattern is None else f"it matches {pattern!r}"
     found = _seen_as_matrix(shape, placement)
     if isinstance(found, str):
@@ -122,20 +125,26 @@ def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placemen
     inputs, layout = found
     if not isinstance(chosen.wire, Format):
         return Coded(chosen.wire, None, inputs, layout)
-    if chosen.operands is not None and layout.tensor.ranks > 1:
-        raise ValueError(_refused("`matmuls=True`, for a weight that is partitioned in use", path, "Exclude it"))
+    if chosen.operands is not None and layout.tensor.ranks > 1 and current_view() != "global":
+        asked = "`matmuls=True` in local view, for a weight that is partitioned in use"
+        raise ValueError(_refused(asked, paths[0], "Exclude it, or use the global view"))
     return _cut(layout, chosen.wire) or Coded(chosen.wire, chosen.operands, inputs, _in_order(layout, chosen.wire))
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Raises an error if a recipe asks for more than quantized weights and matmuls in FP8."""
+    """Raises an error if a recipe asks for more than quantized weights and matmuls without random bits."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
-    elif operands is not None and (operands.weight.block is not None or chosen.wire != operands.weight):
-        asked = f"`matmuls=True` of `{type(chosen).__name__}`; of matmuls only those of `FP8` replace a model's own"
-        instead = "Leave `matmuls` out: weights then travel as codes"
+    elif operands is not None and chosen.wire != operands.weight:
+        asked = (
+            f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"
+        )
+        instead = "Multiply in the format of the wire"
+    elif operands is not None and operands.stochastic:
+        asked = "`stochastic=True`, for which a call of another author's module has no random bits of its own"
+        instead = "Pass `stochastic=False`"
     elif chosen.reduction is not None:
         asked = f"`grad_wire={chosen.grad_wire!r}`, as gradients are summed in the dtype in which the model computes"
         instead = "Leave it out"
@@ -205,8 +214,9 @@ def _logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
     if current_view() == "global":
         return tuple(array.shape)
     degrees = dict(placement.degrees)
-    parts = [(*placement.used_axes(dim), *placement.gathered_axes(dim)) for dim in range(len(array.shape))]
-    return tuple(size * math.prod(degrees[axis] for axis in own) for size, own in zip(array.shape, parts, strict=True))
+    return tuple(
+        size * math.prod(degrees[axis] for axis in placement.axes(dim)) for dim, size in enumerate(array.shape)
+    )
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
@@ -257,21 +267,64 @@ def decode(
     return {i: jnp.reshape(matrices[i], form_in_use(shards[i], placements[i]).shape) for i in own}
 
 
-def product(x: jax.Array, weight: jax.Array, operands: Operands, batch: tuple[str, ...]) -> jax.Array:
-    """Returns `x @ weight.T` with operands rounded to FP8, in the view in scope.
+def multiplies(coded: Coded | None, factor: Factor) -> bool:
+    """Returns whether a product with a weight is computed in a format.
+
+    Blocks must run along the contraction, or be square; see [Note: order of a view]. So must the part of a weight that
+    tensor ranks divide be known.
+    """
+    if coded is None or coded.operands is None:
+        return False
+    block = coded.operands.weight.block
+    if block is None and coded.layout.tensor.ranks == 1:
+        return True
+    return _in_order_of(coded, factor) or (_turned(coded, factor) and (block is None or block[0] == block[1]))
+
+
+def product(x: jax.Array, weight: jax.Array, coded: Coded, factor: Factor, batch: tuple[str, ...]) -> jax.Array:
+    """Returns `x @ weight.T` with operands rounded to a recipe's formats, in the view in scope.
 
     Args:
         x: the input, `(..., features in)`. In global view, the first of two or more dimensions is the batch, which is
             sharded if the ranks divide it evenly.
-        weight: the gathered weight, `(features out, features in)`.
-        operands: the formats of the operands, which must have no blocks.
+        weight: the gathered weight, `(features out, features in)`, with the values of its codes.
+        coded: the weight's format, of which `multiplies` is true.
+        factor: the weight's place in the product.
         batch: the mesh axes that shard the batch.
     """
+    operands, (inner, outer) = coded.operands, tuple(coded.used)
+    assert operands is not None
+    if _turned(coded, factor):
+        inner, outer = outer, inner
     names = tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
     divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
-    tokens = PartitionSpec(names) if divided else PartitionSpec()
-    multiply = in_view(lambda x, w: linear_fp8(x, w, operands.gradient), lambda *_: (tokens, PartitionSpec()), tokens)
-    return multiply(x, weight)
+    tokens = (names if divided else None, *[None] * (x.ndim - 2)) if x.ndim > 1 else ()
+
+    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if operands.weight.block is None:
+            y = linear_fp8(x, weight, operands.gradient)
+        else:
+            y = linear_blocks(x, weight, jnp.zeros(2, jnp.uint32), operands)  # nothing is rounded stochastically
+        return y if inner is None else lax.psum(y, inner)
+
+    parts = PartitionSpec(*tokens, inner), PartitionSpec(outer, inner)
+    return in_view(multiply, lambda *_: parts, PartitionSpec(*tokens, outer))(x, weight)
+
+
+def _in_order_of(coded: Coded, factor: Factor) -> bool:
+    """Returns whether a product contracts the features in of a weight, in order."""
+    inputs, outputs = coded.layout.shape
+    return (factor.contracted, factor.kept) == (_run(outputs, inputs), _run(1, outputs))
+
+
+def _turned(coded: Coded, factor: Factor) -> bool:
+    """Returns whether a product contracts the features out of a weight, in order."""
+    inputs, outputs = coded.layout.shape
+    return (factor.contracted, factor.kept) == (_run(1, outputs), _run(outputs, inputs))
+
+
+def _run(stride: int, size: int) -> Runs:
+    return () if size == 1 else ((stride, size),)
 
 
 def _groups(

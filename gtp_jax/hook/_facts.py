@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from flax import nnx
 
 from ..recipes import Recipe
 from ..weights import bytes_on_wire
-from ._choice import name_of, own_variables
+from ._choice import name_of, names_of, own_variables
 from ._codes import Coded, decide
-from ._path import path_of
-from ._placement import placement_of, shards_of
+from ._path import path_of, paths_of
+from ._placement import Placement, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of
 from ._walk import recording
 
@@ -27,14 +27,17 @@ class UnitFact:
 
     Attributes:
         module: the path of the module in the model.
+        also: its other paths, if several modules hold it.
         type: the name of the module's class.
         weights: the number of its sharded weights.
         shards: the largest number of shards of any of these weights.
-        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters.
+        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a call that was explained
+            gathers slices of stacked weights, one slice of each.
         gathered: the time at which they are gathered, in words.
     """
 
     module: str
+    also: tuple[str, ...]
     type: str
     weights: int
     shards: int
@@ -48,16 +51,20 @@ class WeightFact:
 
     Attributes:
         weight: the path of the weight in the model.
-        shape: its logical shape.
+        also: its other paths, if several modules hold it.
+        shape: its logical shape; if it is stacked and a call that was explained gathers slices of it, that of a slice.
+        slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format; empty if the weight travels in the dtype in which it is used.
-        bytes: the size of the gathered weight on the wire in bytes, codes and scales of all shards together; without a
-            format, in the dtype of the parameter.
+        bytes: the size on the wire of one gather in bytes, codes and scales of all shards together; without a format,
+            in the dtype of the parameter.
         reason: why it is not quantized.
         multiplied: whether products with it are to be computed in a format.
     """
 
     weight: str
+    also: tuple[str, ...]
     shape: tuple[int, ...]
+    slices: int
     wire: str
     bytes: int
     reason: str
@@ -72,18 +79,26 @@ class UnitCall:
         module: the path of the unit in the model.
         prefetched: whether its weights are gathered while the previous unit computes.
         reason: the reason why they are gathered at the call instead; empty if prefetched.
+        weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
+            shape of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
     """
 
     module: str
     prefetched: bool
     reason: str
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     multiplied: tuple[str, ...] = ()
 
 
-def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
-    """Returns a fact for each unit and each holder of a model that has sharded weights."""
-    found = []
+def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitFact, ...]:
+    """Returns a fact for each unit and each holder of a model that has sharded weights.
+
+    Args:
+        model: the model.
+        calls: the calls that are explained with it.
+    """
+    found, names, seen = [], names_of(model), _shapes(calls)
     for path, module in nnx.iter_modules(model):
         kind = kind_of(module)
         if isinstance(kind, Unit):
@@ -96,9 +111,67 @@ def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
             continue
         weights = [(v, p) for v in variables if (p := placement_of(v)) is not None and p.gathered]
         if weights:
-            size = sum(math.prod(v.get_raw_value().shape) * v.get_raw_value().dtype.itemsize for v, _ in weights)
+            size = sum(math.prod(_gathered_shape(v, seen)) * v.get_raw_value().dtype.itemsize for v, _ in weights)
             shards = max(shards_of(placement) for _, placement in weights)
-            found.append(UnitFact(name_of(path), type(module).__name__, len(weights), shards, size, when))
+            also = tuple(name_of(other) for other in names.get(id(module), ()) if other != path)
+            found.append(UnitFact(name_of(path), also, type(module).__name__, len(weights), shards, size, when))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedWeight:
+    """A sharded weight, and what is decided about it under a recipe.
+
+    Attributes:
+        paths: its paths in the model.
+        shape: its logical shape; if calls gather slices of it, that of a slice.
+        slices: the number of slices that the array consists of; 1 if it is gathered whole.
+        dtype: the dtype of the stored array.
+        placement: its placement, for an array of this shape.
+        coded: the format in which it travels; if it is not quantized, the reason in words.
+        ahead: whether a unit gathers it, ahead of its call; otherwise a module that contains units does.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]
+    slices: int
+    dtype: np.dtype
+    placement: Placement
+    coded: Coded | str
+    ahead: bool
+
+    @property
+    def bytes(self) -> int:
+        """The size on the wire of one gather in bytes, codes and scales of all shards together; without a format, in
+        the dtype of the stored array."""
+        if isinstance(self.coded, Coded):
+            return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = ()) -> tuple[ShardedWeight, ...]:
+    """Returns the sharded weights of a model.
+
+    Args:
+        model: the model.
+        recipe: the recipe.
+        calls: the calls that are explained with it.
+
+    Raises:
+        ValueError: if the recipe asks for something that sharded models do not support.
+    """
+    units = [module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit)]
+    within = {id(node) for unit in units for _, node in nnx.iter_graph(unit)}
+    found, seen = [], _shapes(calls)
+    for _, variable in nnx.iter_graph(model):
+        if (placement := placement_of(variable)) is None:
+            continue
+        value, shape = variable.get_raw_value(), _gathered_shape(variable, seen)
+        placement, slices = placement.of_slice(shape), math.prod(value.shape) // math.prod(shape)
+        paths = paths_of(variable)
+        coded = decide(recipe, paths, shape, placement)
+        dtype, ahead = np.dtype(value.dtype), id(variable) in within
+        found.append(ShardedWeight(paths, shape, slices, dtype, placement, coded, ahead))
     return tuple(found)
 
 
@@ -113,26 +186,36 @@ def _elements(unit: nnx.Module) -> int:
     return sum(math.prod(node.get_raw_value().shape) // shards_of(placement) for node, placement in weights)
 
 
-def weight_facts(model: nnx.Module, recipe: Recipe) -> tuple[WeightFact, ...]:
+def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = ()) -> tuple[WeightFact, ...]:
     """Returns a fact for each sharded weight of a model.
+
+    Args:
+        model: the model.
+        recipe: the recipe.
+        calls: the calls that are explained with it.
 
     Raises:
         ValueError: if the recipe asks for something that sharded models do not support.
     """
     found = []
-    for _, variable in nnx.iter_graph(model):
-        placement = placement_of(variable)
-        if placement is None:
-            continue
-        value, path = variable.get_raw_value(), path_of(variable)
-        decided = decide(recipe, path, tuple(value.shape), placement)
-        size = math.prod(value.shape) * value.dtype.itemsize
-        wire, reason = ("", decided) if isinstance(decided, str) else (decided.form.name, "")
-        multiplied = isinstance(decided, Coded) and decided.operands is not None
-        if isinstance(decided, Coded):
-            size = bytes_on_wire(decided.group(np.dtype(value.dtype), np.dtype(value.dtype)))
-        found.append(WeightFact(".".join(path), tuple(value.shape), wire, size, reason, multiplied))
+    for weight in sharded_weights(model, recipe, calls):
+        (path, *others), coded = weight.paths, weight.coded
+        wire, reason = (coded.form.name, "") if isinstance(coded, Coded) else ("", coded)
+        multiplied = isinstance(coded, Coded) and coded.operands is not None
+        also = tuple(map(name_of, others))
+        found.append(
+            WeightFact(name_of(path), also, weight.shape, weight.slices, wire, weight.bytes, reason, multiplied)
+        )
     return tuple(found)
+
+
+def _shapes(calls: Sequence[UnitCall]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape in which calls gather each weight, by path."""
+    return {path: shape for call in calls for path, shape in call.weights}
+
+
+def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    return seen.get(name_of(path_of(variable)), tuple(variable.get_raw_value().shape))
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
@@ -148,5 +231,22 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
     with recording() as steps:
         jax.eval_shape(call, state, *args)
     return tuple(
-        UnitCall(paths.get(id(step.unit), "a copy"), step.tied, step.reason, step.multiplied) for step in steps
+        UnitCall(
+            paths[id(step.unit)] if id(step.unit) in paths else _name_of_copy(step.unit),
+            step.tied,
+            step.reason,
+            step.weights,
+            step.multiplied,
+        )
+        for step in steps
     )
+
+
+def _name_of_copy(unit: nnx.Module) -> str:
+    """Returns the path of the unit of which transformations made a copy, by the paths of its weights."""
+    for own, variable in nnx.iter_graph(unit):
+        within = tuple(map(str, own))
+        for path in paths_of(variable) if placement_of(variable) is not None else ():
+            if path[len(path) - len(within) :] == within:
+                return name_of(path[: len(path) - len(within)])
+    return "a copy"

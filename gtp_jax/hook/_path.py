@@ -1,8 +1,9 @@
-"""Reads the path of a weight in its model, by which recipes select the weight.
+"""Reads the paths of a weight in its model, by which recipes select the weight.
 
-The path is metadata of the weight's variable, and therefore part of the keys of JAX's caches: a traced program is never
-reused for a weight for which a recipe decides differently, wherever the recipe comes into scope. For the same reason,
-variables of different blocks cannot be stacked.
+A weight has several paths if several modules hold it or a module around it. The paths are metadata of the weight's
+variable, and therefore part of the keys of JAX's caches: a traced program is never reused for a weight for which a
+recipe decides differently, wherever the recipe comes into scope. For the same reason, variables of different blocks
+cannot be stacked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from __future__ import annotations
 from flax import nnx
 
 
+def paths_of(variable: nnx.Variable) -> tuple[tuple[str, ...], ...]:
+    """Returns the paths of a sharded weight in the model that was sharded; they end in the name of the variable. The
+    first is that of `nnx.state`."""
+    return variable.get_metadata()["weight_paths"]
+
+
 def path_of(variable: nnx.Variable) -> tuple[str, ...]:
-    """Returns the path of a sharded weight in the model that was sharded; it ends in the name of the variable."""
-    return variable.get_metadata()["weight_path"]
+    """Returns the path of a sharded weight in the `nnx.state` of the model that was sharded."""
+    return paths_of(variable)[0]
 
 
 def weight_paths(model: nnx.Module) -> tuple[tuple[str, ...], ...]:
     """Returns the paths of the weights of a model that `shard` has sharded."""
     variables = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
-    return tuple(path_of(v) for v in variables if "weight_path" in v.get_metadata())
+    return tuple(path for v in variables if "weight_paths" in v.get_metadata() for path in paths_of(v))

@@ -47,6 +47,10 @@ class Placement:
         stored, used = _axes(self.stored, dim), _axes(self.used, dim)
         return tuple(axis for axis in stored if axis not in used)
 
+    def axes(self, dim: int) -> tuple[str, ...]:
+        """Returns the axes that divide dimension `dim` of the stored array, outermost first."""
+        return (*self.used_axes(dim), *self.gathered_axes(dim))
+
     def check_mesh(self, owner: str) -> None:
         """Refuses a call under another mesh than the one for which the weight was sharded.
 

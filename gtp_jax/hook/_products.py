@@ -5,52 +5,88 @@ A product with a weight is a `dot_general` with contracting dimensions and witho
 operands is a view of a weight, which is the gathered weight up to casts, reshapes, transposes and nested jits. Its
 result has the dtype of its operands, a float of at least 16 bits. All other operations that read a weight read the
 values of its codes.
+
+[Note: order of a view]
+Blocks of a format run along a dimension of the weight, so a product in blocks must contract that dimension, in order. A
+view therefore knows where its elements are in the weight: each of its dimensions is a list of runs `(stride, size)`,
+outermost first, whose strides count elements of the weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Var
 
-# For each input, the number of the weight of which it is a view; `None` if it is a view of no weight.
-Views = Sequence[int | None]
+Runs = tuple[tuple[int, int], ...]
+
+
+class View(NamedTuple):
+    """An array with the elements of a weight.
+
+    Attributes:
+        number: the number of the weight.
+        dims: the runs of each dimension; `None` if a reshape has made dimensions that are no lists of runs.
+    """
+
+    number: int
+    dims: tuple[Runs, ...] | None
+
+
+class Factor(NamedTuple):
+    """A weight as the factor of a product.
+
+    Attributes:
+        number: the number of the weight.
+        contracted: the runs of the contracted dimensions, with those joined that are contiguous; `None` if unknown.
+        kept: those of the other dimensions.
+    """
+
+    number: int
+    contracted: Runs | None
+    kept: Runs | None
+
+
+# For each input, the weight of which it is a view; `None` if it is a view of no weight.
+Views = Sequence[View | None]
 # Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
 Times = Callable[[jax.Array, jax.Array], jax.Array]
-# Takes the number of a weight, a function of a `Times`, `x` and a view of the weight, and `x` and the view. Returns the
-# function's result with a `Times` in the weight's format; `None` if the weight is not multiplied in a format.
-Multiply = Callable[[int, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None]
+# Takes a weight, a function of a `Times`, `x` and a view of the weight, and `x` and the view. Returns the function's
+# result with a `Times` in the weight's format; `None` if the weight is not multiplied in a format.
+Multiply = Callable[
+    [Factor, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None
+]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
 _NESTED = ("pjit", "jit", "closed_call")
 
 
-def views_of(before: Jaxpr) -> tuple[int | None, ...]:
-    """Returns the number of the weight of which each output of a jaxpr is a view; the inputs are the weights."""
-    known: dict[Any, int | None] = {v: i for i, v in enumerate(before.invars)}
+def views_of(before: Jaxpr) -> tuple[View | None, ...]:
+    """Returns the weight of which each output of a jaxpr is a view; the inputs are the weights."""
+    known: dict[Any, View | None] = {v: View(i, _whole(v)) for i, v in enumerate(before.invars)}
     for eqn in before.eqns:
         if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
-            known[eqn.outvars[0]] = known.get(eqn.invars[0])
+            known[eqn.outvars[0]] = _through(eqn, known.get(eqn.invars[0]))
     return tuple(known.get(v) for v in before.outvars)
 
 
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
-    """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the number of the weight
-    of which each output is a view."""
+    """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the weight of which each
+    output is a view."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    known: dict[Any, int | None] = dict(zip(jaxpr.invars, views, strict=True))
+    known: dict[Any, View | None] = dict(zip(jaxpr.invars, views, strict=True))
 
     def value(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else values[v]
 
-    def view(v: Any) -> int | None:
+    def view(v: Any) -> View | None:
         return None if isinstance(v, Literal) else known.get(v)
 
     for eqn in jaxpr.eqns:
@@ -66,7 +102,7 @@ def evaluate(
             variables = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
             found = eval_jaxpr(alone, [], *map(value, variables))
-            own = own if name in _VIEWS else []
+            own = [_through(eqn, own[0])] if name in _VIEWS else []
         values.update(zip(eqn.outvars, found, strict=True))
         known.update(zip(eqn.outvars, own, strict=False))
     return [value(v) for v in jaxpr.outvars], [view(v) for v in jaxpr.outvars]
@@ -94,5 +130,54 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
         y = jnp.reshape(times(x, w), (*shapes[0], *shapes[1]))
         return y if at else jnp.moveaxis(y, range(len(rows)), range(-len(rows), 0))
 
-    y = multiply(views[at] or 0, in_matrices, x, w)
+    seen = views[at]
+    assert seen is not None
+    y = multiply(Factor(seen.number, _joined(seen, of_w), _joined(seen, cols)), in_matrices, x, w)
     return None if y is None else [y]
+
+
+def _whole(weight: Var) -> tuple[Runs, ...]:
+    """Returns the dimensions of a weight as a view of itself."""
+    shape = weight.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(((math.prod(shape[dim + 1 :]), size),) for dim, size in enumerate(shape))
+
+
+def _through(eqn: Any, view: View | None) -> View | None:
+    """Returns the view that an operation makes of a view."""
+    if view is None or view.dims is None:
+        return view
+    if eqn.primitive.name == "transpose":
+        return View(view.number, tuple(view.dims[dim] for dim in eqn.params["permutation"]))
+    return View(view.number, _reshaped(view.dims, eqn.outvars[0].aval.shape))
+
+
+def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] | None:
+    """Returns the dimensions after a reshape; `None` if one of them would begin or end within an index of a run."""
+    rest = [run for dim in dims for run in dim if run[1] != 1]
+    found = []
+    for size in shape:
+        own: list[tuple[int, int]] = []
+        while size > 1:
+            stride, count = rest.pop(0)
+            taken = math.gcd(size, count)
+            if taken not in (size, count):
+                return None
+            own.append((stride * (count // taken), taken))
+            if taken < count:
+                rest.insert(0, (stride, count // taken))
+            size //= taken
+        found.append(tuple(own))
+    return tuple(found)
+
+
+def _joined(view: View, dims: Sequence[int]) -> Runs | None:
+    """Returns the runs of some dimensions, with those joined that are contiguous; `None` if unknown."""
+    if view.dims is None:
+        return None
+    found: list[tuple[int, int]] = []
+    for stride, size in (run for dim in dims for run in view.dims[dim] if run[1] != 1):
+        if found and found[-1][0] == stride * size:
+            found[-1] = (stride, found[-1][1] * size)
+        else:
+            found.append((stride, size))
+    return tuple(found)

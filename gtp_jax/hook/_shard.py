@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -28,13 +29,15 @@ from ..mesh import (
     legacy_mesh_in_scope,
     use_roles,
 )
+from ..weights import ModulePath
 from ._call import lies
-from ._choice import Blocks, choose, matches, name_of
+from ._choice import Blocks, choose, matches, name_of, names_of
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make
 
 # A value of `specs`: the stored partition of a weight; `None` for a weight that stays whole.
 Spec = PartitionSpec | tuple[Any, ...] | None
+Paths = tuple[ModulePath, ...]  # of one variable, which several modules may hold
 
 _LARGE = 1 << 20  # elements; weights of at least this size cause a warning if they stay whole
 
@@ -74,7 +77,8 @@ def shard[M: nnx.Module](
             class; a tuple of these; or a function `(path, module) -> bool`. If blocks are nested, the outermost counts.
             By default, the members of the longest lists of modules of one class.
         min_size: the minimum number of elements of a sharded weight.
-        specs: the stored partition of weights, by pattern of their paths; `None` for weights that stay whole.
+        specs: the stored partition of weights, by pattern of their paths; `None` for weights that stay whole. A weight
+            of a shared module has several paths. The first pattern that matches any of them applies.
         remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`.
         keep_last: whether to keep the gathered weights of the unit that no other unit follows, so that backward does
             not begin by waiting for them. Pass `False` for a model that is called in a loop, which would keep them in
@@ -83,8 +87,8 @@ def shard[M: nnx.Module](
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, no module matches `blocks`, no weight is large enough, or the model is
-            sharded already and none of its arrays has been replaced.
+        ValueError: if no mesh is in scope, no module matches `blocks`, no weight matches a pattern of `specs` or is
+            large enough, or the model is sharded already and none of its arrays has been replaced.
         TypeError: if `model` is not an `nnx.Module`.
     """
     _check_arguments(model, min_size, remat)
@@ -107,12 +111,14 @@ def shard[M: nnx.Module](
             f"the model has no floating-point `nnx.Param` of {min_size} elements or more, so that there is nothing to "
             "shard. Pass a smaller `min_size`."
         )
-    choice = choose(model, blocks, is_weight)
+    choice, specs = choose(model, blocks, is_weight), specs or {}
+    weights = {paths: v for paths, v in variables.items() if is_weight(v)}
+    _check_patterns(specs, variables, weights)
     with use_roles(roles):
-        placements = {path: _placement(path, v, specs or {}, roles) for path, v in variables.items() if is_weight(v)}
-    _warn_of_whole(placements, variables, specs or {}, roles)
-    for path, variable in variables.items():
-        _put(path, variable, placements.get(path))
+        placements = {paths: _placement(paths, v, specs, roles) for paths, v in weights.items()}
+    _warn_of_whole(placements, variables, specs, roles)
+    for paths, variable in variables.items():
+        _put(paths, variable, placements.get(paths))
     for module in choice.units.values():
         make(module, Unit(remat, keep_last, methods, roles.batch))
     for module in choice.holders.values():
@@ -140,8 +146,11 @@ def _check_roles(roles: Any) -> None:
         )
 
 
-def _variables(model: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
-    return {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+def _variables(model: nnx.Module) -> dict[Paths, nnx.Variable]:
+    """Returns the variables of a model by their paths, of which the first is that of `nnx.state`."""
+    names = names_of(model)
+    found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    return {tuple(dict.fromkeys((path, *names.get(id(v), ())))): v for path, v in found.items()}
 
 
 def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
@@ -153,9 +162,9 @@ def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
 
 
-def _refuse_frozen(variables: dict[tuple[Any, ...], nnx.Variable], min_size: int) -> None:
+def _refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
     """Refuses a model whose stock layers have been frozen, because their weights are no longer parameters."""
-    for path, v in variables.items():
+    for (path, *_), v in variables.items():
         value = v.get_raw_value()
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
             raise ValueError(
@@ -180,15 +189,32 @@ def _of_own_layers(model: nnx.Module) -> set[int]:
     return {id(node) for module in own for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
 
 
-def _placement(path: Any, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
+def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
+    """Returns the first pattern that matches one of these paths; `None` if none does."""
+    return next((pattern for pattern in specs if any(matches(pattern, path) for path in paths)), None)
+
+
+def _check_patterns(specs: Mapping[str, Spec], variables: Iterable[Paths], weights: Iterable[Paths]) -> None:
+    """Refuses patterns that have no effect, but not those for variables that stay whole anyhow."""
+    for pattern, spec in specs.items():
+        if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
+            names = [name_of(path) for paths in weights for path in paths]
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise ValueError(
+                f"`specs` has the pattern {pattern!r}, which matches no weight that this `min_size` shards; the "
+                f"nearest are {', '.join(near)}."
+            )
+
+
+def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
     """Returns the placement of a weight; `None` if it stays whole."""
     shape = variable.get_raw_value().shape
     gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
-    pattern = next((pattern for pattern in specs if matches(pattern, path)), None)
+    pattern = _pattern(specs, paths)
     named = variable.get_metadata().get("out_sharding") if pattern is None else specs[pattern]
     if pattern is not None and named is None:
         return None
-    spec = _checked_spec(path, shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
+    spec = _checked_spec(paths[0], shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
     used = PartitionSpec(*(_without(entry, gathered) for entry in spec))
     if pattern is None and not axes_of(spec) & gathered:
         return place(shape, roles, used)
@@ -226,12 +252,14 @@ def _without(entry: Any, axes: set[str]) -> Any:
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _put(path: Any, variable: nnx.Variable, placement: Placement | None) -> None:
-    """Puts the value of a variable on the mesh, and records its placement and path in the variable's metadata."""
+def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None) -> None:
+    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata."""
     if placement is not None:
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
-        variable.set_metadata(out_sharding=stored, placement=placement, weight_path=tuple(map(str, path)))
+        names = tuple(tuple(map(str, path)) for path in paths)
+        variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
+        variable.set_metadata(eager_sharding=None)  # `nnx.use_eager_sharding` decides for an optimizer's variables
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = variable.get_metadata().get("out_sharding") or ()
@@ -282,17 +310,16 @@ def _put_back[M: nnx.Module](model: M) -> M:
     return model
 
 
-def _warn_of_whole(placements: Mapping[Any, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
+def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
     """Warns about large weights that stay whole or are divided among fewer ranks than the axes of `weights` have."""
     ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
-    for path, placement in placements.items():
-        shape = variables[path].get_raw_value().shape
-        asked = any(matches(pattern, path) for pattern in specs)
+    for paths, placement in placements.items():
+        shape, asked = variables[paths].get_raw_value().shape, _pattern(specs, paths)
         shards = 1 if placement is None else shards_of(placement)
         if ranks > 1 and shards < ranks and math.prod(shape) >= _LARGE and not asked:
             parts = "stays whole on every rank" if shards == 1 else f"is divided among {shards} ranks alone"
             warnings.warn(
-                f"a weight of shape {shape} {parts}: {name_of(path)}, as no dimension can be divided among {ranks}. "
-                "Choose sizes that the degrees divide; or say with `specs` that this is wanted.",
+                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, as no dimension can be divided among "
+                f"{ranks}. Choose sizes that the degrees divide; or say with `specs` that this is wanted.",
                 stacklevel=3,
             )

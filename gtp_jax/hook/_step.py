@@ -13,9 +13,9 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
-from ._codes import product
+from ._codes import multiplies, product
 from ._parts import in_parts
-from ._products import views_of
+from ._products import Factor, views_of
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
@@ -69,12 +69,12 @@ def run(
     views, multiplied = views_of(parts.before), set[int]()
     any_product = any(one is not None and one.operands is not None for one in program.coded)
 
-    def multiply(number: int, in_matrices: Any, x: jax.Array, weight: jax.Array) -> jax.Array | None:
-        coded = program.coded[number]
-        if coded is None or (operands := coded.operands) is None:
+    def multiply(factor: Factor, in_matrices: Any, x: jax.Array, weight: jax.Array) -> jax.Array | None:
+        coded = program.coded[factor.number]
+        if coded is None or not multiplies(coded, factor):
             return None
-        multiplied.add(number)
-        apply = functools.partial(in_matrices, lambda x, weight: product(x, weight, operands, batch))
+        multiplied.add(factor.number)
+        apply = functools.partial(in_matrices, lambda x, weight: product(x, weight, coded, factor, batch))
         # otherwise backward would keep the operand that is made from the gathered weight
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)

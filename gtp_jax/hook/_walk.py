@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,12 +47,15 @@ class Step(NamedTuple):
         unit: the module.
         tied: whether the call took a token, for which its gather waits.
         reason: the reason why it took none; empty if it took one.
+        weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
+            shape of a slice.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
     """
 
     unit: Any
     tied: bool
     reason: str
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     multiplied: tuple[str, ...] = ()
 
 
@@ -109,10 +112,11 @@ def leave(token: Token) -> None:
         _walk.get().token = token  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def note_products(names: Sequence[str]) -> None:
-    """Records the weights that the last call of a unit multiplies in a recipe's format."""
+def note_weights(names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int]) -> None:
+    """Records the weights of the last call of a unit, and the numbers of those multiplied in a recipe's format."""
     if (steps := _steps.get()) is not None:
-        steps[-1] = steps[-1]._replace(multiplied=tuple(names))
+        weights = tuple(zip(names, shapes, strict=True))
+        steps[-1] = steps[-1]._replace(weights=weights, multiplied=tuple(names[i] for i in sorted(multiplied)))
 
 
 def is_under_way() -> bool:

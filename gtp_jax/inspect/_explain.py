@@ -13,7 +13,17 @@ from flax import nnx
 from ..experts import GroupedDense, MoE, choose_transport
 from ..formats import Format, Operands
 from ..hlo import columns, quantity
-from ..hook import UnitCall, UnitFact, WeightFact, calls_of, placement_of, recipe_of_step, unit_facts, weight_facts
+from ..hook import (
+    UnitCall,
+    UnitFact,
+    WeightFact,
+    calls_of,
+    placement_of,
+    recipe_of_step,
+    sharded_weights,
+    unit_facts,
+    weight_facts,
+)
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, groups_of, layout_of, weight_owners
 from ..ops import multiplies_fp8_groups
@@ -146,14 +156,21 @@ class Explanation:
         ]
         if self.units:
             rows = [
-                (u.module or "the model", u.type, u.weights, u.shards, quantity(u.bytes, "B"), u.gathered)
+                (
+                    _named(u.module or "the model", u.also),
+                    u.type,
+                    u.weights,
+                    u.shards,
+                    quantity(u.bytes, "B"),
+                    u.gathered,
+                )
                 for u in self.units
             ]
             header = ("module", "class", "weights", "shards", "gathered bytes", "gathered")
             parts.append(columns(header, rows, right=(2, 3, 4)))
         if self.weights:
             rows = [
-                (w.weight, "x".join(map(str, w.shape)), w.wire or "its compute dtype", quantity(w.bytes, "B"), w.reason)
+                (_named(w.weight, w.also), _slices(w), w.wire or "its compute dtype", quantity(w.bytes, "B"), w.reason)
                 for w in self.weights
             ]
             parts.append(columns(("weight", "shape", "wire", "per gather", "why"), rows, right=(3,)))
@@ -193,8 +210,9 @@ def explain(
         recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.BF16()` by default.
         call: a function of the model, such as `lambda model: model(tokens)`. It is traced but not run, and the report
             then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched.
-        path: the path of one module, or the end of it, such as `"layers.mlp.up"`. If given, the life of the module's
-            weights in a step is returned instead: each state, and the function that makes it.
+        path: the path of one module, or the end of it, such as `"layers.mlp.up"`; or of one weight that `gtp_jax.shard`
+            has sharded. If given, the life of its weights in a step is returned instead: each state, and the function
+            that makes it.
 
     Raises:
         TypeError: if `recipe` is not a recipe, or `model` is not an NNX module.
@@ -211,15 +229,15 @@ def explain(
     recipe = BF16() if recipe is None else recipe
     owners = weight_owners(model)
     groups = groups_of(model, recipe)
+    with recipe_of_step(recipe):
+        calls = () if call is None else calls_of(model, call)
     if path is not None:
-        return lives_of(path, owners, groups)
+        return lives_of(path, owners, groups, sharded_weights(model, recipe, calls))
     facts = tuple(_fact(at, owners[at], group, layers) for (at, layers), group in groups.items())
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
     experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
-    with recipe_of_step(recipe):
-        calls = () if call is None else calls_of(model, call)
-    weights = weight_facts(model, recipe)
+    weights = weight_facts(model, recipe, calls)
     coded = {fact.weight for fact in weights if fact.wire}
     others = [
         name
@@ -229,7 +247,7 @@ def explain(
         and ((placement := placement_of(v)) is None or not placement.gathered)
     ]
     weights = weights if any(kind.wire is not None for kind in recipe.kinds) else ()
-    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model), calls, weights)
+    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model, calls), calls, weights)
 
 
 def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:
@@ -352,6 +370,16 @@ def _products(operands: Operands | None) -> dict[str, str]:
 def _operand(form: Format) -> str:
     element = form.element.upper()
     return element if form.block is None else f"{element} {form.block[0]}x{form.block[1]}"
+
+
+def _named(path: str, also: tuple[str, ...]) -> str:
+    """Returns the paths of a module or weight that several modules hold; of many, the first and the number."""
+    return " = ".join((path, *also)) if len(also) < 3 else f"{path} = {also[0]} = {len(also) - 1} more"
+
+
+def _slices(fact: WeightFact) -> str:
+    shape = "x".join(map(str, fact.shape))
+    return shape if fact.slices == 1 else f"{fact.slices} of {shape}"
 
 
 def _layers(fact: WireFact) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .. import weights
+from .. import hook, weights
 from ..formats import Format
 from ..hlo import columns, quantity
+from ..hook import Coded, ShardedWeight
 from ..nn import Weight
 from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, WeightGroup
 
@@ -33,10 +36,10 @@ class LifeState:
 
 @dataclasses.dataclass(frozen=True)
 class WeightLife:
-    """The life of one module's kernels in a step. Prints as a table.
+    """The life of one module's kernels in a step, or of one weight that `gtp_jax.shard` has sharded. Prints as a table.
 
     Attributes:
-        module: the path of the module in the model.
+        module: the path of the module in the model, or of that weight.
         layers: the layers of the stack that this describes, `(first, last)`; `None` outside a stack.
         states: the states, in the order of a step.
     """
@@ -53,7 +56,8 @@ class WeightLife:
 
 @dataclasses.dataclass(frozen=True)
 class Lives:
-    """What `explain` returns about one module: a life for each run of layers that the recipe treats the same way."""
+    """What `explain` returns about one module: a life for each run of layers that the recipe treats the same way, or
+    for each weight that `gtp_jax.shard` has sharded."""
 
     lives: tuple[WeightLife, ...]
 
@@ -62,25 +66,34 @@ class Lives:
 
 
 def lives_of(
-    path: str, owners: Mapping[ModulePath, Weight], groups: Mapping[tuple[ModulePath, Layers], WeightGroup]
+    path: str,
+    owners: Mapping[ModulePath, Weight],
+    groups: Mapping[tuple[ModulePath, Layers], WeightGroup],
+    sharded: Sequence[ShardedWeight],
 ) -> Lives:
-    """Returns the lives of the weights of the module whose path is, or ends in, `path`.
+    """Returns the lives of the weights of the module, or of the sharded weight, whose path is, or ends in, `path`.
 
     Raises:
-        ValueError: if `path` does not name exactly one module with gathered weights; the message lists the nearest.
+        ValueError: if `path` does not name exactly one module with gathered weights, or one such weight; the message
+            lists the nearest.
     """
-    names = {".".join(map(str, at)): at for at in owners}
-    found = [name for name in names if name == path] or [name for name in names if name.endswith(f".{path}")]
-    if len(found) != 1:
-        near = found or difflib.get_close_matches(path, names, n=3, cutoff=0.0)
+    lives: dict[str, list[WeightLife]] = defaultdict(list)
+    for (at, layers), group in groups.items():
+        lives[".".join(map(str, at))].append(_life(".".join(map(str, at)), layers, group))
+    for weight in sharded:
+        life = _sharded_life(weight)
+        for own in weight.paths:
+            for name in dict.fromkeys((".".join(own), ".".join(own[:-1]) or own[-1])):
+                lives[name].append(life)
+    found = [name for name in lives if name == path] or [name for name in lives if name.endswith(f".{path}")]
+    if len({tuple(map(id, lives[name])) for name in found}) != 1:
+        near = found or difflib.get_close_matches(path, lives, n=3, cutoff=0.0)
         raise ValueError(
             f"`path` is {path!r}, which names {'several modules' if found else 'no module'} with weights that "
-            f"gtp_jax gathers for its layers. Name one: {', '.join(map(repr, near)) or 'this model has none'}. Without "
-            "`path`, `explain` lists all modules, including those that `gtp_jax.shard` has sharded."
+            f"gtp_jax gathers. Name one: {', '.join(map(repr, near)) or 'this model has none'}. Without `path`, "
+            "`explain` lists all modules."
         )
-    (module,) = found
-    own = [(layers, group) for (at, layers), group in groups.items() if at == names[module]]
-    return Lives(tuple(_life(module, layers, group) for layers, group in own))
+    return Lives(tuple(lives[found[0]]))
 
 
 def _life(path: str, layers: Layers, group: WeightGroup) -> WeightLife:
@@ -171,6 +184,48 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
         LifeState("reduced", backward, reduced, _name(weights.reduce_gradients)),
         LifeState("gradient of shards", backward, stored, _name(weights.stored_gradients)),
     ]
+
+
+def _sharded_life(weight: ShardedWeight) -> WeightLife:
+    """Returns the life of a weight that the hook gathers: of one slice if calls gather slices of a stacked weight."""
+    placement, coded = weight.placement, weight.coded
+    axes = {dim: placement.axes(dim) for dim in range(len(weight.shape))}
+    sizes = dict(placement.degrees)
+    parts = {dim: math.prod(sizes[axis] for axis in own) for dim, own in axes.items()}
+    stored = tuple(size // parts[dim] for dim, size in enumerate(weight.shape))
+    over = [axis for dim in axes for axis in placement.gathered_axes(dim)]
+    in_use = math.prod(sizes[axis] for dim in axes for axis in placement.used_axes(dim))
+    ranks, dtype = math.prod(sizes[axis] for axis in over), weight.dtype.name
+    slices = f"{weight.slices} slices, each " if weight.slices > 1 else ""
+    share = quantity(weight.bytes // (ranks * in_use), "B")
+    when = "once per pass of a call, " + ("ahead of it" if weight.ahead else "as it begins")
+    if isinstance(coded, Coded):
+        own = coded.form if isinstance(coded.form, Format) else None
+        amax = ", one amax reduced over all shards" if own is not None and own.has_amax else ""
+        ready = LifeState("prepared", "once per call", f"{coded.form.name} codes{amax}", _name(hook.encode))
+        kind = f"a wire of {coded.form.name}" if own is None else Packed.__name__
+        sent = LifeState("on the wire", when, f"{kind}: {share} of {coded.form.name}", _name(hook.Weights.encode))
+    else:
+        ready = LifeState("prepared", "once per call", "nothing to do", "")
+        sent = LifeState("on the wire", when, f"shard, {share} in {dtype}, or narrower if the call casts it first", "")
+    source = f"from {ranks} ranks of {_axes(tuple(over))}" if over else "no communication"
+    gathered = f"weight {_shape(weight.shape)}, {source}" + (f", divided among {in_use} ranks" if in_use > 1 else "")
+    reduced = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))}" if over else "nothing to do"
+    states = [
+        LifeState(
+            "stored",
+            "between steps",
+            f"{slices}{dtype} {_shape(stored)} of {_shape(weight.shape)}, {placement.stored}",
+            "",
+        ),
+        ready,
+        sent,
+        LifeState("gathered", when, gathered, _name(hook.Weights.gather)),
+        LifeState("gradient", "once per backward", "in the dtype of the weight's use, not yet summed over ranks", ""),
+        LifeState("reduced", "once per backward", f"{reduced} in that dtype", _name(hook.scatter)),
+        LifeState("gradient of shards", "once per backward", f"{dtype}, in the stored shape", ""),
+    ]
+    return WeightLife(".".join(weight.paths[0]), None, tuple(states))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import hook
 
-from .models import DEPTH, GPT2, Block, mean_of, tokens
-from .steps import MESHES, scope
+from .models import DEPTH, GPT2, WIDTH, Block, mean_of, tokens
+from .steps import MESHES, assert_equal, scope, train
 
 
 def sharded(**options):
@@ -67,6 +67,19 @@ def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
                     if leaf.size >= 64:
                         assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
             step(model, optimizer, tokens())
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_an_optimizer_of_factored_moments_steps_as_on_one_device(momentum, x64):
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=momentum, eps=1e-4)
+    wanted = train(GPT2(nnx.Rngs(0, dropout=1)), mean_of("plain"), tokens(), optimizer=optimizer)
+    with scope(MESHES["gtp 8"]), nnx.use_eager_sharding(False):
+        model = sharded()
+        state = nnx.state(nnx.Optimizer(model, optimizer, wrt=nnx.Param))
+        found = train(model, mean_of("plain"), tokens(), optimizer=optimizer)
+    assert_equal(found, wanted)
+    shards = {leaf.shape: leaf.size // leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state)}
+    assert shards.get((WIDTH, 4 * WIDTH)) == (None if momentum is None else 8)
 
 
 def test_an_abstract_model_is_loaded_as_shards(tmp_path, x64):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax.hlo import collectives
 
+from ..ops.test_linear_blocks import rounded
 from ..recipes.oracles import matrix
 from ..weights.row_scaled import LARGEST, RowScaledRecipe
 from .steps import MESHES, scope
@@ -428,14 +429,11 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
 
 
 REFUSED = {
-    "matmuls": (
-        gtp.MXFP8(matmuls=True),
-        r"`matmuls=True` of `MXFP8`.*those of `FP8`.*not supported.*such as.*Leave `matmuls` out",
-    ),
+    "stochastic": (gtp.NVFP4(matmuls=True), r"stochastic.*Pass `stochastic=False`"),
     "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
     "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
     "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
-    "override": (gtp.FP8(override={"up": gtp.MXFP8(matmuls=True)}), r"`matmuls=True` of `MXFP8`.*such as blocks.0.up"),
+    "override": (gtp.FP8(override={"up": gtp.BF16(grad_wire="bf16")}), r"`grad_wire='bf16'`.*such as blocks.0.up"),
 }
 
 
@@ -446,7 +444,7 @@ def test_what_sharded_models_do_not_support_is_refused(name):
         model = sharded(nnx.Rngs(0))
         with pytest.raises(ValueError, match=message):
             gtp.explain(model, recipe)
-        with gtp.use_recipe(recipe), pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message), gtp.use_recipe(recipe):
             model(tokens())
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         with pytest.raises(ValueError, match=message):
@@ -476,15 +474,18 @@ def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
 class Dense(nnx.Module):
     """Blocks that multiply by their weights in several ways, or layers of gtp_jax's own that do the same."""
 
-    def __init__(self, rngs, own, width=64):
-        options = dict(use_bias=False, dtype=jnp.float32, rngs=rngs)
-        kind = gtp.Dense if own else nnx.Linear
-        self.blocks = nnx.List([kind(width, width, **options) for _ in range(2)])
+    def __init__(self, rngs, own, width=64, hidden=None, tp=False):
+        self.blocks = nnx.List([])
+        for sizes, names in (((width, hidden or width), (None, "tp")), ((hidden or width, width), ("tp", None))):
+            options = dict(use_bias=False, dtype=jnp.float32, rngs=rngs)
+            if tp:
+                parallel = "row" if names[0] else "column"
+                options |= dict(parallel=parallel) if own else dict(kernel_init=kernel_init(*names))
+            self.blocks.append((gtp.Dense if own else nnx.Linear)(*sizes, **options))
 
     def __call__(self, x):
-        for block in self.blocks:
-            x = x + jnp.tanh(block(x))
-        return x
+        up, down = self.blocks
+        return x + jnp.tanh(down(jnp.tanh(up(x))))
 
 
 class Turned(nnx.Module):
@@ -498,28 +499,40 @@ class Turned(nnx.Module):
 
 
 FP8 = gtp.FP8(matmuls=True)
+MATMULS = {
+    "FP8": FP8,
+    "MXFP8": gtp.MXFP8(matmuls=True),
+    "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),
+}
+TURNED_MXFP8 = ("MXFP8", "turned")  # its blocks of one row run along the first dimension, which is not contracted
+CASES = [
+    *((recipe, way, "gtp 8") for recipe in MATMULS for way in ("linear", "turned") if (recipe, way) != TURNED_MXFP8),
+    *((recipe, "linear", mesh) for recipe in MATMULS for mesh in ("dp 2, gtp 4", "gtp 4, tp 2")),
+]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("way", ["linear", "turned"])
-def test_fp8_matmuls_are_those_of_gtp_jax_own_layers(mesh, way):
+@pytest.mark.parametrize("name, way, mesh", CASES)
+def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
+    recipe, tp = MATMULS[name], "tp" in mesh
+    sizes = dict(hidden=192 if tp else 160, tp=tp)  # 20 features of each of 8 ranks are no whole blocks
     x = jax.random.normal(jax.random.key(0), (BATCH, 4, 64))
 
     def loss(model, x):
         return jnp.sin(3 * model(x)).mean()
 
     value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
-    with scope(MESHES[mesh]), gtp.use_recipe(FP8):
-        own = gtp.init(lambda rngs: Dense(rngs, own=True), nnx.Rngs(0))
+    with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
+        own = gtp.init(lambda rngs: Dense(rngs, own=True, **sizes), nnx.Rngs(0))
         wanted = value_and_grad(own, x)
-        model = Dense(nnx.Rngs(0), own=False)
+        model = Dense(nnx.Rngs(0), own=False, **sizes)
         for block, other in zip(model.blocks, own.blocks, strict=True):
             block.kernel.set_value(jnp.asarray(np.asarray(other.kernel.get_value())))
         if way == "turned":
             model.blocks = nnx.List([Turned(block.kernel.get_value()) for block in model.blocks])
         model = gtp.shard(model, "blocks.*", min_size=64)
         found = value_and_grad(model, x)
-        with gtp.use_recipe(gtp.FP8()):
+        assert all(call.multiplied for call in gtp.explain(model, recipe, call=lambda model: model(x)).calls)
+        with gtp.use_recipe(type(recipe)()):
             unrounded = value_and_grad(model, x)
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
     np.testing.assert_allclose(found[1][1], wanted[1][1], rtol=0, atol=1e-5 * np.abs(wanted[1][1]).max())
@@ -528,6 +541,66 @@ def test_fp8_matmuls_are_those_of_gtp_jax_own_layers(mesh, way):
         a, c = (a.T, c.T) if way == "turned" else (a, c)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
         assert np.abs(c - b).max() > 1e-2 * np.abs(b).max()
+
+
+def test_a_product_across_blocks_of_one_row_stays_as_it_is_and_is_reported():
+    x = jax.random.normal(jax.random.key(0), (BATCH, 64))
+    with scope(MESHES["gtp 8"]):
+        model = nnx.Sequential(*[Turned(linear.kernel[...]) for linear in Dense(nnx.Rngs(0), own=False).blocks])
+        model = gtp.shard(model, Turned, min_size=64)
+        call = nnx.jit(lambda model, x: model(x))
+        with gtp.use_recipe(gtp.MXFP8()):
+            wanted = call(model, x)
+        with gtp.use_recipe(MATMULS["MXFP8"]):
+            np.testing.assert_array_equal(call(model, x), wanted)
+        found = gtp.explain(model, MATMULS["MXFP8"], call=lambda model: model(x))
+    assert found.unmultiplied == ("layers.0.kernel", "layers.1.kernel")
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+@pytest.mark.parametrize("way", ["permuted", "rows permuted", "reshaped"])
+def test_a_product_in_blocks_contracts_what_blocks_run_along_in_order(name, way):
+    class Shuffled(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (64, 96)) / 8)
+
+        def __call__(self, x):
+            if way == "permuted":  # every fourth feature in follows another
+                return jnp.einsum("bij,jio->bo", x.reshape(-1, 4, 16), self.kernel[...].reshape(16, 4, 96))
+            if way == "rows permuted":
+                return x @ self.kernel[...].reshape(64, 4, 24).swapaxes(1, 2).reshape(64, 96)
+            return jnp.einsum("bij,ijop->bop", x.reshape(-1, 4, 16), self.kernel[...].reshape(4, 16, 8, 12))
+
+    x, recipe = jax.random.normal(jax.random.key(0), (BATCH, 64)), MATMULS[name]
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(nnx.Sequential(Shuffled(nnx.Rngs(0))), Shuffled, min_size=64)
+        found = gtp.explain(model, recipe, call=lambda model: model(x))
+    assert found.unmultiplied == (() if way == "reshaped" else ("layers.0.kernel",))
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_matmuls_in_blocks_multiply_what_the_oracle_says_operands_are_rounded_to(name):
+    recipe, random = MATMULS[name], np.random.default_rng(0)
+    x, g = (random.normal(size=(8, 32, size)).astype(np.float32) for size in (64, 96))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
+        model = nnx.Sequential(nnx.Linear(64, 96, use_bias=False, rngs=nnx.Rngs(0)))
+        kernel = np.asarray(model.layers[0].kernel[...])
+        model = gtp.shard(model, nnx.Linear, min_size=64)
+        loss = lambda model, x: (model(x) * g).sum()  # noqa: E731
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+        to_model, to_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(model, x)
+    (to_kernel,) = jax.tree.leaves(to_model)
+    form, operands = recipe.wire, recipe.operands
+    weight = rounded(kernel.T, form)
+    tokens = dict(columns=True, transform=operands.hadamard)
+    forward = [rounded(own, operands.activation) @ weight.T for own in x]  # a rank has one sequence
+    back = [rounded(own, operands.gradient) @ rounded(weight, form, columns=True) for own in g]
+    summed = sum(
+        rounded(one, operands.activation, **tokens).T @ rounded(own, operands.gradient, **tokens)
+        for one, own in zip(x, g, strict=True)
+    )
+    for found, wanted in ((y, forward), (to_x, back), (to_kernel, summed)):
+        assert np.linalg.norm(found - np.asarray(wanted)) <= 1e-6 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("view", ["global", "local"])
@@ -570,11 +643,13 @@ def test_explain_names_the_weights_whose_products_stay_as_they_are():
     assert f"that the recipe's format supports: {', '.join(found.unmultiplied)}" in str(found)
 
 
-def test_fp8_matmuls_of_weights_that_tensor_ranks_divide_are_refused():
-    with scope(ALL_MESHES["gtp 4, tp 2"]), gtp.use_recipe(FP8):
-        model = gtp.shard(Shown(nnx.Rngs(0)), "blocks.*", min_size=64)
-        with pytest.raises(ValueError, match=r"`matmuls=True`, for a weight that is partitioned in use.*blocks.0.down"):
-            model(jnp.ones(()))
+def test_matmuls_of_weights_that_tensor_ranks_divide_are_refused_in_local_view():
+    factory = lambda rngs: gtp.shard(Dense(rngs, own=False, tp=True), "blocks.*", min_size=64)  # noqa: E731
+    loss = lambda model, x: (model(x).sum(), jnp.float32(x.size))  # noqa: E731
+    with scope(ALL_MESHES["gtp 4, tp 2"]):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(0.1))
+        with pytest.raises(ValueError, match=r"`matmuls=True` in local view, for a weight that is partitioned in use"):
+            gtp.train_step(loss, optax.sgd(0.1), recipe=FP8, view="local")(state, jnp.ones((BATCH, 64)))
 
 
 def test_second_derivatives_of_fp8_matmuls_are_refused():

@@ -37,6 +37,10 @@ CASES = {
         lambda: gtp.shard(make(), min_size=64, specs={"positions": P("gtp")}),
         "8 ranks of gtp do not divide dimension 0",
     ),
+    "a pattern matches nothing": (
+        lambda: gtp.shard(make(), min_size=64, specs={"embed.kernel": P("gtp")}),
+        r"pattern 'embed\.kernel', which matches no weight that this `min_size` shards.*embed\.embedding",
+    ),
     "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
     "min_size": (lambda: gtp.shard(make(), min_size=0), "`min_size` is 0"),
 }

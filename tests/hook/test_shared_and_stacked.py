@@ -50,6 +50,110 @@ def test_a_module_that_several_blocks_hold_has_the_sum_of_its_gradients(x64):
     assert_equal(found, wanted)
 
 
+class Reading(nnx.Module):
+    """A head that multiplies by a table which the model holds too, and reads itself."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, x):
+        return x @ self.table[...].T
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs, remat=False):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (64, WIDTH)))
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.head, self.remat = Reading(self.table), remat
+
+    def __call__(self, tokens):
+        x = self.table[...][tokens]
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        head = lambda self, x: self.logits(x)  # noqa: E731
+        return (nnx.remat(head) if self.remat else head)(self, x)
+
+    def logits(self, x):
+        return self.head(x) + x @ self.table[...].T
+
+
+@pytest.mark.parametrize(
+    "view, recipe, remat",
+    [("global", gtp.NVFP4(), False), ("local", gtp.NVFP4(), False), ("local", gtp.BF16(), True)],
+    ids=["codes", "codes, local", "remat, local"],
+)
+def test_a_weight_of_the_model_itself_that_a_module_shares_is_gathered_once(view, recipe, remat):
+    def loss(model, tokens):
+        return gtp.cross_entropy(model(tokens), jnp.roll(tokens, 1, axis=1))
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 4)))
+    with scope(MESHES["gtp 8"]):
+        errors = gtp.check(
+            loss, lambda rngs: gtp.shard(Tied(rngs, remat), "blocks.*", min_size=64), tokens, view=view, recipe=recipe
+        )
+    assert len(errors) == 6
+
+
+class Looping(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.scale = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return self.blocks[1](self.blocks[0](x)) @ self.scale[...]
+
+
+def test_a_weight_that_cannot_be_gathered_within_a_loop_is_refused_in_local_view():
+    def loss(model, x):
+        return jnp.sin(jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0]).mean()
+
+    with scope(MESHES["gtp 8"]):
+        factory = lambda rngs: gtp.shard(Looping(rngs), "blocks.*", min_size=64)  # noqa: E731
+        assert gtp.check(loss, factory, inputs())
+        with pytest.raises(ValueError, match=r"in local view, ranks hold shards of scale.*use the global view"):
+            gtp.check(loss, factory, inputs(), view="local")
+
+
+class TwoPaths(nnx.Module):
+    def __init__(self, rngs):
+        self.entry = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.wide = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([self.entry, nnx.Linear(WIDTH, WIDTH, rngs=rngs), self.entry])
+        self.wide.parent = self
+
+    def __call__(self, x):
+        return self.blocks[2](self.blocks[1](self.blocks[0](x)))
+
+
+def test_a_shared_module_is_known_by_each_of_its_paths():
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(TwoPaths(nnx.Rngs(0)), "blocks.*", min_size=64, specs={"blocks.2.kernel": P("gtp")})
+        assert model.entry.kernel.get_value().sharding.spec == P("gtp")
+        found = gtp.explain(model, gtp.FP8(exclude=("blocks.2",)), call=lambda model: model(jnp.ones((8, WIDTH))))
+    unit = next(unit for unit in found.units if "entry" in (unit.module, *unit.also))
+    assert {unit.module, *unit.also} == {"blocks.0", "blocks.2", "entry"}
+    reasons = {name: w.reason for w in found.weights for name in (w.weight, *w.also)}
+    assert reasons["entry.kernel"] == reasons["blocks.0.kernel"] == "it matches 'blocks.2'"
+    assert reasons["blocks.1.kernel"] == ""
+    assert " = entry" in str(found) or "entry = " in str(found)
+
+
+def test_a_list_that_holds_one_module_several_times_has_it_as_its_block():
+    class Same(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs)] * 3)
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = x + jnp.tanh(block(x))
+            return x
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Same(nnx.Rngs(0)), min_size=64)
+        found = gtp.explain(model, call=lambda model: model(inputs()))
+    assert [call.prefetched for call in found.calls] == [False, True, True]
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs, **F64)
@@ -72,6 +176,21 @@ class Scanned(nnx.Module):
 def test_layers_that_a_scan_takes_apart_are_gathered_one_by_one(x64):
     found, wanted = together(Scanned, mean, inputs(), MESHES["gtp 8"], blocks=Block)
     assert_equal(found, wanted)
+
+
+def test_explain_reports_the_slices_that_a_scan_gathers():
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Scanned(), Block, min_size=64)
+        whole = gtp.explain(model, gtp.NVFP4())
+        found = gtp.explain(model, gtp.NVFP4(), call=lambda model: model(jnp.ones((16, WIDTH))))
+    up, wide = (next(w for w in one.weights if w.weight == "layers.up.kernel") for one in (found, whole))
+    assert (up.slices, up.shape) == (3, (WIDTH, 2 * WIDTH))
+    assert (wide.slices, wide.shape) == (1, (3, WIDTH, 2 * WIDTH))
+    assert (up.wire, up.bytes) == ("NVFP4", WIDTH * 2 * WIDTH // 2 + 8 * 16)  # each rank sends codes and 16 B of scales
+    assert "3 of 16x32" in str(found)
+    assert {call.module for call in found.calls} == {"layers"}
+    (unit,) = found.units
+    assert 3 * unit.bytes == whole.units[0].bytes
 
 
 def test_a_scan_over_a_dimension_that_is_sharded_is_refused(x64):

@@ -102,6 +102,50 @@ def test_a_frozen_weight_has_no_gradient_in_its_life():
     assert not {"gradient", "reduced", "gradient of shards"} & states.keys()
 
 
+class Blocks(nnx.Module):
+    """Blocks of stock layers, and a table that the model itself reads."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Param(jnp.ones((64, 128)))
+        self.blocks = nnx.List([nnx.Linear(128, 128, use_bias=False, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = x @ self.table[...].T @ self.table[...]
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(recipe):
+    chosen = RECIPES[recipe] or gtp.BF16()
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])), gtp.use_recipe(chosen):
+        model = gtp.shard(Blocks(nnx.Rngs(0)), "blocks.*", min_size=64)
+        (life,) = gtp.explain(model, chosen, path="blocks.1").lives
+        (table,) = gtp.explain(model, chosen, path="table").lives
+        assert gtp.explain(model, chosen, path="blocks.1.kernel").lives == (life,)
+        graph, state = nnx.split(model)
+        step = jax.jit(jax.grad(lambda state, x: loss(nnx.merge(graph, state), x)[0]))
+        everywhere = NamedSharding(jax.sharding.get_mesh(), PartitionSpec("gtp"))
+        batch = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=everywhere)
+        program = hlo.collectives(step.lower(state, batch).compile().as_text())
+        with pytest.raises(ValueError, match=r"`path` is 'kernel', which names several.*'blocks\.0\.kernel'"):
+            gtp.explain(model, chosen, path="kernel")
+    states = {state.state: state for state in life.states}
+    sizes = {hlo.quantity(c.operand_bytes, "B") for c in program if c.kind == "all-gather"}
+    assert any(re.search(rf"[:,] {size} (in|of) ", states["on the wire"].what) for size in sizes)
+    assert states["gathered"].what == "weight 128x128, from 4 ranks of gtp"
+    assert states["stored"].what.startswith("float32 32x128 of 128x128")
+    assert ("one amax" in states["prepared"].what) == (recipe != "bf16")
+    assert (
+        "ahead of it" in states["gathered"].when
+        and "as it begins" in {s.state: s for s in table.states}["gathered"].when
+    )
+    for name in (state.function for state in life.states if state.function):
+        room, module, *rest = name.split(".")
+        assert callable(functools.reduce(getattr, rest, importlib.import_module(f"gtp_jax.{room}.{module}")))
+
+
 def test_a_path_that_is_not_one_modules_is_refused_with_the_nearest():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
         with pytest.raises(ValueError, match="`path` is 'upp', which names no module with.*Name one: 'up'"):
