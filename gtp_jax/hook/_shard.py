@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core.spmd import get_pspec
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -211,7 +212,7 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
     shape = variable.get_raw_value().shape
     gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
     pattern = _pattern(specs, paths)
-    named = variable.get_metadata().get("out_sharding") if pattern is None else specs[pattern]
+    named = _annotation(variable) if pattern is None else specs[pattern]
     if pattern is not None and named is None:
         return None
     spec = _checked_spec(paths[0], shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
@@ -221,12 +222,20 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
     return placed(spec, used, len(shape)) if axes_of(spec) else None
 
 
+def _annotation(variable: nnx.Variable) -> Any:
+    """Returns the partition that the model's author has named, with the names that Flax's rules map, if there are any
+    (`nnx.logical_axis_rules`), replaced by axes."""
+    metadata = variable.get_metadata()
+    named = metadata.get("out_sharding")
+    return None if named is None else get_pspec(named, metadata.get("sharding_rules"))
+
+
 def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> PartitionSpec:
     """Returns a partition that the user or the model's author has named, without axes of size 1.
 
     Raises:
-        ValueError: if it has more dimensions than the weight, names an axis that the mesh lacks, or does not divide the
-            weight evenly.
+        ValueError: if it has more dimensions than the weight, names an axis twice or one that the mesh lacks, or does
+            not divide the weight evenly.
     """
     entries = () if named is None else tuple(named)
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -236,8 +245,15 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
         raise ValueError(
             f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and the mesh "
             f"in scope has the axes {names}. With `specs`, name one axis of the mesh, several, or `None` per dimension."
+            " If the model has names of its own, map them to axes with `nnx.logical_axis_rules`."
         )
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in axes]
+    used = [axis for entry in axes for axis in entry]
+    if len(set(used)) < len(used):
+        raise ValueError(
+            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, which names an "
+            "axis twice. Take another: `specs`."
+        )
     for dim, entry in enumerate(axes):
         if shape[dim] % degrees(entry):
             raise ValueError(
@@ -262,7 +278,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None) -> N
         variable.set_metadata(eager_sharding=None)  # `nnx.use_eager_sharding` decides for an optimizer's variables
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
-    named = variable.get_metadata().get("out_sharding") or ()
+    named = _annotation(variable) or ()
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
     spec = PartitionSpec(*named) if known else PartitionSpec()
     value = variable.get_raw_value()

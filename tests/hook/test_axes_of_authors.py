@@ -66,6 +66,31 @@ def test_annotations_are_kept_and_steps_are_those_without_a_mesh(x64):
         assert_equal(found, wanted)
 
 
+def test_names_of_the_authors_own_are_mapped_to_axes_by_flax_rules(x64):
+    class Named(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("narrow", "wide"))
+            self.up = nnx.Linear(WIDTH, 4 * WIDTH, kernel_init=init, rngs=rngs, **F64)
+
+        def __call__(self, x):
+            return x + self.up(x).reshape(*x.shape, 4).sum(-1)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    make = lambda: nnx.Sequential(*[Named(nnx.Rngs(i)) for i in range(2)])  # noqa: E731
+    with nnx.use_eager_sharding(False):
+        wanted = train(make(), loss, x)
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)), nnx.logical_axis_rules((("wide", "tp"), ("narrow", "fsdp"))):
+        model = gtp.shard(make(), Named, min_size=64, roles=ROLES)
+        assert model.layers[0].up.kernel.get_value().sharding.spec == P("fsdp", "tp")
+        assert_equal(train(model, loss, x), wanted)
+    with nnx.use_eager_sharding(False), jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)):
+        with pytest.raises(ValueError, match=r"partitioned as \('narrow', 'wide'\).*nnx\.logical_axis_rules"):
+            gtp.shard(make(), Named, min_size=64, roles=ROLES)
+        with nnx.logical_axis_rules((("wide", "tp"), ("narrow", "tp"))):
+            with pytest.raises(ValueError, match="layers.0.up.kernel.*names an axis twice"):
+                gtp.shard(make(), Named, min_size=64, roles=ROLES)
+
+
 def test_rules_per_path_come_before_annotations(x64):
     with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)):
         specs = {"blocks.*.down.kernel": P("fsdp"), "blocks.*.out.kernel": None}
