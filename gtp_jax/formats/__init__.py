@@ -14,6 +14,8 @@ from ._spec import E4M3 as E4M3
 from ._spec import E5M2 as E5M2
 from ._spec import ELEMENTS as ELEMENTS
 from ._spec import FORMATS as FORMATS
+from ._spec import FP8_BLOCKS as FP8_BLOCKS
+from ._spec import FP8_BLOCKS_1D as FP8_BLOCKS_1D
 from ._spec import FP8_E4M3 as FP8_E4M3
 from ._spec import FP8_E5M2 as FP8_E5M2
 from ._spec import MXFP8 as MXFP8
@@ -22,4 +24,5 @@ from ._spec import NVFP4_1D as NVFP4_1D
 from ._spec import RUN as RUN
 from ._spec import Element as Element
 from ._spec import Format as Format
+from ._spec import Tiled as Tiled
 from ._spec import WireFormat as WireFormat

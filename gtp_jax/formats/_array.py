@@ -30,7 +30,8 @@ class QuantizedArray:
                        (*lead, ceil(M / b_c), K) for a column-wise copy that is not transposed
         amax.shape   = a prefix of lead, possibly (); None if the format has no amax
 
-    `codes` and `scales` are uint8; `amax` is float32. In a 4-bit row of odd length, the last high nibble is 0.
+    `codes` and `scales` are uint8, except that inverse scales are float32; `amax` is float32. In a 4-bit row of odd
+    length, the last high nibble is 0.
 
     Attributes:
         codes: the codes of the elements; of two 4-bit codes in a byte, the even element's is in the low nibble.
@@ -93,7 +94,8 @@ def validate(q: QuantizedArray) -> None:
     codes, scales = codes_shape(q.format, q.matrix, q.columns), scales_shape(q.format, q.matrix, q.columns)
     lead = () if q.codes is None else q.codes.shape[:-2]
     _expect(q, "codes", q.codes, jnp.uint8, (*lead, *codes))
-    _expect(q, "scales", q.scales, jnp.uint8, None if scales is None else (*lead, *scales))
+    scale = jnp.float32 if q.format.scale == "float32" else jnp.uint8
+    _expect(q, "scales", q.scales, scale, None if scales is None else (*lead, *scales))
     _expect(q, "amax", q.amax, jnp.float32, lead[: q.amax.ndim] if q.format.has_amax and q.amax is not None else None)
 
 

@@ -52,11 +52,12 @@ class Format:
 
     Attributes:
         name: the name of the instance, in upper case.
-        code: the number that identifies the format in native code.
+        code: the number that identifies the format in native code; -1 for a format with kernels of its own.
         element: the name of the elements' number format, a key of `ELEMENTS`.
         block: the `(rows, columns)` of a block whose elements share a scale, with columns along the contraction; `None`
             if there are no block scales.
-        scale: the number format of the block scales, one byte each: `"e4m3"`, `"e8m0"` (a power of two) or `None`.
+        scale: the number format of the block scales: `"e4m3"` or `"e8m0"` (a power of two), one byte each; `"float32"`,
+            which stores the inverses of powers of two; or `None`.
         scale_max: the largest block scale, if it bounds the tensor's scale; otherwise `None`.
         has_amax: whether the format includes a float32 amax of the tensor.
         alignment: the number that the rows of a shard are a multiple of, so that no block straddles two shards.
@@ -97,7 +98,8 @@ class Format:
     def bytes_per_element(self) -> float:
         """The number of bytes per element in a large array: its code and its share of a block scale."""
         codes = self.element_bits / 8
-        return codes if self.block is None else codes + 1 / math.prod(self.block)
+        scale = 4 if self.scale == "float32" else 1
+        return codes if self.block is None else codes + scale / math.prod(self.block)
 
     def __repr__(self) -> str:
         return self.name
@@ -147,4 +149,38 @@ MXFP8 = Format(
 FP8_E4M3 = _fp8("FP8_E4M3", 3, E4M3)
 FP8_E5M2 = _fp8("FP8_E5M2", 4, E5M2)
 
+
+def _fp8_blocks(name: str, block: tuple[int, int]) -> Format:
+    return Format(
+        name=name,
+        code=-1,
+        element=E4M3.name,
+        block=block,
+        scale="float32",
+        scale_max=None,
+        has_amax=False,
+        alignment=1,
+        transposed_columns=True,
+    )
+
+
+FP8_BLOCKS = _fp8_blocks("FP8_BLOCKS", (128, 128))
+FP8_BLOCKS_1D = _fp8_blocks("FP8_BLOCKS_1D", (1, 128))
+
+# The formats of `gtp_jax.pack` and of frozen weights.
 FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3, FP8_E5M2)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiled:
+    """A wire format: weights in a format whose tiles shards may cut. Every rank knows all scales, and sends codes.
+
+    Attributes:
+        format: the format of the gathered weight.
+    """
+
+    format: Format
+
+    @property
+    def name(self) -> str:
+        return self.format.name

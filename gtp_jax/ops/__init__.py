@@ -8,6 +8,7 @@ from ._as_one import as_one as as_one
 from ._attention import attention as attention
 from ._attention import check_choices as check_choices
 from ._attention import cudnn_lacks as cudnn_lacks
+from ._blocked import blocked_product as blocked_product
 from ._checks import MOST as MOST
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
@@ -29,6 +30,8 @@ from ._linear import to_input as to_input
 from ._linear import to_weight as to_weight
 from ._linear_blocks import linear_blocks as linear_blocks
 from ._linear_fp8 import linear_fp8 as linear_fp8
+from ._linear_fp8_blocks import Order as Order
+from ._linear_fp8_blocks import linear_fp8_blocks as linear_fp8_blocks
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._operand import quantizable as quantizable
@@ -60,3 +63,7 @@ from ._slot import SlottedWeight as SlottedWeight
 from ._slot import slotted as slotted
 from ._slot import values_and_slot as values_and_slot
 from ._weighted_glu import weighted_glu as weighted_glu
+from .reference import block_tops as block_tops
+from .reference import encode_elements as encode_elements
+from .reference import inverses as inverses
+from .reference import power_of_two_scales as power_of_two_scales

@@ -17,10 +17,10 @@ _NAMES = "float32, bfloat16 or float16"
 MOST = float(np.finfo(np.float32).max)
 
 
-def check_format(format: Any) -> None:
-    """Raises a TypeError unless the argument is a format."""
-    if not isinstance(format, Format):
-        known = ", ".join(f"gtp_jax.formats.{name}" for name in FORMATS)
+def check_format(format: Any, others: tuple[Format, ...] = ()) -> None:
+    """Raises a TypeError unless the argument is one of `FORMATS` or of `others`."""
+    if not isinstance(format, Format) or (format.code < 0 and format not in others):
+        known = ", ".join(f"gtp_jax.formats.{name}" for name in (*FORMATS, *(one.name for one in others)))
         raise TypeError(f"`format` is {format!r}; it must be one of {known}.")
 
 

@@ -87,7 +87,7 @@ def _run(
     def by(module: Any) -> Any:
         return functools.partial(getattr(module, operation), **dict(attributes))
 
-    operands = _without_gradient(operation, operands)
+    operands = without_gradient(operation, operands)
     if implementation == "reference":
         return by(reference)(*operands)
     if implementation == "native":
@@ -115,11 +115,12 @@ def _check_replication_is_unchecked(operation: str, operands: Any) -> None:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _without_gradient(operation: str, operands: Any) -> Any:
+def without_gradient(operation: str, operands: Any) -> Any:
+    """Returns its operands; raises a TypeError when differentiated."""
     return operands
 
 
-@_without_gradient.defjvp
+@without_gradient.defjvp
 def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(
         f"`gtp_jax.{operation}` is not differentiable: the gradient of rounding is zero, and kernels have none. Apply "

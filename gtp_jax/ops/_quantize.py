@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Key, UInt32
 
 from .._random_keys import is_key, key_words
-from ..formats import NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
+from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
+from ._blocked import dequantize_blocked, quantize_blocked
 from ._checks import as_amax, as_matrix, check_dtype, check_format
 from ._implementation import Implementation, call
 
@@ -88,7 +89,7 @@ def quantize(
             with `amax`, `hadamard` or `key`.
         NotImplementedError: if `implementation` is `"native"` and there is no kernel for the current platform.
     """
-    check_format(format)
+    check_format(format, (FP8_BLOCKS, FP8_BLOCKS_1D))
     x = as_matrix("x", x)
     if axis not in _AXES:
         raise ValueError(f"`axis` is {axis!r}; it must be one of {list(_AXES)}.")
@@ -102,6 +103,9 @@ def quantize(
         raise ValueError(f"`key` asks for stochastic rounding, which {format.name} does not support; leave it out.")
 
     amax_rows, amax_columns = _amaxes(x, format, amax, axis, hadamard, implementation)
+    if format.scale == "float32":
+        copies = quantize_blocked(x, format, axis, implementation)
+        return copies if axis == "both" else copies[0]
     row_codes, row_scales, column_codes, column_scales = call(
         "quantize",
         implementation,
@@ -152,6 +156,8 @@ def dequantize(
     """
     validate(q)
     dtype = check_dtype("dtype", dtype)
+    if q.format.scale == "float32":
+        return dequantize_blocked(q, dtype, implementation)
     return call(
         "dequantize",
         implementation,

@@ -216,3 +216,32 @@ def pack(name: str, shards: list[np.ndarray], amaxes) -> bytes:
 
     made = [quantize(name, x, a) for x, a in zip(shards, amaxes, strict=True)]
     return b"".join([section(c) for c, _ in made] + [section(s) for _, s in made if s is not None])
+
+
+def quantize_blocked(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of a matrix in E4M3 blocks, as TransformerEngine scales them, and the inverses of the scales, float32."""
+    with np.errstate(invalid="ignore"):
+        x = np.asarray(x).astype(np.float32)
+    down, across = (-(-size // side) for size, side in zip(x.shape, block, strict=True))
+    padded = np.zeros((down * block[0], across * block[1]), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    blocks = padded.reshape(down, block[0], across, block[1]).transpose(0, 2, 1, 3)
+    top = np.abs(blocks).max((2, 3))  # NaN if there is one
+    usable = (0 < top) & (top < np.inf)
+    scale = np.where(usable, np.minimum(over(448.0, top), FLT_MAX), np.float32(1))
+    scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)  # the mantissa cleared
+    bad = ~np.isfinite(blocks)
+    codes = np.where(bad, 0x7F, to_grid(times(np.where(bad, 0, blocks), scale[..., None, None]), E4M3, 448.0))
+    codes = codes.astype(np.uint8).transpose(0, 2, 1, 3).reshape(padded.shape)[: x.shape[0], : x.shape[1]]
+    return codes, over(1.0, scale)
+
+
+def dequantize_blocked(codes: np.ndarray, inverse: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Values in float64, where they are exact."""
+    spread = inverse.astype(np.float64).repeat(block[0], 0).repeat(block[1], 1)[: codes.shape[0], : codes.shape[1]]
+    return np.ascontiguousarray(codes).view(E4M3).astype(np.float64) * spread
+
+
+def rounded_blocked(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Values of a matrix in E4M3 blocks, in float64."""
+    return dequantize_blocked(*quantize_blocked(x, block), block)

@@ -1,0 +1,141 @@
+"""E4M3 in blocks of 128: every bit equals the oracle's, and products sum in float32 what the codes stand for."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, PackPlan, Piece, QuantizedArray, validate
+from gtp_jax.ops import blocked_product
+
+from . import oracle
+from .bits import assert_same_bits, device, every_pattern
+
+BFLOAT16 = ml_dtypes.bfloat16
+both_formats = pytest.mark.parametrize("format", [FP8_BLOCKS, FP8_BLOCKS_1D], ids=str)
+
+
+def check(x, format):
+    row, column = gtp.quantize(device(x), format, axis="both")
+    for q, own in ((row, x), (column, x.T)):
+        validate(q)
+        codes, inverse = oracle.quantize_blocked(own, format.block)
+        assert_same_bits(q.scales, inverse, "scales")
+        assert_same_bits(q.codes, codes, "codes")
+
+
+def wide(shape, seed=0):
+    """Numbers of all sizes, with a NaN, an Inf and a block of zeros."""
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=shape) * np.exp(18 * np.clip(rng.normal(size=shape), -4, 4))).astype(np.float32)
+    x[1, 2], x[-1, 0], x[:, shape[1] // 2] = np.nan, -np.inf, 0
+    return x
+
+
+@both_formats
+def test_every_bfloat16_as_the_amax_of_its_block(format):
+    patterns = np.arange(65536, dtype=np.uint16).reshape(-1, 1)
+    step = np.arange(128, dtype=np.uint16)
+    below = (patterns & 0x7FFF) - np.minimum(patterns & 0x7FFF, step * step)
+    x = (below | (patterns & 0x8000) ^ (step % 2 << 15)).view(BFLOAT16)
+    if format == FP8_BLOCKS:  # one value a block, in its first row
+        x = np.pad(x[::8, None], ((0, 0), (0, 127), (0, 0))).reshape(-1, 128)[: 128 * 1024]
+    check(x, format)
+
+
+def test_every_bfloat16_as_an_element():
+    x = np.zeros((65536, 128), BFLOAT16)
+    x[:, 0], x[:, 1] = every_pattern(BFLOAT16), 1
+    check(x, FP8_BLOCKS_1D)
+
+
+@both_formats
+@pytest.mark.parametrize("shape", [(128, 256), (130, 300), (3, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.float16], ids=lambda d: np.dtype(d).name)
+def test_numbers_of_all_sizes_in_any_shape(format, shape, dtype):
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(wide(shape).astype(dtype), format)
+
+
+def test_scales_at_the_ends_of_float32():
+    tops = np.array([0, 2.0**-149, 1e-40, 2.0**-126, 2.0**-119, 448 * 2.0**-127, 448, 449, 3e38, np.inf], np.float32)
+    x = np.zeros((len(tops), 128), np.float32)
+    x[:, 5], x[:, 6] = tops, np.minimum(tops / 3, 1)
+    check(x, FP8_BLOCKS_1D)
+    scales = np.asarray(gtp.quantize(device(x), FP8_BLOCKS_1D).scales)[:, 0]
+    assert scales[0] == 1 and scales[-1] == 1  # of 0 and Inf
+    assert np.all(scales[1:6] == np.float32(2.0**-127)) and scales[6] == 1 and scales[7] == 2
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
+def test_values_of_codes_are_exact(format, dtype):
+    x = wide((140, 260))
+    for q, own in zip(gtp.quantize(device(x), format, axis="both"), (x, x.T), strict=True):
+        values = np.asarray(gtp.dequantize(q, dtype)).astype(np.float64)
+        wanted = oracle.rounded_blocked(own, format.block)
+        np.testing.assert_array_equal(values, wanted.T if q.columns else wanted)
+
+
+def test_a_stack_of_matrices_is_quantized_one_by_one():
+    x = np.stack([wide((130, 140), seed) for seed in range(3)])
+    stack = gtp.quantize(device(x), FP8_BLOCKS)
+    for i, one in enumerate(x):
+        alone = gtp.quantize(device(one), FP8_BLOCKS)
+        assert_same_bits(stack.codes[i], alone.codes)
+        assert_same_bits(stack.scales[i], alone.scales)
+
+
+def operand(rng, rows, depth, block, *, one_sign):
+    """A copy whose codes have the contraction last, and its values in float64."""
+    x = rng.uniform(0.5, 1, (rows, depth)) if one_sign else rng.normal(size=(rows, depth))
+    x = (x * np.exp2(rng.integers(-9, 9, (rows, 1)))).astype(np.float32)
+    format = FP8_BLOCKS if block == (128, 128) else FP8_BLOCKS_1D
+    codes, inverse = oracle.quantize_blocked(x, block)
+    q = QuantizedArray(jnp.asarray(codes), jnp.asarray(inverse), None, format, x.shape)
+    return q, oracle.dequantize_blocked(codes, inverse, block)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 128)], ids=["1D x 2D", "1D x 1D"])
+@pytest.mark.parametrize("shape", [(32, 48, 16384), (130, 140, 300)], ids=str)
+def test_products_are_the_sums_of_what_was_quantized(block, shape):
+    # of one sign, sums that are not promoted to float32 lose their last bits: 14 bits are kept of 16,384 terms
+    rng = np.random.default_rng(0)
+    rows, columns, depth = shape
+    for one_sign in (True, False):
+        a, x = operand(rng, rows, depth, (1, 128), one_sign=one_sign)
+        b, w = operand(rng, columns, depth, block, one_sign=one_sign)
+        found = blocked_product(a, b, jnp.float32)
+        size = np.abs(x) @ np.abs(w).T
+        assert np.max(np.abs(np.asarray(found, np.float64) - x @ w.T) / size) < 2e-6
+        rounded = blocked_product(a, b, jnp.bfloat16)
+        assert np.max(np.abs(np.asarray(rounded, np.float64) - x @ w.T) / size) < 2**-8
+
+
+def test_a_product_in_float64_has_no_error():
+    a, x = operand(np.random.default_rng(0), 5, 700, (1, 128), one_sign=False)
+    b, w = operand(np.random.default_rng(1), 7, 700, (128, 128), one_sign=False)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(blocked_product(a, b, jnp.float64), x @ w.T, rtol=1e-13, atol=1e-12)
+
+
+def test_what_blocks_of_128_cannot_do_is_refused():
+    x = jnp.ones((4, 256))
+    with pytest.raises(ValueError, match="`amax` is given, but FP8_BLOCKS has only block scales"):
+        gtp.quantize(x, FP8_BLOCKS, amax=jnp.float32(1))
+    with pytest.raises(ValueError, match="stochastic rounding, which FP8_BLOCKS_1D does not support"):
+        gtp.quantize(x, FP8_BLOCKS_1D, key=jnp.zeros(2, jnp.uint32))
+    with pytest.raises(NotImplementedError, match="no native 'quantize' for 'cpu' here: FP8_BLOCKS_1D has no kernel"):
+        gtp.quantize(x, FP8_BLOCKS_1D, implementation="native")
+    with pytest.raises(NotImplementedError, match="FP8_BLOCKS has no kernel"):
+        gtp.dequantize(gtp.quantize(x, FP8_BLOCKS), implementation="native")
+    with pytest.raises(TypeError, match="`gtp_jax.quantize` is not differentiable"):
+        jax.grad(lambda x: jnp.sum(gtp.quantize(x, FP8_BLOCKS).scales))(x)
+    plan = PackPlan((Piece(rows=4, cols=256, transposed=False, total_rows=4, out=0, out_row=0),))
+    with pytest.raises(TypeError, match="`format` is FP8_BLOCKS; it must be one of gtp_jax.formats.NVFP4"):
+        gtp.pack([x], FP8_BLOCKS, None, plan)
+    q = gtp.quantize(x, FP8_BLOCKS_1D)
+    with pytest.raises(NotImplementedError, match="no kernel multiplies codes in blocks of 128"):
+        blocked_product(q, q, jnp.float32, "native")

@@ -1,0 +1,99 @@
+"""FP8 matmuls in blocks of 128 multiply what the oracle says the operands are rounded to, along each contraction."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import FP8_BLOCKS, QuantizedArray
+from gtp_jax.ops import Order, SlottedWeight, linear_fp8_blocks
+
+from .oracle import rounded_blocked
+
+TILES, RUNS = (128, 128), (1, 128)
+
+
+def close(found, wanted):
+    found = np.asarray(found, np.float64).reshape(wanted.shape)
+    return np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+def numbers(*shapes):
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=shape) * np.exp(3 * rng.normal(size=shape))).astype(np.float32) for shape in shapes]
+
+
+def products(x, w, g):
+    """Forward, dgrad and wgrad of rows, by the table of `linear_fp8_blocks`."""
+    tiles = rounded_blocked(w, TILES)
+    forward = rounded_blocked(x, RUNS) @ tiles.T
+    dgrad = rounded_blocked(g, RUNS) @ tiles
+    return forward, dgrad, rounded_blocked(g.T, RUNS) @ rounded_blocked(x.T, RUNS).T
+
+
+@pytest.mark.parametrize("tokens, width, out", [(150, 300, 200), (128, 256, 128), (1, 5, 3)])
+def test_each_product_multiplies_operands_rounded_along_its_contraction(tokens, width, out):
+    x, w, g = numbers((tokens, width), (out, width), (tokens, out))
+    y, back = jax.vjp(linear_fp8_blocks, jnp.asarray(x), jnp.asarray(w))
+    for found, wanted in zip((y, *back(jnp.asarray(g))), products(x, w, g), strict=True):
+        assert close(found, wanted)
+
+
+def in_kernels(w, rows):
+    """The codes of several kernels, with tiles that begin at each kernel's first row."""
+    kernels = [gtp.quantize(part, FP8_BLOCKS) for part in jnp.split(jnp.asarray(w), np.cumsum(rows)[:-1])]
+    codes, scales = (jnp.concatenate([getattr(one, name) for one in kernels]) for name in ("codes", "scales"))
+    return QuantizedArray(codes, scales, None, FP8_BLOCKS, w.shape)
+
+
+@pytest.mark.parametrize(
+    "rows, ranks", [((72, 200, 128), 1), ((72, 200, 128), 4), ((128, 256), 8), ((5, 3), 1)], ids=str
+)
+def test_kernels_that_share_codes_have_tiles_and_features_of_their_own(rows, ranks):
+    x, w, g = numbers((20, 140), (sum(rows), 140), (20, sum(rows)))
+    weight, slot = in_kernels(w, rows), jnp.zeros(w.shape)
+    y, back = jax.vjp(
+        lambda x, s: linear_fp8_blocks(x, SlottedWeight(weight, s), Order(rows, ranks)), jnp.asarray(x), slot
+    )
+    starts = np.cumsum((0, *rows))
+    each = [products(x, w[i:j], g[:, i:j]) for i, j in zip(starts[:-1], starts[1:], strict=True)]
+    # features in the order of the ranks' parts
+    size = np.array(rows) // ranks
+    order = np.concatenate(
+        [i + r * s + np.arange(s) for r in range(ranks) for i, s in zip(starts[:-1], size, strict=True)]
+    )
+    assert close(y, np.concatenate([y for y, _, _ in each], axis=1)[:, order])
+    to_x, to_w = back(jnp.asarray(g[:, order]))
+    # what wgrad multiplies does not depend on the order; dgrad's runs lie within kernels
+    assert close(to_x, sum(dgrad for _, dgrad, _ in each))
+    assert close(to_w, np.concatenate([wgrad for _, _, wgrad in each])[order])
+
+
+def test_wgrad_leaves_in_the_dtype_of_the_slot():
+    x, w, g = (jnp.asarray(a, jnp.bfloat16) for a in numbers((256, 128), (128, 128), (256, 128)))
+    weight, slot = gtp.quantize(w, FP8_BLOCKS), jnp.zeros(w.shape, jnp.float32)
+    y, back = jax.vjp(lambda x, s: linear_fp8_blocks(x, SlottedWeight(weight, s)), x, slot)
+    to_x, to_w = back(g)
+    assert y.dtype == to_x.dtype == jnp.bfloat16 and to_w.dtype == jnp.float32
+    assert close(to_w, products(*(np.asarray(a, np.float32) for a in (x, w, g)))[2])
+    assert np.any(to_w != to_w.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_a_second_derivative_is_refused():
+    x, w = jnp.ones((2, 128)), jnp.ones((128, 128))
+    for argument in (0, 1):
+        run = jax.grad(lambda *a: jnp.sum(linear_fp8_blocks(*a) ** 2), argument)
+        with pytest.raises(TypeError, match="second derivative"):
+            jax.grad(lambda *a, run=run: jnp.sum(run(*a) ** 2), argument)(x, w)
+
+
+def test_operands_of_every_rank_and_dtype_are_multiplied():
+    x = jnp.ones((2, 3, 130), jnp.float16)
+    assert linear_fp8_blocks(x, jnp.ones((7, 130), jnp.float16)).shape == (2, 3, 7)
+    with pytest.raises(NotImplementedError, match="no native 'linear_fp8_blocks'"):
+        linear_fp8_blocks(x, jnp.ones((7, 130), jnp.float16), implementation="native")
+    empty = functools.partial(linear_fp8_blocks, jnp.ones((0, 130)))
+    assert empty(jnp.ones((7, 130))).shape == (0, 7)
