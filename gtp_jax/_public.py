@@ -51,6 +51,7 @@ from .recipes import BF16 as BF16
 from .recipes import FP8 as FP8
 from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
+from .recipes import FP8Blocks as FP8Blocks
 from .recipes import use_recipe as use_recipe
 from .train import TrainState as TrainState
 from .train import check as check

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..formats import Format, Operands, WireFormat
+from ..formats import Format, Operands, Tiled, WireFormat
 from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
 from ..ops import linear_blocks, linear_fp8
@@ -137,6 +137,9 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
+    elif isinstance(chosen.wire, Tiled):
+        asked = f"`{type(chosen).__name__}`; its products are those of gtp_jax's own layers alone"
+        instead = "Pass `gtp_jax.FP8()`"
     elif operands is not None and chosen.wire != operands.weight:
         asked = (
             f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ..experts import GroupedDense, MoE, choose_transport
-from ..formats import Format, Operands
+from ..formats import Format, Operands, Tiled
 from ..hlo import columns, quantity
 from ..hook import (
     UnitCall,
@@ -317,6 +317,8 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
         return formats if supports_fp8_matmul() else f"{formats}: {values}"
+    if isinstance(group.wire, Tiled):
+        return f"{formats}: float32 on dequantized values"
     return f"{formats}: {_scaled(group, operands, values) if supports_block_scaled_matmul() else values}"
 
 

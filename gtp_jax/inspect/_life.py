@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import hook, weights
-from ..formats import Format
+from ..formats import Format, Tiled
 from ..hlo import columns, quantity
 from ..hook import Coded, ShardedWeight
 from ..nn import Weight
-from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, WeightGroup
+from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, Tiles, WeightGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,9 @@ def _prepared(group: WeightGroup) -> LifeState:
         whole = "" if fit else ", quantized whole because shards would split its blocks"
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
         return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
+    if isinstance(group.wire, Tiled):
+        amax = "one amax for each tile, reduced over all shards"
+        return LifeState("prepared", when, f"{group.wire.name} codes{over}, {amax}", _name(weights.quantize))
     if group.wire is not None:
         made = f"{type(group.wire).__name__}.wire"
         return LifeState("prepared", when, f"{group.wire.name}, a custom format{over}", made)
@@ -134,7 +137,9 @@ def _sent(group: WeightGroup, each: str) -> list[LifeState]:
     size = quantity(weights.bytes_on_wire(group) // group.layouts[0].shards, "B")
     if group.wire is not None:
         kind: Any = StoredCodes if group.frozen else Packed
-        own = kind.__name__ if isinstance(group.wire, Format) else f"a wire of {group.wire.name}"
+        kind = Tiles if isinstance(group.wire, Tiled) else kind
+        known = isinstance(group.wire, Format | Tiled)
+        own = kind.__name__ if known else f"a wire of {group.wire.name}"
         made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
         return [LifeState("on the wire", each, f"{own}: {size} of {group.wire.name}", made)]
     own = f"{Kernels.__name__}: {len(group.layouts)} arrays" if len(group.layouts) > 1 else f"{Kernels.__name__}"
@@ -159,7 +164,9 @@ def _gathered(group: WeightGroup, each: str) -> LifeState:
     wire: Callable[..., Any] = Kernels.gather
     if group.wire is not None:
         wire = StoredCodes.gather if group.frozen else Packed.gather
-    if not isinstance(group.wire, Format | None):
+    if isinstance(group.wire, Tiled):
+        wire = Tiles.gather
+    elif not isinstance(group.wire, Format | None):
         return LifeState("gathered", each, what, f"`gather` of what {type(group.wire).__name__} makes")
     return LifeState("gathered", each, what, _name(wire))
 

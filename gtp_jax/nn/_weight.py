@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
-from ..formats import Operands
+from ..formats import Operands, Tiled
 from ..hook import weight_paths
 from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
-from ..ops import linear, linear_blocks, linear_fp8
+from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
@@ -211,7 +211,7 @@ class Weight(abc.ABC):
     Attributes:
         dtype: the dtype of the weight on the wire and in use.
         grad_reduce: how its gradient is summed over the ranks, unless a recipe decides otherwise.
-        codes_multiply: whether codes with a single scale can be multiplied as they travel.
+        codes_multiply: whether codes can be multiplied as they travel, with a single scale or in tiles.
     """
 
     codes_multiply: ClassVar[bool] = False
@@ -353,6 +353,8 @@ class Weight(abc.ABC):
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
+        if isinstance(self.group.wire, Tiled):
+            return linear_fp8_blocks(x, weight, self.group.order)
         return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
 
     def call_key(self) -> jax.Array:

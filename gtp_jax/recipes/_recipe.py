@@ -192,6 +192,26 @@ class FP8(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8Blocks(Recipe):
+    """Sends weights as E4M3 in tiles of 128 x 128, 1 byte per element, and multiplies them in FP8, as DeepSeek-V3 was
+    trained (arXiv 2412.19437).
+
+    Inputs and gradients are E4M3 too, in runs of 1 x 128 along each product's contraction. Scales are powers of two,
+    and sums are promoted to float32 every 128 elements; see `gtp_jax.ops.linear_fp8_blocks`. Only dense layers multiply
+    in tiles; name experts and other modules in `exclude` or `override`.
+    """
+
+    @property
+    def wire(self) -> WireFormat:
+        return formats.Tiled(format=formats.FP8_BLOCKS)
+
+    @property
+    def operands(self) -> Operands:
+        form = formats.FP8_BLOCKS_1D
+        return Operands(weight=formats.FP8_BLOCKS, activation=form, gradient=form)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
     """Sends weights as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes per element.
 
@@ -272,6 +292,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "bf16": BF16,
     "fp8": FP8,
     "fp8-matmuls": lambda: FP8(matmuls=True),
+    "fp8-blocks": FP8Blocks,
     "mxfp8": MXFP8,
     "mxfp8-matmuls": lambda: MXFP8(matmuls=True),
     "nvfp4": NVFP4,
@@ -283,5 +304,5 @@ def check_recipe(recipe: Any) -> None:
     """Raises TypeError unless `recipe` is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
-        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, MXFP8, NVFP4))
+        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, FP8Blocks, MXFP8, NVFP4))
         raise TypeError(f"`recipe` is {recipe!r}; it must be one of {known}, or `None`.{hint}")

@@ -24,6 +24,7 @@ Less common states:
 
 - *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own instead of a `Packed`;
   see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
+- *In tiles*: codes whose tiles shards may cut are `Tiles`, and every rank knows all scales; see [Note: cut tiles].
 - *Frozen*: ranks store codes, or arrays in the dtype of the wire, and no masters. `frozen_wires` returns what is sent.
   Frozen weights have no gradient (`refuse_gradient`).
 - *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` does not
@@ -114,6 +115,7 @@ from ._rounding import key_for as key_for
 from ._stretch import Apart as Apart
 from ._stretch import Stretch as Stretch
 from ._stretch import wires_of as wires_of
+from ._tiles import Tiles as Tiles
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
 from ._value import Holds as Holds

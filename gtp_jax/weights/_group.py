@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import Format, Operands, QuantizedArray, WireFormat
+from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ..layout import ArrayLayout, Layout
+from ..ops import Order
 from ._fused import in_order, use_rows
 from ._grad_reduce import GradReduce, Reduction, reduction_of
 
@@ -27,7 +28,7 @@ class WeightGroup:
         param_dtypes: the dtype of each kernel's stored shards.
         dtype: the dtype of the weight on the wire and in the matmul, where no format applies.
         grad_reduce: how its gradient is summed, unless `reduction` overrides it.
-        codes_multiply: whether the module can multiply codes with a single scale as they travel.
+        codes_multiply: whether the module can multiply codes as they travel: with a single scale, or in tiles.
         wire: the format of the shards on the wire; `None` for `dtype`.
         operands: the formats in which the module multiplies; `None` for `dtype`.
         reduction: the format or dtype in which, by a recipe, each rank's gradient is sent, to be summed in float32;
@@ -73,7 +74,9 @@ class WeightGroup:
     @property
     def as_codes(self) -> bool:
         """Whether the gathered codes are multiplied without being decoded."""
-        return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
+        if not self.codes_multiply or self.operands is None:
+            return False
+        return self.operands.weight.block is None or isinstance(self.wire, Tiled)
 
     @property
     def stochastic(self) -> bool:
@@ -94,6 +97,18 @@ class WeightGroup:
             return rows
         run = block[1]
         return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
+
+    @property
+    def order(self) -> Order | None:
+        """The order of the rows of gathered codes in tiles; `None` if it is that of other fused weights and tiles begin
+        at every 128th row."""
+        assert isinstance(self.wire, Tiled)
+        if len(self.layouts) == 1:
+            return None
+        rows, run = use_rows(self.layouts), self.wire.format.run[0]
+        ranks = self.ranks if in_order(self.layouts) else 1
+        each = rows[:-1] if ranks == 1 else [one // ranks for one in rows]
+        return Order(rows, ranks) if any(one % run for one in each) else None
 
     @property
     def summed(self) -> Reduction:

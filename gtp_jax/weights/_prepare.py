@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from ..formats import Format
+from ..formats import Format, Tiled
 from ._fused import Shards, bytes_of
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
@@ -18,6 +18,7 @@ from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers
 from ._stretch import Stretch
+from ._tiles import tile_all, tiled_bytes
 from ._wire import Kernels, OwnFormat, Wire
 
 # The wires to gather instead of shards, by the path of the module that is the first member of each. If two stretches
@@ -148,18 +149,22 @@ def quantize_together(
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
-    """Returns the wire of each bundle: codes, for all of which one kernel computes the amaxes, or the wire that an
-    `OwnFormat` makes.
+    """Returns the wire of each bundle: codes, for all of which one kernel computes the amaxes; codes in tiles, whose
+    amaxes are reduced together; or the wire that an `OwnFormat` makes.
 
     Args:
         bundles: the bundles, in the order of the result.
         stacked: whether the arrays of each bundle have the leading dimension of a stack.
     """
     packed = iter(pack_all([one for one in bundles if isinstance(one.wire, Format)]))
-    return [
-        next(packed) if isinstance(one.wire, Format) else _own_wire(one, stacked=layers)
-        for one, layers in zip(bundles, stacked, strict=True)
-    ]
+    tiled = iter(tile_all([(one.shards, one.groups) for one in bundles if isinstance(one.wire, Tiled)]))
+
+    def made(bundle: Bundle, layers: bool) -> Wire:
+        if isinstance(bundle.wire, Format):
+            return next(packed)
+        return next(tiled) if isinstance(bundle.wire, Tiled) else _own_wire(bundle, stacked=layers)
+
+    return [made(one, layers) for one, layers in zip(bundles, stacked, strict=True)]
 
 
 def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
@@ -250,11 +255,11 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
         if isinstance(group.wire, Format) and layers.stack is not None and not group.frozen
     ]
     if not counts:
-        own = {group.wire.name for group in groups.values() if isinstance(group.wire, OwnFormat)}
+        own = {group.wire.name for group in groups.values() if group.wire is not None and not group.frozen}
         if own:
             raise ValueError(
                 f"`pregathered_layers` is {pregathered_layers!r}, but weights are sent in {', '.join(sorted(own))}, "
-                "a format of your own, which cannot be gathered in advance. Pass `pregathered_layers=0`."
+                "which cannot be gathered in advance. Pass `pregathered_layers=0`."
             )
         raise ValueError(
             f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` are sent as codes that "
@@ -295,5 +300,7 @@ def bytes_on_wire(group: WeightGroup) -> int:
         return bytes_of(group.layouts, group.dtype.itemsize)
     if isinstance(form, Format):
         return wire_bytes([group.layouts], form)
+    if isinstance(form, Tiled):
+        return tiled_bytes(group)
     assert isinstance(form, OwnFormat)
     return form.wire_bytes(group)

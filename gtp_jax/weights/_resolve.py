@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..recipes import EXCLUDED, Recipe, matches
 from ._group import ModulePath, WeightGroup
+from ._tiles import check_tiles
 
 
 class Layers(NamedTuple):
@@ -79,11 +80,15 @@ def of_layers(
         path: the path of the module in the model.
         recipe: the recipe.
         layers: all layers of the stack that contains the module, or the one layer of a module outside stacks.
+
+    Raises:
+        ValueError: if the recipe multiplies in tiles, and the module cannot; see `check_tiles`.
     """
     if not group.follows_recipes:
         return ((layers, group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
+    check_tiles(resolved, path)
     if layers.stack is None:
         return ((layers, resolved),)
     first, last = recipe.high_precision_first, layers.stop - recipe.high_precision_last

@@ -430,6 +430,7 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
 
 REFUSED = {
     "stochastic": (gtp.NVFP4(matmuls=True), r"stochastic.*Pass `stochastic=False`"),
+    "matmuls in tiles": (gtp.FP8Blocks(), r"asks for `FP8Blocks`; its products are.*Pass `gtp_jax.FP8\(\)`"),
     "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
     "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
     "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),

@@ -289,10 +289,7 @@ def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key)
         assert up.wire == "ROW_SCALED" and up.bytes == 384 * (WIDTH + 4)
         with pytest.raises(ValueError, match="in ROW_SCALED, which cannot be stored"):
             gtp.init(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()), nnx.Rngs(key))
-        with pytest.raises(
-            ValueError,
-            match="weights are sent in ROW_SCALED, a format of your own, which cannot be gathered in advance",
-        ):
+        with pytest.raises(ValueError, match="weights are sent in ROW_SCALED, which cannot be gathered in advance"):
             losses(Stacked, "gtp 4", key, pregathered_layers=1)
 
 

@@ -1,0 +1,204 @@
+"""Quantizes shards in tiles that shards may cut, and gathers their codes. Called inside a `shard_map`.
+
+[Note: cut tiles]
+A tile of 128 x 128 elements may lie in the shards of several ranks. Each rank finds the largest magnitude of its part
+of every tile; one vector of those of all tiles of all weights is reduced once per step. So every rank knows all scales,
+which need not be sent, and rounds its part as if it had the whole tile: codes are those of one device on every mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Int32
+
+from ..collectives import all_gather
+from ..formats import QuantizedArray, Tiled
+from ..layout import UNDIVIDED, Layout
+from ..mesh import degrees
+from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable
+from ._fused import Shards, bytes_of, fuse, fuse_kernels, part_of, whole_kernels
+from ._group import ModulePath, WeightGroup
+from ._optimizer_axes import is_divided
+from ._wire import FusedWeights, Wire
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("members", "format"))
+@dataclasses.dataclass(frozen=True)
+class Tiles(Wire):
+    """The codes of this rank's part of one fused weight, and the scales of the whole, which are not sent.
+
+    Attributes:
+        codes: uint8 `(*stack, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
+        scales: the inverse scales, float32 `(*stack, tiles of kernel 0 | tiles of kernel 1 | ..., tiles across)`.
+        members: the name of the fused weight.
+        format: the format of the codes.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    members: tuple[ModulePath, ...]
+    format: Tiled
+
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
+        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`."""
+        group = groups[self.members[0]]
+        layouts, ranks = group.layouts, group.ranks
+        parts = self.codes[None] if ranks == 1 else all_gather(self.codes[None], layouts[0].axes, dim=0)
+        if group.order is None:
+            codes = fuse(parts, layouts)
+        else:
+            codes = fuse_kernels(whole_kernels(parts, layouts), layouts)
+        form = self.format.format
+        return {self.members[0]: QuantizedArray(codes, self.scales, None, form, (codes.shape[-2], codes.shape[-1]))}
+
+
+class _Part(NamedTuple):
+    """What this rank stores of a kernel, with its place in the gathered matrix.
+
+    Attributes:
+        values: `(*stack, rows, cols)`.
+        tiles: the tile rows and the tile columns of the gathered matrix.
+        runs: the numbers of rows and of columns that lie in one tile at a time.
+        places: for each dimension, the tile in which each run lies.
+    """
+
+    values: jax.Array
+    tiles: tuple[int, int]
+    runs: tuple[int, int]
+    places: tuple[Int32[jax.Array, " runs"], Int32[jax.Array, " runs"]]
+
+
+def tile_all(
+    bundles: Sequence[tuple[Mapping[ModulePath, Shards], Mapping[ModulePath, WeightGroup]]],
+) -> list[Tiles]:
+    """Quantizes shards; see [Note: cut tiles].
+
+    Args:
+        bundles: for each wire, the shards of one fused weight, or the parts of them that this rank stores, and its
+            group, by name.
+    """
+    kernels = [
+        (_part(shard, layout, group), layout)
+        for shards, groups in bundles
+        for (name, own), group in zip(shards.items(), groups.values(), strict=True)
+        for shard, layout in zip(own, groups[name].layouts, strict=True)
+    ]
+    tops = [_tops(part) for part, _ in kernels]
+    axes = {axis for _, layout in kernels for axis in (*layout.axes, *layout.optimizer.axes)}
+    names = tuple(axis for axis in reversed(jax.sharding.get_abstract_mesh().axis_names) if axis in axes)
+    if degrees(names) > 1 and tops:
+        vector = lax.pmax(jnp.concatenate([jnp.ravel(one) for one in tops]), names)
+        ends = np.cumsum([one.size for one in tops])
+        tops = [jnp.reshape(own, one.shape) for own, one in zip(jnp.split(vector, ends[:-1]), tops, strict=True)]
+    scales = [power_of_two_scales(one) for one in tops]
+    codes = [_codes(part, own) for (part, _), own in zip(kernels, scales, strict=True)]
+    found = []
+    for shards, groups in bundles:
+        ((name, own),) = shards.items()
+        count, group = len(own), groups[name]
+        mine, codes = codes[:count], codes[count:]
+        grids, scales = scales[:count], scales[count:]
+        stored = tuple(jnp.moveaxis(x, -2, one.rows - 2) for x, one in zip(mine, group.layouts, strict=True))
+        part = part_of(stored, group.layouts, jnp.uint8)
+        grid = jnp.concatenate([inverses(one) for one in grids], axis=-2)
+        assert isinstance(group.wire, Tiled)
+        if group.order is None and group.ranks > 1 and count > 1:
+            grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
+        found.append(Tiles(part, grid, (name,), group.wire))
+    return found
+
+
+def tiled_bytes(group: WeightGroup) -> int:
+    """Returns the number of bytes of one layer's gathered weight on the wire: one per element."""
+    return bytes_of(group.layouts, 1)
+
+
+def _part(x: jax.Array, layout: Layout, group: WeightGroup) -> _Part:
+    assert isinstance(group.wire, Tiled)
+    optimizer = layout.optimizer if is_divided(x, layout) else UNDIVIDED
+    values = quantizable(jnp.moveaxis(x, layout.rows - 2, -2))
+    runs, places, tiles = [], [], []
+    block = group.wire.format.run
+    for dim, size, side, whole in zip(
+        (layout.rows, layout.cols), values.shape[-2:], block, layout.matrix_of(layout.whole_shape), strict=True
+    ):
+        start, length = 0, size
+        for one in (optimizer, layout.gather):  # from the innermost division outward
+            if one.dim == dim and one.ranks > 1:
+                start = start + lax.axis_index(one.axes) * length
+                length *= one.ranks
+        run = side if size == whole else math.gcd(size, side)
+        tiles.append(-(-whole // side))
+        runs.append(run)
+        places.append((start + jnp.arange(-(-size // run), dtype=jnp.int32) * run) // side)
+    return _Part(values, (tiles[0], tiles[1]), (runs[0], runs[1]), (places[0], places[1]))
+
+
+def _tops(part: _Part) -> jax.Array:
+    """Returns the bits of the largest magnitude of this rank's part of each tile, `(*stack, tiles down, tiles
+    across)`; 0 for other tiles."""
+    each = block_tops(part.values, part.runs)
+    down, across = part.places
+    whole = jnp.zeros((*each.shape[:-2], *part.tiles), each.dtype)
+    return whole.at[..., down[:, None], across[None]].max(each)
+
+
+def _codes(part: _Part, scales: jax.Array) -> jax.Array:
+    """Returns the codes of this rank's part, given the bits of all tiles' scales."""
+    down, across = part.places
+    each = lax.optimization_barrier(scales[..., down[:, None], across[None]])
+    rows, cols = part.values.shape[-2:]
+    whole = jnp.repeat(jnp.repeat(each, part.runs[0], axis=-2), part.runs[1], axis=-1)
+    return encode_elements(part.values, whole[..., :rows, :cols])
+
+
+def _by_rank(grid: jax.Array, tiles: Sequence[int], ranks: int) -> jax.Array:
+    """Reorders rows of tiles from kernel by kernel to rank by rank, each rank with its tiles of every kernel."""
+    kernels = jnp.split(grid, np.cumsum(tiles)[:-1], axis=-2)
+    lead, across = grid.shape[:-2], grid.shape[-1]
+    parts = jnp.concatenate([jnp.reshape(one, (*lead, ranks, -1, across)) for one in kernels], axis=-2)
+    return jnp.reshape(parts, grid.shape)
+
+
+def check_tiles(group: WeightGroup, path: ModulePath) -> None:
+    """Checks that a weight can be multiplied in tiles.
+
+    Args:
+        group: the decisions about the weight.
+        path: the path of its module.
+
+    Raises:
+        ValueError: if the module is not a dense layer, or tensor ranks would cut tiles. The message names the module
+            and the remedy.
+    """
+    if not isinstance(group.wire, Tiled):
+        return
+    form = group.wire.format
+    name = ".".join(map(str, path)) or "a module"
+    exclude = f"Name {name} in the recipe's `exclude`"
+    if not group.as_codes or len(group.layouts[0].shape) > 2:
+        kind = "experts" if len(group.layouts[0].shape) > 2 else "no dense layer"
+        raise ValueError(
+            f"the recipe multiplies in {form.name}, which dense layers alone do, and {name} is {kind}. {exclude}, or "
+            "choose another recipe for it by `override`."
+        )
+    for one in group.layouts:
+        if one.split is None or one.tensor_degree == 1:
+            continue
+        own = one.use_shape[one.split_dim] if one.split_dim is not None else 0
+        side = form.run[0 if one.split_dim == one.rows else 1]
+        if one.takes_part or own % side:
+            raise ValueError(
+                f"the tensor axis divides dimension {one.split_dim} of the weight of shape {one.shape} of {name} into "
+                f"parts of {one.split.owners if one.takes_part else own}, which are no whole tiles of {form.name} "
+                f"({side} elements). {exclude}, or choose another tensor degree."
+            )
