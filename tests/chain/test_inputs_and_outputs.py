@@ -63,15 +63,16 @@ def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, u
 
 @pytest.mark.parametrize("unroll", ["full", 1])
 def test_gradients_of_shared_floats_are_summed_in_float32(unroll):
-    count = 2**9  # a gradient of 1 from each layer: in bfloat16 the sum stagnates at 256
+    # from either end, the sum of gradients in bfloat16 passes 256 midway and then stays, as 1 is half of its spacing
+    each = jnp.asarray([1] * 8 + [256] + [1] * 8, jnp.bfloat16)
 
     def apply(weights, slots, params, x, shared, constants, turn):
-        return x + shared, Outputs()
+        return x + params * shared, Outputs()
 
-    identity = Stage((), (), (), lambda _, one, prepared: one, lambda found: (), apply, count, True, takes_shared=True)
-    total = lambda shared: run([identity], jnp.zeros(()), Schedule(unroll=unroll), shared)[0]  # noqa: E731
+    layers = Stage((), (), each, lambda _, one, prepared: one, lambda found: (), apply, 17, True, takes_shared=True)
+    total = lambda shared: run([layers], jnp.zeros(()), Schedule(unroll=unroll), shared)[0]  # noqa: E731
     gradient = jax.grad(lambda shared: total(shared).astype(jnp.float32))(jnp.zeros((), jnp.bfloat16))
-    assert gradient.dtype == jnp.bfloat16 and gradient == count
+    assert gradient.dtype == jnp.bfloat16 and gradient == 272
 
 
 class Reads(nnx.Module):
