@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.elastic import ElasticOptions, draw_timeline, read_events, table
 from gtp_jax.runner.elastic._devices import find_devices
+from gtp_jax.runner.elastic._events import PARTS
 from gtp_jax.runner.elastic._failure import how_it_ended
 from gtp_jax.runner.elastic._patience import Patience
 from gtp_jax.runner.elastic._picture import spans_of
@@ -122,6 +124,51 @@ def test_the_picture_shows_each_device_at_each_moment():
     assert [(s.what, s.begin, s.end) for s in spans if s.device == 1 and s.what == "lost"] == [("lost", 23.0, 40.0)]
     with pytest.raises(ValueError, match="there are no events to draw"):
         draw_timeline([], None)  # pyright: ignore[reportArgumentType]
+
+
+def recovered(time: float, **parts: float):
+    seconds = dict.fromkeys(PARTS, 0.0) | parts
+    return {"time": time, "event": "recovered", "total_s": sum(seconds.values()), **seconds}
+
+
+# What followed after a device was lost at 23 s and the run trained on from 32 s.
+REJOINED = [
+    {"time": 40.0, "event": "rejoin", "device": 1},
+    {"time": 45.0, "event": "fleet ended", "step": 100, "kept_step": 100},
+    {"time": 45.5, "event": "fleet", "devices": [0, 1]},
+    {"time": 55.0, "event": "training", "step": 101},
+    recovered(55.0, start_s=4.0, compile_s=6.0),
+    {"time": 80.0, "event": "end", "step": 200},
+]
+FAILED_WHILE_IT_STARTED = [
+    {"time": 40.5, "event": "failure", "last_sign": 40.0},
+    {"time": 43.0, "event": "verdict"},
+    {"time": 43.0, "event": "fleet ended", "step": 100, "kept_step": 100},
+    {"time": 43.0, "event": "fleet", "devices": [0]},
+    {"time": 51.5, "event": "failure", "last_sign": 51.0},
+    {"time": 54.0, "event": "verdict"},
+    {"time": 54.0, "event": "fleet ended", "step": 100, "kept_step": 100},
+    {"time": 54.0, "event": "fleet", "devices": [0]},
+    {"time": 60.0, "event": "training", "step": 101},
+    recovered(60.0, detection_s=14.0, start_s=4.0, step_s=2.0),
+    {"time": 80.0, "event": "end", "step": 200},
+]
+
+
+@pytest.mark.parametrize("continued", [REJOINED, FAILED_WHILE_IT_STARTED], ids=["rejoined", "failed as it started"])
+def test_the_picture_has_no_gap_in_the_row_of_a_device(continued):
+    spans = sorted(spans_of([*EVENTS[:-1], *continued]), key=lambda span: span.begin)
+    for device in (0, 1):
+        row = [(span.begin, span.end) for span in spans if span.device == device and span.end > span.begin]
+        assert row[0][0] == 1.0 and row[-1][1] == 80.0
+        for (_, end), (begin, _) in itertools.pairwise(row):
+            assert begin - end == pytest.approx(0.0, abs=0.5), row  # ending a fleet takes moments
+
+
+def test_the_picture_shows_training_after_a_pause_that_no_event_closed():
+    events = [event for event in [*EVENTS[:-1], *REJOINED] if event["event"] != "recovered"]
+    last = [span for span in spans_of(events) if span.what == "training"][-2:]
+    assert [(span.device, span.begin, span.end) for span in last] == [(0, 55.0, 80.0), (1, 55.0, 80.0)]
 
 
 def test_how_a_process_ended_is_said_in_words():

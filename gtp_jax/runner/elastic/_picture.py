@@ -54,7 +54,6 @@ def spans_of(events: Sequence[Event]) -> list[Span]:
     dropped: list[int] = []
     lost: dict[int, float] = {}
     began = trained = last_sign = None
-    returning = False
     for event in events:
         now, name = event["time"] - zero, event["event"]
         if name == "fleet":
@@ -62,28 +61,25 @@ def spans_of(events: Sequence[Event]) -> list[Span]:
             for device in [d for d in lost if d in devices]:
                 spans.append(Span(device, "lost", lost.pop(device), now))
         elif name == "training":
-            trained = now
-            if last_sign is None:
-                spans += [Span(d, "start", began or 0.0, now) for d in devices]
-        elif name == "recovered" and last_sign is not None:
+            if not spans and began is not None:  # a later fleet's start is a part of the recovery that it ends
+                spans += [Span(d, "start", began, now) for d in devices]
+            trained, last_sign = now, None
+        elif name == "recovered":
             at = now - event["total_s"]
             for part in PARTS:
                 what = part.removesuffix("_s")
                 if what != "detection":
                     spans += [Span(d, what, at, at + event[part]) for d in devices]
                 at += event[part]
-            last_sign = None
-        elif name == "rejoin":
-            returning = True
         elif name == "failure":
             last_sign = event["last_sign"] - zero
         elif name in ("fleet ended", "end"):
             until = now if last_sign is None else last_sign
-            if returning and last_sign is None:
-                last_sign, returning = now, False
             if trained is not None:
                 spans += [Span(d, "training", trained, until) for d in devices]
-                trained = None
+            elif began is not None:  # it failed before its first step
+                spans += [Span(d, "start", began, until) for d in devices]
+            began = trained = None
         elif name == "verdict" and last_sign is not None:
             spans += [Span(d, "detection", last_sign, now) for d in devices]
             lost.update((device, now) for device in dropped)
@@ -122,6 +118,7 @@ def draw_timeline(events: Sequence[Event], path: Path) -> None:
     handles = [Patch(color=_COLOURS[what], label=_LABELS.get(what, what)) for what in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
     _draw_steps(steps, events)
+    rows.set_xlim(0, events[-1]["time"] - events[0]["time"])
     for axis in (rows, steps):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8, colors=_TEXT)
