@@ -53,6 +53,8 @@ _FOUND = [
 VARIANTS = {
     variant.name: variant for variant in sorted(_FOUND, key=lambda variant: not variant.name.startswith("bf16"))
 }
+# what each format costs, sent or multiplied, and the spread between seeds to compare it with
+HIGHLIGHTED = ("bf16-seed1", "fp8-matmuls", "mxfp8-matmuls", "nvfp4", "nvfp4-matmuls")
 DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-e4m3", "nvfp4-matmuls-mxfp8-down"))
 
 

@@ -14,7 +14,9 @@ import pytest
 
 import benchmarks
 import gtp_jax as gtp
+from benchmarks._curves_picture import picture
 from benchmarks._process import run
+from benchmarks._variants import HIGHLIGHTED
 from benchmarks.contenders.mistakes import MISTAKES
 from gtp_jax.formats import MXFP8, NVFP4
 from gtp_jax.runner.cli import main
@@ -40,6 +42,30 @@ def test_logs_become_a_table_of_gaps_and_a_picture(tmp_path, capsys):
     assert rows["nvfp4-matmuls"].count("+1.50 %") == 2 and "2509.25149" in rows["nvfp4-matmuls"]
     assert "12.5" in rows["bf16"] and rows["mxfp8"].split()[1:5] == ["-"] * 4
     assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    ("names", "legend"),
+    [
+        (["mxfp8", "mxfp8-rounded-down"], ["bf16", "mxfp8", "mxfp8-rounded-down"]),
+        (list(benchmarks.VARIANTS), ["bf16", *HIGHLIGHTED, "others"]),
+    ],
+    ids=["few", "many"],
+)
+def test_of_many_curves_those_that_are_named_have_colours_and_the_others_are_gray(names, legend):
+    steps = np.arange(1, 201)
+    curves = [
+        benchmarks.Curve(variant, steps, np.linspace(5, 2, 200) * (1 + index / 100), {}, None)
+        for index, variant in enumerate(benchmarks.chosen_variants(names))
+    ]
+    figure = picture(curves, "losses")
+    assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == sorted(legend)
+    above, below = figure.axes
+    assert len(above.lines) == len(curves)
+    colours = [
+        line.get_color() for line in below.lines if line.get_label() in legend[1:] and line.get_label() != "others"
+    ]
+    assert len(colours) == len(set(colours)) == len(legend) - 1 - ("others" in legend)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

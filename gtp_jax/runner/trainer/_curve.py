@@ -32,7 +32,7 @@ def draw_curve(records: list[Record], unigram: float, title: str, path: Path) ->
         step, loss = held_out[-1]
         axis.annotate(f"{loss:.2f}", (step, loss), (6, 0), textcoords="offset points", va="center", color=_HELD_OUT)
     axis.axhline(unigram, color=_UNIGRAM, linestyle="--", linewidth=1.5, label=f"unigram entropy, {unigram:.2f}")
-    axis.set(xlabel="step", ylabel="loss, nats a token")
+    axis.set(xlabel="step", ylabel="loss, nats per token")
     axis.set_title(title, loc="left", fontsize=11, color=_TEXT)
     axis.set_xlim(left=0)
     axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
