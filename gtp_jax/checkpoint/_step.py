@@ -52,7 +52,7 @@ def new_manager(
     registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard))
     registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard))
     registry.add(MANIFEST, ocp.args.JsonSave, _Manifests())
-    together = _processes()
+    together = _processes(epath.Path(directory).name)
     if together.active_processes is not None:  # orbax does not create the directory in this case
         if jax.process_index() == 0:
             epath.Path(directory).mkdir(parents=True, exist_ok=True)
@@ -70,15 +70,18 @@ def new_manager(
     return manager
 
 
-def _processes() -> ocp.options.MultiprocessingOptions:
+def _processes(name: str) -> ocp.options.MultiprocessingOptions:
     """Returns the options by which processes wait for each other while they save.
 
     By default orbax calls `sync_global_devices`, which fails if processes have different numbers of devices. If the
     active processes are listed, it uses barriers of JAX's coordination service instead.
+
+    Args:
+        name: begins the names of the manager's barriers. Two managers that save in the background at the same time, as
+            those of checkpoints and of snapshots may, fail if their barriers have the same names.
     """
-    if have_equally_many_devices():
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+    active = None if have_equally_many_devices() else set(range(jax.process_count()))
+    return ocp.options.MultiprocessingOptions(active_processes=active, barrier_sync_key_prefix=name)
 
 
 def write_step(

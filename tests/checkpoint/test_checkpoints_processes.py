@@ -70,6 +70,26 @@ jax.distributed.shutdown()
 """
 
 
+TWO_AT_ONCE = """
+import sys
+import jax, numpy as np
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+
+address, rank, folder = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(rank))
+whole = jax.sharding.NamedSharding(gtp.make_mesh(gtp=2), jax.sharding.PartitionSpec())
+kept = {"checkpoints": 2, "snapshots": 1}
+every = [Checkpoints(f"{folder}/{name}", keep=keep) for name, keep in kept.items()]
+for step in range(1, 21):
+    for one in every:
+        one.save(step, {"w": jax.device_put(np.full(8, step, np.int32), whole)})
+for one in every:
+    one.close()
+jax.distributed.shutdown()
+"""
+
+
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,6 +128,27 @@ def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, lo
         restored, extra = Checkpoints(shared).restore(state, step)
         assert extra == {"order": [3, 1]}
         assert_same_bits(logical(restored), wanted)
+
+
+@pytest.mark.slow
+def test_two_directories_are_saved_at_the_same_time(tmp_path):
+    address = free_address()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_AT_ONCE, address, str(rank), str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for worker, (_, err) in zip(workers, [worker.communicate(timeout=240) for worker in workers], strict=True):
+        assert worker.returncode == 0, err
+    for name, kept in (("checkpoints", [19, 20]), ("snapshots", [20])):
+        checkpoints = Checkpoints(tmp_path / name, read_only=True)
+        assert checkpoints.steps() == kept
+        assert checkpoints.restore({"w": jnp.zeros(8, jnp.int32)})[0]["w"].tolist() == [20] * 8
 
 
 def test_a_manifest_is_read_before_processes_are_connected(tmp_path):
