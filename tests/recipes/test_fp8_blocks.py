@@ -131,12 +131,12 @@ def test_layers_of_whole_tiles_per_tensor_rank_are_multiplied():
 def test_freezing_and_gathering_ahead_are_refused():
     with scope(gtp=4):
         model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
-        with pytest.raises(ValueError, match="travel in FP8_BLOCKS, which has no form for storage"):
+        with pytest.raises(ValueError, match="in FP8_BLOCKS, which cannot be stored"):
             gtp.freeze(model, gtp.FP8Blocks(), trained=nnx.PathContains("embed"))
         optimizer = optax.sgd(0.1)
         state = gtp.TrainState.create(model, optimizer)
         step = gtp.train_step(next_token_loss, optimizer, recipe=gtp.FP8Blocks(), pregathered_layers=1)
         with pytest.raises(
-            ValueError, match="travel in FP8_BLOCKS, which cannot be gathered ahead. Pass `pregathered_la"
+            ValueError, match="sent in FP8_BLOCKS, which cannot be gathered in advance. Pass `pregathered_la"
         ):
             step(state, batch())
