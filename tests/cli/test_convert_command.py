@@ -1,5 +1,6 @@
 """`gtp-jax convert` imports and exports, and `gtp-jax train --from` starts from what was imported."""
 
+import dataclasses
 import json
 import shutil
 
@@ -33,19 +34,22 @@ def params(directory, step=None):
 
 @pytest.mark.slow
 def test_a_run_is_exported_imported_and_trained_on(run, text, tmp_path, capsys):
-    count = PRESETS["tiny"].param_count()
+    count = dataclasses.replace(PRESETS["tiny"], num_layers=2).param_count()
     code, out, _ = printed(capsys, "convert", "export", run, tmp_path / "hf", "--dtype", "float32")
     assert code == 0
     assert f"step 4 in {run / 'checkpoints'}: {count:,} parameters as float32" in out
-    assert f"wrote 39 tensors, 4.20 MB, of 1 file to {tmp_path / 'hf'}, and config.json" in out
+    assert f"wrote 21 tensors, 2.23 MB, of 1 file to {tmp_path / 'hf'}, and config.json" in out
     code, out, _ = printed(capsys, "convert", "import", tmp_path / "hf", tmp_path / "imported")
     assert code == 0
-    assert f"read 39 tensors, 4.20 MB, of 1 file in {tmp_path / 'hf'}" in out
+    assert f"read 21 tensors, 2.23 MB, of 1 file in {tmp_path / 'hf'}" in out
     assert f"{count:,} float32 parameters are in {tmp_path / 'imported'}, a checkpoint at step 0" in out
     assert params(tmp_path / "imported") == params(run / "checkpoints")
 
     flags = small(text, tmp_path / "second", steps=2)
-    assert printed(capsys, "train", *flags, "--from", tmp_path / "imported", "--gtp=2", "--tp=4")[0] == 0
+    assert (
+        printed(capsys, "train", *flags, "--from", tmp_path / "imported", "--tokenizer=bytes", "--gtp=2", "--tp=4")[0]
+        == 0
+    )
     before, after = (read_records(out) for out in (run, tmp_path / "second"))
     last = next(r["held_out"] for r in before if r["step"] == 4 and "held_out" in r)
     first = next(r["held_out"] for r in after if r["step"] == 0 and "held_out" in r)

@@ -79,7 +79,7 @@ def test_mistakes_are_refused_before_anything_is_made(words, tmp_path, capsys):
     assert main(["inspect", "--seq", "32", *words.split()]) == 2
     assert message in capsys.readouterr().err
     text = write_text(tmp_path / "text")
-    assert main(["train", *small(text, tmp_path / "run"), *words.split()]) == 2
+    assert main(["train", *small(text, tmp_path / "run", num_layers=None), *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     if words in BAD:
@@ -165,7 +165,7 @@ def test_what_contenders_compile_is_in_no_cache_of_the_users(monkeypatch):
 def test_a_run_is_told_its_recipe_and_goes_on_with_it(tmp_path):
     text, out = write_text(tmp_path / "text"), tmp_path / "run"
     words = ["--recipe=nvfp4-matmuls", "--high-precision-last=2", "--override", "mlp.down=bf16", "attention.out=fp8"]
-    printed = train([*small(text, out, steps=2), *words])
+    printed = train([*small(text, out, num_layers=None, steps=2), *words])
     assert "recipe  nvfp4-matmuls, last 2 layers in high precision, mlp.down=bf16, attention.out=fp8\n" in printed
     assert "resumed at step 2" in train([f"--out={out}", "--resume", "--steps=4"])
     assert "changed high_precision_last from 2 to 0" in train(

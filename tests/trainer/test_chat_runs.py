@@ -79,7 +79,7 @@ def test_a_checkpoint_keeps_the_template_with_its_tokens_and_gives_it_on(chat, r
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
     kept = {"chat_template.jinja": ('{% set eos_token = "</s>" %}\n' + TEMPLATE).encode()}
     assert checkpoints.files(120) == kept
-    more = small(chat / "chat.jsonl", tmp_path / "more", seq=64, steps=1, eval_every=0)
+    more = small(chat / "chat.jsonl", tmp_path / "more", num_layers=1, seq=64, steps=1, eval_every=0)
     assert main(["train", *more, f"--from={run}"]) == 0
     assert Checkpoints(tmp_path / "more" / "checkpoints", read_only=True).files(1) == kept
     assert main(["convert", "export", str(run), str(tmp_path / "hf")]) == 0

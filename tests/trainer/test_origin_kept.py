@@ -177,7 +177,7 @@ def test_a_runs_checkpoints_have_its_tokenizer_whatever_lies_at_its_path(folder,
     path.write_bytes(own)
     write_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
-    flags = small("text", "run", steps=1, tokenizer="tokenizer.json", preset="tiny")
+    flags = small("text", "run", num_layers=1, steps=1, tokenizer="tokenizer.json")
     assert main(["train", *flags]) == 0
     generate = ["generate", "run", "--prompt", WORDS[3], "--temperature=0", "--max-new-tokens=4"]
     assert main(generate) == 0

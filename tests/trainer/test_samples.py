@@ -1,6 +1,5 @@
 """A run shows what its model writes, and how to go on from there."""
 
-import dataclasses
 import re
 import shlex
 
@@ -8,7 +7,6 @@ import jax
 import pytest
 
 from gtp_jax.generation import _programs
-from gtp_jax.models import PRESETS
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import load_corpus, read_text
 from gtp_jax.runner.trainer._samples import block
@@ -27,8 +25,7 @@ def samples(output: str) -> list[str]:
     return re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", output)
 
 
-def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=2))
+def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys):
     before = _programs.prefill._cache_size(), _programs.decode._cache_size()
     out = tmp_path / "run"
     assert main(["train", *small(text, out, sample_tokens=20)]) == 0

@@ -191,7 +191,7 @@ def run(imported, tmp_path_factory):
     shutil.copytree(imported / "imported", start)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(["train", f"--from={start}", *small(imported / "text", out, steps=2, seq=16)]) == 0
+        assert main(["train", f"--from={start}", *small(imported / "text", out, num_layers=None, steps=2, seq=16)]) == 0
     shutil.rmtree(start)
     return out, printed.getvalue()
 
@@ -250,7 +250,7 @@ def test_an_import_without_a_tokenizer_is_refused_until_its_tokens_are_said(impo
         (tmp_path / "hf").mkdir(exist_ok=True)
         shutil.copy(imported / "hf" / name, tmp_path / "hf")
     assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
-    flags = [f"--from={tmp_path / 'imported'}", *small(imported / "text", tmp_path / "run")]
+    flags = [f"--from={tmp_path / 'imported'}", *small(imported / "text", tmp_path / "run", num_layers=None)]
     assert main(["train", *flags]) == 2
     assert "does not say what its tokens are. Give the tokenizer.json that belongs" in capsys.readouterr().err
     assert main(["train", *flags, "--tokenizer=bytes"]) == 2

@@ -17,7 +17,7 @@ from convert.hugging_face import random_tensors, write_model
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import import_llama
-from gtp_jax.models import PRESETS, saved_config
+from gtp_jax.models import saved_config
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig
@@ -38,8 +38,7 @@ FILES = {**FILES_OF_WORDS, "tokenizer.json": TOKENIZER}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose tokenizer has an id more than it has rows, imported; and text without that id.
-    The preset `tiny` has its one layer."""
+    """A model whose tokenizer has an id more than it has rows, imported; and text without that id."""
     root = tmp_path_factory.mktemp("model")
     write_model(root / "hf", random_tensors(CONFIG), CONFIG)
     for name, content in FILES.items():
@@ -47,14 +46,12 @@ def folder(tmp_path_factory):
     with pytest.warns(UserWarning, match=rf"{ROWS} \('\[PAD\]'\)"):
         import_llama(root / "hf", root / "imported")
     write_text(root / "text")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=1))
-        yield root
+    return root
 
 
 def flags(folder, text, out, **changes):
-    changes = {"steps": 2, "seq": 16, "tokenizer": folder / "hf/tokenizer.json", "from": folder / "imported", **changes}
-    return small(text, out, **changes)
+    given = {"tokenizer": folder / "hf/tokenizer.json", "from": folder / "imported", **changes}
+    return small(text, out, num_layers=1, steps=2, seq=16, **given)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from gtp_jax.runner.trainer._report import _documents
 
 from .runs import read_records, small, write_text
 
-TINY = PRESETS["tiny"]
+TINY = dataclasses.replace(PRESETS["tiny"], num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,9 @@ def test_force_replaces_a_run_with_one_of_another_schedule_and_the_same_losses(t
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(TINY, num_layers=1))
+def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", *small(text, out, lr=1e30, warmup=0, save_every=100)]) == DIVERGED
+    assert main(["train", *small(text, out, num_layers=1, lr=1e30, warmup=0, save_every=100)]) == DIVERGED
     printed = capsys.readouterr().err
     assert re.search(
         r"gtp-jax train: stopped: the (loss|gradient norm) of step \d is (nan|inf)\. Use a lower --lr", printed
