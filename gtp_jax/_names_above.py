@@ -30,13 +30,13 @@ def look_up(package: str, rooms: Mapping[str, tuple[str, ...]], names: str = "")
 
     def find(name: str) -> Any:
         if name in room_of:
-            return getattr(importlib.import_module(room_of[name]), name)
+            return getattr(_imported(room_of[name]), name)
         if names and name == "__all__":  # for `from gtp_jax import *`
             return sorted({*load(package, names), *room_of})
         if names and not name.startswith("__"):
             # first, because `from .. import native` in a package that is being imported must import nothing else
             if importlib.util.find_spec(f"{package}.{name}") is not None:
-                return importlib.import_module(f"{package}.{name}")
+                return _imported(f"{package}.{name}")
             if name in load(package, names):
                 return getattr(sys.modules[package], name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -45,7 +45,24 @@ def look_up(package: str, rooms: Mapping[str, tuple[str, ...]], names: str = "")
 
 
 def load(package: str, names: str) -> Collection[str]:
-    """Gives a package the names of a module, as if it had imported them, and returns them."""
-    found = {name: value for name, value in vars(importlib.import_module(names)).items() if not name.startswith("_")}
-    vars(sys.modules[package]).update(found)
+    """Gives a package the names of a module, as if it had imported them, and returns them.
+
+    A name that the package already has, such as one that a test has replaced, stays as it is.
+    """
+    found = {name: value for name, value in vars(_imported(names)).items() if not name.startswith("_")}
+    own = vars(sys.modules[package])
+    own.update({name: value for name, value in found.items() if name not in own})
     return found.keys()
+
+
+def _imported(module: str) -> Any:
+    """Imports a module.
+
+    Raises:
+        ImportError: if it cannot be imported. Python would take an AttributeError, which another version of JAX may
+            cause, for the absence of the name that was looked up, and would hide it.
+    """
+    try:
+        return importlib.import_module(module)
+    except AttributeError as error:
+        raise ImportError(f"{module} cannot be imported: {error}") from error

@@ -1,6 +1,19 @@
-"""The names of `gtp_jax`, which imports this module when one of them is first used."""
+"""The names of `gtp_jax`, which imports this module when one of them is first used.
 
+The packages are here for type checkers, which would otherwise not know `gtp_jax.nn` after `import gtp_jax`.
+"""
+
+from . import chain as chain
+from . import experts as experts
 from . import formats as formats
+from . import generation as generation
+from . import hook as hook
+from . import mesh as mesh
+from . import nn as nn
+from . import nonuniform as nonuniform
+from . import ops as ops
+from . import recipes as recipes
+from . import train as train
 from .chain import Schedule as Schedule
 from .experts import GroupedDense as GroupedDense
 from .experts import MoE as MoE

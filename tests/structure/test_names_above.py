@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gtp_jax
+from gtp_jax import _public
 
 PACKAGES = ("gtp_jax", "gtp_jax.nn")
 
@@ -87,3 +88,30 @@ def test_the_library_names_all_that_it_has_before_anything_is_used():
     everything = {}
     exec("from gtp_jax import *", everything)
     assert everything["Stack"] is gtp_jax.Stack and everything["explain"] is gtp_jax.explain
+
+
+def test_type_checkers_know_the_packages_from_which_the_library_takes_its_names():
+    tree = ast.parse(Path(_public.__file__).read_text())
+    read = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    packages = {alias.asname for node in read if node.module is None for alias in node.names}
+    assert packages == {node.module for node in read if node.module is not None}
+
+
+def test_a_name_that_a_test_has_replaced_stays_when_all_names_are_looked_up(monkeypatch):
+    monkeypatch.setattr(gtp_jax, "generate", "another")
+    assert not hasattr(gtp_jax, "mixture") and "generate" in dir(gtp_jax)
+    assert gtp_jax.generate == "another"
+
+
+def test_an_attribute_that_an_import_lacks_is_not_taken_for_a_missing_name():
+    """`from gtp_jax import Dense` would otherwise say only that there is no `Dense`."""
+    lacking = 'import jax.tree_util; del jax.tree_util.register_dataclass; import gtp_jax; hasattr(gtp_jax, "Dense")'
+    ran = subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True)
+    assert "cannot be imported: module 'jax.tree_util' has no attribute 'register_dataclass'" in ran.stderr
+
+
+def test_only_names_for_users_have_no_underscore():
+    """A tool that completes names shows them."""
+    own = {name for name in vars(gtp_jax) if not name.startswith("_")}
+    rooms = {path.parent.name for path in Path(gtp_jax.__file__).parent.glob("*/__init__.py")}
+    assert own <= {*gtp_jax.__all__, *rooms, "ABOVE", "TYPE_CHECKING"}  # pyright: ignore
