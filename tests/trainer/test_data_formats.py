@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import warnings
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from gtp_jax.runner.cli import main
+from gtp_jax.runner.data import _copies
 from gtp_jax.runner.trainer import RunDirectory, TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
 
@@ -131,6 +133,22 @@ def test_documents_that_one_weighted_path_holds_out_and_another_trains_on_are_co
         first, second = read("d.npy", "e.npy").sources
     held_out, trained = {*contents(first.held_out)}, {*contents(second.train)}
     assert held_out <= trained and str(found[0].message).startswith(f"{len(held_out)} of {len(held_out)} ")
+
+
+def test_copies_among_many_weighted_paths_are_found_by_reading_each_once(folder, monkeypatch):
+    documents = [f"{text(i)}\0" for i in range(3000, 3100)]
+    rotated = [one[7:-1] + one[:7] + "\0" for one in documents]
+    for name, several in (("g.npy", documents), ("h.npy", documents[::-1]), ("i.npy", rotated)):
+        np.save(folder / name, np.frombuffer("".join(several).encode(), np.uint8))
+    read, keys = [], _copies._keys
+    monkeypatch.setattr(_copies, "_keys", lambda parts: (read.append(parts), keys(parts))[1])
+    with pytest.warns(UserWarning, match="are also trained on") as found:
+        corpus = read_corpus(
+            TrainConfig(data=tuple(f"{folder / name}:1" for name in ("g.npy", "i.npy", "h.npy")), seq=32, batch=8)
+        )
+    pairs = [re.findall(r"(\w)\.npy", str(one.message)) for one in found]
+    assert pairs == [["g", "h"], ["h", "g"]]
+    assert sorted(map(id, read)) == sorted(id(part) for one in corpus.sources for part in (one.train, one.held_out))
 
 
 def test_a_dtype_of_tokens_that_no_file_needs_is_refused(folder, capsys):

@@ -1,38 +1,50 @@
-"""Counts documents that are in two sets of documents."""
+"""Counts documents that one source holds out and another trains on."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ._corpus import Source
 from ._documents import Documents
 
 # An odd number, so that lengths and sums are mixed by a bijection of 64 bits.
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def copies(some: Sequence[Documents], others: Sequence[Documents]) -> int:
-    """Returns the number of documents of `some` that are also among `others`, with the same tokens.
+def copies(sources: Sequence[Source]) -> Iterator[tuple[Source, Source, int]]:
+    """Counts the documents that one source holds out and another trains on, with the same tokens.
 
     Reads all tokens once, to compare lengths and sums, and then only the documents for which both are equal.
+
+    Yields:
+        The one source, the other, and the number of these documents, if it is not 0.
     """
-    keys, known, none = [_keys(one) for one in some], [_keys(one) for one in others], np.zeros(0, np.uint64)
-    common = np.intersect1d(np.concatenate([*keys, none]), np.concatenate([*known, none]))
-    if not len(common):
-        return 0
-    found = set(_digests(others, known, common))
-    return sum(digest in found for digest in _digests(some, keys, common))
+    if len(sources) < 2:
+        return
+    held_out = [_keys(one.held_out) for one in sources]
+    trained = [_keys(one.train) for one in sources]
+    known = [np.unique(keys) for keys in trained]
+    for one, other in itertools.permutations(range(len(sources)), 2):
+        own, theirs = held_out[one], known[other]
+        common = own[np.searchsorted(theirs, own, "right") > np.searchsorted(theirs, own)]
+        found = set(_digests(sources[other].train, trained[other], common))
+        if count := sum(digest in found for digest in _digests(sources[one].held_out, own, common)):
+            yield sources[one], sources[other], count
 
 
-def _keys(documents: Documents) -> np.ndarray:
+def _keys(parts: Sequence[Documents]) -> np.ndarray:
     """Returns a key of each document that has tokens, `(documents,)` uint64: equal documents have equal keys."""
-    begins, lengths = _places(documents)
-    if not len(begins):
-        return np.zeros(0, np.uint64)
-    sums = np.add.reduceat(documents.tokens, begins, dtype=np.uint64)
-    return sums * _MIX + lengths.astype(np.uint64)
+    keys = [np.zeros(0, np.uint64)]
+    for part in parts:
+        begins, lengths = _places(part)
+        if len(begins):
+            sums = np.add.reduceat(part.tokens, begins, dtype=np.uint64)
+            keys.append(sums * _MIX + lengths.astype(np.uint64))
+    return np.concatenate(keys)
 
 
 def _places(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
@@ -41,10 +53,15 @@ def _places(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     return documents.offsets[:-1][lengths > 0], lengths[lengths > 0]
 
 
-def _digests(documents: Sequence[Documents], keys: Sequence[np.ndarray], common: np.ndarray) -> Iterator[bytes]:
+def _digests(parts: Sequence[Documents], keys: np.ndarray, common: np.ndarray) -> Iterator[bytes]:
     """Yields a digest of each document whose key is in `common`."""
-    for one, own in zip(documents, keys, strict=True):
-        begins, lengths = _places(one)
+    if not len(common):
+        return
+    first = 0
+    for part in parts:
+        begins, lengths = _places(part)
+        own = keys[first : first + len(begins)]
+        first += len(begins)
         for place in np.flatnonzero(np.isin(own, common)):
-            tokens = one.tokens[begins[place] : begins[place] + lengths[place]]
+            tokens = part.tokens[begins[place] : begins[place] + lengths[place]]
             yield hashlib.blake2b(tokens.astype(np.int64), digest_size=16).digest()

@@ -124,13 +124,12 @@ def _warn_of_short_files(corpus: Corpus, seq: int) -> None:
 
 def _warn_of_copies(corpus: Corpus) -> None:
     """Warns of documents that one source holds out and another trains on: each source is split by itself."""
-    for one, other in itertools.permutations(corpus.sources, 2):
-        if count := copies(one.held_out, other.train):
-            warnings.warn(
-                f"{count} of {sum(map(len, one.held_out))} documents that {one.name} holds out are also trained on, in "
-                f"{other.name}, so the held-out loss is too low. Remove them from one of the two.",
-                stacklevel=3,
-            )
+    for one, other, count in copies(corpus.sources):
+        warnings.warn(
+            f"{count} of {sum(map(len, one.held_out))} documents that {one.name} holds out are also trained on, in "
+            f"{other.name}, so the held-out loss is too low. Remove them from one of the two.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
