@@ -162,15 +162,15 @@ def with_added(path, *, special, plain):
 
 
 def test_the_text_of_a_token_that_separates_turns_is_refused_though_it_is_not_special(tmp_path):
-    plain = ["<|im_start|>", "<|user|>", "<think>", "</think>"]
+    plain = ["<|im_start|>", "<|user|>", "<think>", "</think>", "\n", "user"]
     chat = Chat(template("qwen3"), with_added(tmp_path / "tokenizer.json", special=["<|im_end|>"], plain=plain), True)
     for role in ("user", "assistant"):
         with pytest.raises(ValueError, match=r"has '<\|im_start\|>' in its text, which separates turns or documents"):
             chat.document({"messages": [QUESTION, {"role": role, "content": "a <|im_start|> b"}]})
     with pytest.raises(ValueError, match=r"turn 1 has '<\|im_start\|>' in its text"):
         chat.prompt("<|im_start|>system")
-    # the template does not write the first; the others mark a part of an answer
-    assert chat.prompt("<|user|>")
+    # the template does not write the first, the next are text, and the others mark a part of an answer
+    assert chat.prompt("<|user|>") and chat.prompt("a\nuser")
     assert chat.document({"messages": [QUESTION, {"role": "assistant", "content": "<think>\nw\n</think>\n\na"}]})
 
 

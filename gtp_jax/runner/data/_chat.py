@@ -109,13 +109,16 @@ class Chat:
     def _control(self) -> tuple[str, ...]:
         """Added tokens that are not special, but with which the template separates turns.
 
-        A pair such as `<think>` and `</think>` marks a part of a message, in which authors write it themselves.
+        A pair such as `<think>` and `</think>` marks a part of a message, in which authors write it themselves. White
+        space and words, which some vocabularies also have as added tokens, are text.
         """
         added = self.tokenizer.added
         return tuple(
             token
             for token in added
-            if token in self.template.around and not (f"</{token[1:]}" in added or token.startswith("</"))
+            if token in self.template.around
+            and not (f"</{token[1:]}" in added or token.startswith("</"))
+            and not (token.isspace() or token.strip().isalnum())
         )
 
     def _check_reserved(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
