@@ -172,6 +172,19 @@ def test_only_the_first_process_tracks(process, tmp_path, monkeypatch):
     assert opened == (["wandb"] if process == 0 else [])
 
 
+def test_progress_in_a_file_is_printed_once_in_an_interval(tmp_path, capsys):
+    """tqdm's own thread would print a bar whose `miniters` has grown a second time."""
+    job = types.SimpleNamespace(config=TrainConfig(steps=3000))
+    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None) as progress:
+        for _ in range(3):
+            progress._bar.last_print_t -= progress._bar.mininterval
+            progress._bar.update(100)
+        assert progress._bar.miniters <= 1
+    assert [line.split("|")[-1].split()[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"{step}/3000" for step in (0, 100, 200, 300, 300)
+    ]
+
+
 def test_a_run_that_is_replaced_takes_what_it_tracked_along_and_nothing_else(tmp_path):
     directory = RunDirectory.of(tmp_path / "run")
     directory.prepare(TrainConfig(log_to=("tensorboard",)), keep=False)

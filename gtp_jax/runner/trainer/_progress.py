@@ -47,6 +47,7 @@ class Progress:
             disable=not self._speaks,
             dynamic_ncols=True,
             mininterval=every,
+            miniters=0,  # otherwise tqdm's own thread prints a second time within the interval
         )
 
     def __enter__(self) -> Self:
