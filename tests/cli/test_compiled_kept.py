@@ -13,6 +13,7 @@ import jax
 import pytest
 from trainer.runs import finish, small, start, write_text
 
+from gtp_jax.runner import _compiled
 from gtp_jax.runner._compiled import keep_compiled
 from gtp_jax.runner.trainer import read_log
 
@@ -90,6 +91,43 @@ def test_a_folder_that_cannot_be_written_breaks_no_run(tmp_path, value):
         assert found.said.startswith("compiled programs are not kept: ") and f"{home}/gtp_jax" in found.said
         assert found.said.endswith("; JAX_COMPILATION_CACHE_DIR names another folder")
         assert (found.value, found.hits) == (value, 0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """This process, as if it had GPUs, with the settings of JAX as they are by default."""
+    monkeypatch.setattr(_compiled, "on_gpu", lambda: True)
+    settings = SimpleNamespace(
+        jax_compilation_cache_dir=None, jax_enable_compilation_cache=True, jax_compilation_cache_max_size=-1
+    )
+    settings.update = lambda name, value: setattr(settings, name, value)
+    monkeypatch.setattr(_compiled.jax, "config", settings)
+    return settings
+
+
+def test_a_folder_to_which_others_can_write_is_not_used(tmp_path, monkeypatch, as_on_a_gpu):
+    """What it holds is run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (folder := tmp_path / "gtp_jax" / "compiled").mkdir(parents=True)
+    for mode in (0o777, 0o770, 0o702):
+        folder.chmod(mode)
+        assert f"not kept: {folder} can be written by other users, who could put programs there" in keep_compiled()
+    folder.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert f"not kept: {folder} belongs to another user" in keep_compiled()
+    assert as_on_a_gpu.jax_compilation_cache_dir is None
+
+
+def test_a_relative_place_for_caches_is_ignored(tmp_path, monkeypatch, as_on_a_gpu):
+    """Programs would be kept in whatever directory a command is started in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert f"kept in {tmp_path}/home/.cache/gtp_jax/compiled" in keep_compiled()
+    as_on_a_gpu.jax_compilation_cache_dir = None
+    monkeypatch.setenv("HOME", "elsewhere")
+    assert "not kept: HOME is 'elsewhere', which is not an absolute path" in keep_compiled()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"] and as_on_a_gpu.jax_compilation_cache_dir is None
 
 
 def test_a_folder_and_a_limit_that_the_user_has_chosen_stay(tmp_path, value):
