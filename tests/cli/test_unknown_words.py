@@ -46,6 +46,7 @@ def test_a_misspelt_flag_prints_the_usage_of_its_command_and_the_nearest_flag(wo
             "unrecognized arguments: --stpes --bacth. Did you mean --steps, --batch?",
         ),
         (["train", "--stepz", "5"], "unrecognized arguments: --stepz. Did you mean --steps or --step?\n"),
+        (["train", "--", "--stepz"], "unrecognized arguments: -- --stepz. Did you mean --steps or --step?\n"),
         (["train", "--zgtp", "2"], "unrecognized arguments: --zgtp. Did you mean --gtp?\n"),
         (["bench", "recipes", "--ouut", "x"], "unrecognized arguments: --ouut. Did you mean --out?"),  # required
         (["train", "--zzzz"], "unrecognized arguments: --zzzz\n"),

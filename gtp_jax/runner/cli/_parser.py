@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, unknown: Sequence[str]) -> None:
         if unknown:
-            flags = [_name(word) for word in unknown if word.startswith("-")]
+            flags = [_name(word) for word in unknown if word.startswith("-") and word != "--"]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(flags, self._option_string_actions)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
