@@ -110,6 +110,10 @@ def test_a_prompt_that_is_longer_than_what_the_model_was_trained_on_is_continued
         ({}, None, None),
         ({"max_position_embeddings": 4096}, None, 4096),
         ({"max_position_embeddings": 4096}, RopeScaling(kind="linear", factor=4), 16384),
+        *[
+            ({"max_position_embeddings": one}, RopeScaling(kind="linear", factor=2.5), None)
+            for one in (0, True, 10**400)
+        ],
         ({"max_position_embeddings": 64}, RopeScaling(kind="yarn", factor=4, original_length=64), 256),
         ({"max_position_embeddings": 131072}, RopeScaling(kind="llama3", factor=8, original_length=8192), 131072),
     ],

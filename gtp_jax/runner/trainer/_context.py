@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from ...models import POSITIONS, ModelConfig, Origin
+from ...ops import MOST
 from ._directory import RunDirectory
 from ._train_flags import TrainConfig
 
@@ -26,7 +27,7 @@ def context_length(source: Path, origin: Origin, model: ModelConfig) -> int | No
     """
     lengths: list[float] = []
     published, scaling = origin.config.get(POSITIONS), getattr(model, "rope_scaling", None)
-    if isinstance(published, int):
+    if type(published) is int and 0 < published <= MOST:  # files of others may hold anything
         # some publishers give the length before linear scaling, others the one after it
         lengths.append(published * (scaling.factor if scaling is not None and scaling.kind == "linear" else 1))
     if scaling is not None and scaling.kind == "yarn":
