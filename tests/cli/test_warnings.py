@@ -19,6 +19,12 @@ def test_a_warning_of_the_package_is_one_line_with_the_command():
         assert printed(OURS) == "gtp-jax train: warning: 10 are cut\n"
 
 
+def test_a_warning_shows_the_control_characters_of_a_name_and_does_not_send_them_to_the_terminal():
+    with plain_warnings("train"):
+        said = warnings.formatwarning(UserWarning("a\x1b[31m.npy is short"), UserWarning, OURS, 3)
+    assert said == "gtp-jax train: warning: a\\x1b[31m.npy is short\n"
+
+
 def test_warnings_of_others_keep_their_place_and_so_do_those_outside_a_command():
     python = printed("/elsewhere/jax.py"), printed(OURS)
     with plain_warnings("train"):

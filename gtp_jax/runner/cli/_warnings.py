@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..._foreign import printable
+
 _PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -22,7 +24,7 @@ def plain_warnings(command: str) -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if filename.startswith(_PACKAGE):
-            return f"gtp-jax {command}: warning: {message}\n"
+            return f"gtp-jax {command}: warning: {printable(str(message), lines=True)}\n"
         return before(message, category, filename, lineno, line)
 
     warnings.formatwarning = text
