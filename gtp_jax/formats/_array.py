@@ -22,8 +22,9 @@ class QuantizedArray:
     """The quantized form of an array of logical shape `(*lead, M, K)`.
 
     A pytree. Only the arrays carry the leading dimensions, so it can be stacked, scanned over and vmapped.
-    Let R x C be M x K, or K x M for a transposed column-wise copy, and b_r x b_c the format's block. The invariants are
 
+    Let R x C be M x K, or K x M for a transposed column-wise copy, and b_r x b_c the format's block. These invariants
+    hold:
 
         codes.shape  = (*lead, R, C) for 8-bit elements, (*lead, R, ceil(C / 2)) for 4-bit ones
         scales.shape = (*lead, ceil(R / b_r), ceil(C / b_c)), or None if the format has no blocks;

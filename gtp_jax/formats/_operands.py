@@ -27,8 +27,7 @@ class Operands:
 
     @property
     def rounds_input_once(self) -> bool:
-        """Whether a row can be rounded once, so that its codes, which can also be sent, yield the operands of both
-        forward and wgrad.
+        """Whether the input's codes, which can also be sent, suffice to make the operands of both forward and wgrad.
 
         Wgrad multiplies FP8 codes unchanged. MXFP8 values are rounded again for wgrad, in blocks along the rows, but
         those block scales are powers of two too, so values that do not underflow lose nothing. 4-bit values would

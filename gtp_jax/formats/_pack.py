@@ -20,8 +20,8 @@ class Piece:
     """The shard of one weight of a layer.
 
     Attributes:
-        rows: the number of rows of a shard, padding included; a multiple of the format's alignment if there are several
-            shards.
+        rows: the number of rows of a shard, padding included. If there are several shards, it is a multiple of the rows
+            of the format's block, so that no block straddles two shards.
         cols: the contraction size. Blocks run along it.
         transposed: whether the shard is stored as `(cols, rows)` instead of `(rows, cols)`.
         total_rows: the number of logical rows of all shards together. Rows beyond it are padding, and are stripped.

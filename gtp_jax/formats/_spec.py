@@ -32,7 +32,8 @@ E2M1 = Element(name="e2m1", bits=4, mantissa_bits=1, min_exponent=0, max=6.0)
 E4M3 = Element(name="e4m3", bits=8, mantissa_bits=3, min_exponent=-6, max=448.0)
 E5M2 = Element(name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344.0)
 
-# The number of elements that share the 16 random bytes of one Philox call, and of rows that a Hadamard transform mixes.
+# The number of elements that share the 16 random bytes of one Philox call, and the number of rows that a Hadamard
+# transform mixes.
 RUN = 16
 
 ELEMENTS = {element.name: element for element in (E2M1, E4M3, E5M2)}
@@ -60,7 +61,8 @@ class Format:
             which stores the inverses of powers of two; or `None`.
         scale_max: the largest block scale, if it bounds the tensor's scale; otherwise `None`.
         has_amax: whether the format includes a float32 amax of the tensor.
-        alignment: the number that the rows of a shard are a multiple of, so that no block straddles two shards.
+        alignment: a number of rows: if the rows of a shard are a multiple of it, no block of either copy straddles two
+            shards. 1 if shards may cut blocks (`Tiled`).
         transposed_columns: whether the column-wise copy is stored transposed.
     """
 
@@ -91,7 +93,7 @@ class Format:
 
     @property
     def run(self) -> tuple[int, int]:
-        """The rows and columns of which a part is a multiple that cuts no block."""
+        """The shape of a block, `(1, 1)` if there are none. A part whose sizes are multiples of it cuts no block."""
         return self.block or (1, 1)
 
     @property
@@ -173,7 +175,8 @@ FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3, FP8_E5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiled:
-    """A wire format: weights in a format whose tiles shards may cut. Every rank knows all scales, and sends codes.
+    """A wire format for weights in tiles that may lie in several shards. Only codes are sent, because every rank knows
+    the scales of all tiles.
 
     Attributes:
         format: the format of the gathered weight.
