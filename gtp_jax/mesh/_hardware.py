@@ -47,8 +47,8 @@ def supports_grouped_matmul() -> bool:
 
 def largest_attention_head() -> int:
     """Returns the largest head dimension that cuDNN's fused attention supports on these GPUs, according to jax 0.12.0:
-    256 from compute capability 9.0, 128 from 8.0, and 0 (no support) before that. For GPUs that this machine does not
-    have, jax assumes 128 instead of 256."""
+    256 from compute capability 9.0, 128 from 8.0, and 0 (no support) before that. On a machine without GPUs, jax allows
+    only 128, whatever GPUs it compiles for."""
     if _capability() < (8, 0):
         return 0
     return 256 if _capability() >= (9, 0) and jax.default_backend() == "gpu" else 128
@@ -67,10 +67,11 @@ def runs_kernels() -> bool:
 
 
 def _capability() -> tuple[int, int]:
-    """Returns the compute capability of the GPUs: that of a local device of the same kind, otherwise by name.
+    """Returns the compute capability of the GPUs: that of a device of the same kind if this run has one; otherwise, it
+    is looked up by name.
 
     Raises:
-        ValueError: if there is no such device here, and the name is not known.
+        ValueError: if this run has no such device, and the name is not known.
     """
     kind = _fact("device_kind")
     for device in jax.devices():

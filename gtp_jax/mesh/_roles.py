@@ -109,8 +109,8 @@ def use_loss_counted_once() -> contextlib.AbstractContextManager[None]:
 
 
 def loss_copies(roles: Roles) -> int:
-    """Returns how many ranks contribute the gradient of one example to a loss that counts once on the mesh; 1 if the
-    loss counts on every rank."""
+    """Returns the number of ranks that work on the same example and would each add its term to the loss, if the loss
+    counts once on the mesh (`use_loss_counted_once`); 1 if it counts on every rank."""
     if not _once.value:
         return 1
     names = jax.sharding.get_abstract_mesh().axis_names

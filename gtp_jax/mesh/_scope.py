@@ -23,8 +23,8 @@ _legacy = _legacy_scope()
 
 
 def check_mesh_in_scope(*, creates: bool = False) -> None:
-    """Raises an error for a mesh that gtp_jax cannot see, or on which it cannot leave the sharding between its layers
-    to XLA.
+    """Checks that gtp_jax can use the mesh in scope: that it was put there by `jax.set_mesh`, and has no Explicit axes,
+    because gtp_jax leaves the sharding between its layers to XLA.
 
     Args:
         creates: whether the caller creates arrays. If it does, and there are several devices but no mesh in scope, a
@@ -49,7 +49,7 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
         return
     if (legacy := legacy_mesh()) is not None:
         raise ValueError(
-            f"a mesh is in scope by `with mesh:`, with the axes {legacy.axis_names}. JAX has "
+            f"a mesh was put in scope by `with mesh:`, with the axes {legacy.axis_names}. JAX has "
             "deprecated that, and arrays made under it would be on one device. Use `with jax.set_mesh(mesh):`, with a "
             "mesh from `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`."
         )
