@@ -1,6 +1,7 @@
-"""The Python half of `ffi/`: C++ and CUDA handlers, equal to `gtp_jax.ops.reference` bit for bit.
+"""The Python half of `ffi/`: calls of its C++ and CUDA handlers.
 
-The functions here have the signatures of those in the reference, and do not check their arguments. Call them through
+The functions of `_calls` have the signatures of those in `gtp_jax.ops.reference`, and are equal to them bit for bit.
+Those of `_grouped_calls` have no reference, and run on GPUs only. None of them checks its arguments: call them through
 `gtp_jax.ops`, which does.
 """
 

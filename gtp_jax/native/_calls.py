@@ -1,4 +1,4 @@
-"""Calls the handlers. There is one function per handler, which gives the shapes of its results and its latency."""
+"""Calls the handlers that have a reference. Each function calls one, and declares its results' shapes and latency."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def quantize(
             "gtp_quantize",
             results,
             [x, amax, amax_columns, key],
-            # with random numbers, each example of a batch counts its runs from 0
+            # with stochastic rounding, each example of a `vmap` numbers its runs (`RUN`) from 0
             "sequential" if stochastic else "broadcast_all",
             format=np.int32(format.code),
             hadamard=hadamard,
@@ -102,7 +102,7 @@ def pack_apart(
 ) -> tuple[jax.Array, ...]:
     """See `reference.pack_apart`."""
     layer = jax.ShapeDtypeStruct((1, plan.bytes(format)), jnp.uint8)
-    # sequential: the handler takes one leading dimension, that of the layers
+    # sequential, because the handler takes only one leading dimension, that of the layers
     return tuple(call("gtp_pack_apart", [layer] * amax.shape[0], [amax, *shards], "sequential", **_plan(format, plan)))
 
 
@@ -134,7 +134,7 @@ def _plan(format: Format, plan: PackPlan) -> dict[str, Any]:
 
 
 def call(target: str, results: Any, operands: Sequence[jax.Array], vmap_method: str, **attributes: Any) -> Any:
-    """Calls a handler that is bound by memory bandwidth, and gives XLA's scheduler its latency."""
+    """Calls a handler that is bound by memory bandwidth, and tells XLA's scheduler its latency."""
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in [*operands, *jax.tree.leaves(results)])
     with set_xla_metadata(latency_metadata=str(LAUNCH_NS + moved // _BYTES_PER_NS)):
         return jax.ffi.ffi_call(target, results, vmap_method=vmap_method)(*operands, **attributes)

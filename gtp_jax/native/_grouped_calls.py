@@ -116,8 +116,8 @@ def transpose(
         rows: uint8 `(rows, columns)`. The number of columns must be a multiple of 16.
         starts, stops: int32 `(tiles,)`, the first row of each tile and the row after its last.
         matrices: the number of matrices to make. Each consists of the same number of tiles, side by side.
-        index: int32 `(places,)`, the row at each place, or zeros at a place whose index is out of range. `starts` and
-            `stops` then count places. By default, they count rows.
+        index: int32 `(places,)`. If given, `rows[index]` is transposed instead of `rows`, with zeros where the index is
+            out of range, and `starts` and `stops` are rows of `rows[index]`.
 
     Returns:
         uint8 `(matrices, columns, tiles // matrices * 128)`.

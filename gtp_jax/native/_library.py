@@ -13,7 +13,7 @@ import jax
 
 from ..formats import FORMATS
 
-# What a GPU can run of the kernels: code that was compiled for it, code that its driver translates, or nothing.
+# How a GPU can run the kernels: as code that was compiled for it, as PTX that its driver translates, or not at all.
 Code = Literal["machine code", "PTX", "none"]
 
 _MODULE = f"{__package__}._native"
@@ -25,8 +25,8 @@ def _library() -> Any:
     """Returns the module with its handlers registered, or `None` if the package was installed without a compiler.
 
     Raises:
-        ImportError: if the module exists but is broken, was built for a newer foreign function interface than
-            jaxlib's, which would crash JAX later, or was built for other formats.
+        ImportError: if the module exists but is broken, was built for a foreign function interface that jaxlib does not
+            support (see `_check_version`), or was built for other formats.
     """
     try:
         library = importlib.import_module(_MODULE)
@@ -47,8 +47,8 @@ def _library() -> Any:
 
 
 def _check_version(built: tuple[int, int]) -> None:
-    """Raises an error if the handlers were built for a newer interface than jaxlib's. Otherwise jaxlib would reject
-    them, and the whole backend would fail to start."""
+    """Raises an error if the handlers were built for another major version, or a newer minor version, of the interface
+    than jaxlib's. jaxlib would reject them, and the whole backend would fail to start."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         int(match.group(1)) if (match := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
@@ -75,7 +75,7 @@ def has(target: str, platform: str) -> bool:
 
     Raises:
         ImportError: if the module exists but cannot be used, as in `_library`; or if the handler is for CUDA, JAX uses
-            the GPUs of this machine, and they can run none of the architectures that were compiled.
+            the GPUs of this machine, and the kernels were compiled for none that they can run.
     """
     if not _has(target, platform):
         return False
@@ -106,10 +106,11 @@ def rebuild_for(capability: str) -> str:
 
 
 def code_for(capability: str) -> Code:
-    """Returns in which form the kernels have code that a GPU can run.
+    """Returns the form in which a GPU can run the kernels.
 
-    Machine code runs on GPUs of its own major capability, of its minor one and later. A driver translates PTX for its
-    own capability and later. With the suffix `a` both are for their own capability alone, with `f` for their major one.
+    Machine code runs on GPUs with the same major capability and the same or a later minor one. A driver can translate
+    PTX for GPUs of its own capability and all later ones. With the suffix `a`, both run only on GPUs of exactly their
+    own capability; with `f`, only on those with the same major capability and the same or a later minor one.
 
     Args:
         capability: the GPU's compute capability, such as `"9.0"`.
