@@ -23,8 +23,8 @@ class ArrayLayout:
     Attributes:
         shape: the logical shape.
         order: the dimensions of the array in the order in which `matrix` has them: first the dimension of the tensor
-            axis, unless the other axes shard that one; then the dimension that the other axes shard, which is the rows;
-            then the remaining dimensions, which are joined into columns.
+            axis, unless the other axes shard it too; then the dimension that the other axes shard, which becomes the
+            rows; then the remaining dimensions, which are joined into columns.
         matrix: the layout of the array viewed as that matrix.
     """
 

@@ -13,11 +13,12 @@ from ._layout import Layout, listed
 from ._split import Split
 from ._storage import UNDIVIDED, Division
 
-# The blocks of formats have up to 16 rows on the wire and up to 32 elements along a contraction. If sizes allow it, a
-# shard consists of whole blocks, so that each rank can quantize its own shard.
+# Blocks, except those that shards may cut (`formats.Tiled`), have up to 16 rows on the wire and up to 32 elements along
+# a contraction. If sizes allow it, a shard consists of whole blocks, so that each rank can quantize its own shard.
 BLOCK_ROWS, BLOCK = 16, 32
 
-# The number of elements of a shard up to which a replica on each rank of the optimizer's axes causes no warning.
+# Shards of up to this many elements, counted over all kernels of a gather, may be replicated over the optimizer's axes
+# without a warning.
 SMALL = 1 << 16
 
 
@@ -67,7 +68,7 @@ def layouts_of_kernels(
         if experts_axis in axes:
             raise ValueError(
                 f"`axes` {axes} of a weight of shape {shapes[0]} contains {experts_axis!r}, whose ranks have experts "
-                "of their own, which are not gathered over it. Leave it out."
+                "of their own and do not gather one another's. Leave it out."
             )
         if shapes[0][0] % experts:
             raise ValueError(

@@ -104,7 +104,7 @@ class Layout(Storage):
         return self._own_shape if self.takes_part else self.use_shape
 
     def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the numbers of rows and columns of a shape with this weight's dimensions."""
+        """Returns `(rows, columns)` of a shape whose dimensions are in the order of this weight's."""
         return shape[self.rows], shape[self.cols]
 
     @property

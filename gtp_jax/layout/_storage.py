@@ -45,8 +45,7 @@ class Storage:
         optimizer: the axes that divide a shard in storage.
         tensor: the tensor axis, if it shards storage.
         experts: the axis whose ranks each have the same number of experts of their own, in storage and in use: a
-            contiguous run of the first dimension. A gather joins, and the tensor axis divides, only the experts of a
-            rank.
+            contiguous run of the first dimension. Gathers and the tensor axis act within the experts of one rank.
 
     Raises:
         ValueError: if the axes that shard a dimension do not divide it.
@@ -114,6 +113,6 @@ class Storage:
         return {axis: size for _, axes, sizes in every for axis, size in zip(axes, sizes, strict=True)}
 
     def _parts(self, dim: int, *, stored: bool) -> int:
-        """Returns the number of shards that divide a dimension; if `stored`, the number of stored parts of shards."""
+        """Returns the number of parts that shards divide a dimension into; with `stored`, that of what ranks store."""
         divisions = (self.gather, self.tensor, self.experts, *([self.optimizer] if stored else []))
         return math.prod(one.ranks for one in divisions if one.dim == dim)
