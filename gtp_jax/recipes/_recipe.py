@@ -1,4 +1,4 @@
-"""Recipes: shards of weights travel as codes and scales; matmuls run in the modules' dtype or on quantized operands."""
+"""Recipes: the formats in which weights are sent, operands of matmuls are rounded, and gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ EXCLUDED = ("*embed*", "wte", "*head")
 class Recipe:
     """Defines which weights of a model are quantized, and how.
 
-    Every weight is quantized once per step, from its float32 master, with one amax over all its shards. Forward,
-    backward and every microbatch use the same codes. Gradients flow to the master through a straight-through estimator
-    (Bengio et al. 2013, arXiv 1308.3432).
+    `train_step` quantizes every weight once per step, from its float32 master, with one amax over all its shards.
+    Forward, backward and every microbatch use the same codes. (Under `use_recipe`, every call of a module quantizes.)
+    Gradients flow to the master through a straight-through estimator (Bengio et al. 2013, arXiv 1308.3432).
 
     Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), such as `"mlp.down"`,
     `"attention"` or `"blocks.*.mlp"`. A pattern matches every module whose path contains its names consecutively, and
@@ -49,7 +49,7 @@ class Recipe:
         override: a mapping, or pairs, from patterns to the recipes of the modules they match. Only the formats and the
             `grad_wire` of these recipes are used.
         grad_wire: the format in which ranks exchange weight gradients, `"bf16"`, `"fp8"` or `"mxfp8"`. Each rank sends
-            the others their shares of a layer's gradient, and they sum them in float32; see
+            every other rank its share of a layer's gradient, and sums the shares that it receives in float32; see
             `gtp_jax.weights.exchange_gradients`. If `None`, and for modules in high precision, the modules'
             `grad_reduce` applies.
     """
@@ -81,7 +81,7 @@ class Recipe:
                     "{'mlp.down': gtp_jax.MXFP8()}."
                 )
             if recipe.override:
-                raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
+                raise ValueError(f"`override` of {pattern!r} has an override of its own; combine them into one.")
             if recipe.high_precision_first or recipe.high_precision_last or recipe.exclude not in (EXCLUDED, ()):
                 raise ValueError(
                     f"`override` of {pattern!r} has an `exclude`, `high_precision_first` or `high_precision_last` of "
@@ -265,8 +265,8 @@ class NVFP4(Recipe):
             _check_switch(name, getattr(self, name))
         if self.matmuls and tuple(self.block) != (16, 16):
             raise ValueError(
-                "`matmuls` go with `block` (16, 16) only, so that forward and backward see the same weight; leave "
-                "`block` out."
+                "`matmuls` requires `block` (16, 16), so that forward and backward see the same weight; leave `block` "
+                "out."
             )
 
     @property

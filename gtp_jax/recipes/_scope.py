@@ -23,8 +23,8 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
     identical calls in one program. A `Stack` quantizes all its layers at once, in each of its calls. In contrast,
     `train_step(recipe=...)` quantizes once per step.
 
-    Patterns are matched with paths in the model that `gtp_jax.init` built or `gtp_jax.shard` sharded. Whether each
-    pattern matches a module is not checked here, but by `gtp_jax.explain(model, recipe)`.
+    Patterns are matched against the paths of modules in the model that `gtp_jax.init` built or `gtp_jax.shard` sharded.
+    Patterns that match no module are not reported here; use `gtp_jax.explain(model, recipe)`.
 
     Raises:
         TypeError: if `recipe` is neither a recipe nor `None`.

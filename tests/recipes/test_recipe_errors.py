@@ -41,7 +41,7 @@ def gpu(kind):
         (lambda: gtp.MXFP8(matmuls=1), TypeError, "`matmuls` is 1; it must be True or False"),
         (lambda: gtp.NVFP4(hadamard=None), TypeError, "`hadamard` is None; it must be True or False"),
         (lambda: gtp.NVFP4(stochastic=0), TypeError, "`stochastic` is 0; it must be True or False"),
-        (lambda: gtp.NVFP4(block=(1, 16), matmuls=True), ValueError, r"`matmuls` go with `block` \(16, 16\)"),
+        (lambda: gtp.NVFP4(block=(1, 16), matmuls=True), ValueError, r"`matmuls` requires `block` \(16, 16\)"),
         (
             lambda: gtp.NVFP4(high_precision_last=-1),
             ValueError,
