@@ -1,4 +1,4 @@
-"""Collectives, one per file. All run inside a `shard_map`."""
+"""Collectives, and the order in which they run. All functions are called inside a `shard_map`."""
 
 from ._bits import in_bits as in_bits
 from ._bits import moved_in_bits as moved_in_bits

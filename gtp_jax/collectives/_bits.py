@@ -15,7 +15,7 @@ _BITS = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
 def moved_in_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `move(x)`, with 16-bit floats moved as integers. It then has no derivative."""
+    """Returns `move(x)`, with 16-bit floats moved as integers, through which no gradient flows."""
     bits = _BITS.get(x.dtype)
     if bits is None:
         return move(x)
@@ -25,7 +25,8 @@ def moved_in_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.A
 def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
     """Returns `move(x, *others)`, with 16-bit floats sent as integers.
 
-    Integers have no derivative. If a gradient is differentiated again, the tangent of `x` is sent in float32.
+    Integers have no derivative, so this function has a rule of its own: the tangent of `x` is sent in float32. Inside
+    a `custom_vjp`, this happens only if a gradient is differentiated again.
 
     Args:
         move: a function that is linear in `x`, for any dtype: collectives, and selections of elements.

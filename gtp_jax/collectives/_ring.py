@@ -154,7 +154,7 @@ def _split(x: jax.Array, axis: str) -> Parts:
     length, rest = divmod(x.shape[1], degree(axis))
     if rest:
         raise ValueError(
-            f"an input of shape {x.shape} leaves a row-parallel layer sharded along its sequence, dimension 1, over "
+            f"an input of shape {x.shape} of a row-parallel layer is to be split along its sequence, dimension 1, over "
             f"{axis} = {degree(axis)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
         )
     return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length, axis))
@@ -167,7 +167,7 @@ split_parts.defvjp(lambda x, axis: (_split(x, axis), None), lambda axis, _, grad
 
 
 def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:
-    """Returns `make(part, s)` of every part, where `x` is part 0. Each is computed while the next part is being sent
+    """Returns `make(part, s)` for every part, where `x` is part 0. Each is computed while the next part is being sent
     [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
@@ -199,8 +199,8 @@ _at_once.defjvp(lambda primals, tangents: (_at_once(*primals), tangents))
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
-    """Returns the term of one part in the weight's gradient. The gradient will have this dtype; the terms are wider if
-    there are more than two."""
+    """Returns the term of one part in the weight's gradient, which has dtype `dtype`. If there are more than two terms,
+    they are at least float32."""
     return to_weight(gradient, part, dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32))
 
 
