@@ -1,4 +1,4 @@
-"""Collects values that a pass computes layer by layer and out of order into stacks."""
+"""Stacks the values that a pass computes layer by layer, in any order."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ Event = Gather | Compute | Reduce | Barrier | Loop
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The events of both passes. Prints as one line per layer.
+    """The events of both passes. Prints as the text that `describe` returns.
 
     Moving activations to the host and back (offload, fetch) would be two more kinds of events, which the planner would
     place between a layer's `Compute` and the next `Barrier`.
@@ -83,7 +83,7 @@ class Plan:
         return self.describe()
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """Returns the plan as text. Events on the same line run at the same time.
+        """Returns the plan as text. Every `Barrier` ends a line; with prefetching, the events of a line may overlap.
 
         Args:
             names: the names of the stages; their numbers by default.

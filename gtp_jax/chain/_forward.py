@@ -23,8 +23,8 @@ class Residuals(NamedTuple):
 
     Attributes:
         layers: the residuals of each layer. Those of a loop's layers are stacked, under the number of the first layer.
-        sent: what was prepared for sending, of the layers whose gathered weights are not kept; empty unless the plan
-            keeps it.
+        sent: what was prepared for sending, for each layer whose gathered weights are not kept; empty unless
+            `Plan.keep_sent`.
     """
 
     layers: ByLayer

@@ -1,4 +1,4 @@
-"""Defines in which order a chain's layers run, and which of them share a loop body."""
+"""Defines what overlaps in a chain, which layers share a loop body, and which keep their gathered weights."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ class Segment:
 def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]:
     """Divides a chain into segments whose layers are either unrolled or run in a loop.
 
-    The first and the last layers of a looped stage are unrolled: the last ones so that they hide the next stage's
-    gather, and the first so that backward has nothing left to gather when it reaches it. Layers that keep their weights
-    are separated from those that do not, because a loop's body treats all its layers in the same way.
+    The first and the last layers of a looped stage are unrolled, because each iteration of a loop gathers the weights
+    of the next layer of its own stage (in backward, of the previous one). The last layers gather those of the next
+    stage instead; in backward, the first layer gathers those of the previous stage. Layers that keep their weights are
+    separated from those that do not, because a loop's body treats all its layers in the same way.
 
     Args:
         lengths: the number of layers of each stage; 1 for a single module.
