@@ -1,4 +1,4 @@
-"""Defines by name how the gradients of a weight are summed over the ranks that share it."""
+"""Defines the named ways of summing the gradients of a weight over the ranks that share it."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ class WeightGroup:
         codes_multiply: whether the module can multiply codes as they travel: with a single scale, or in tiles.
         wire: the format of the shards on the wire; `None` for `dtype`.
         operands: the formats in which the module multiplies; `None` for `dtype`.
-        reduction: the format or dtype in which, by a recipe, each rank's gradient is sent, to be summed in float32;
+        reduction: the format or dtype that a recipe sets for sending each rank's gradient, to be summed in float32;
             `None` if `grad_reduce` decides.
         array: the layout of an array of any shape; `None` for kernels. The gather returns the array in its own shape,
-            because a conversion within the function that backward differentiates would save a copy. No recipe applies
+            because a conversion within the differentiated function would save a copy for backward. No recipe applies
             to the array, because it is not known to be multiplied.
         frozen: whether ranks store what is sent, codes or an array of `dtype`, and no master. The weight then has no
             gradient, and keeps the formats with which its module was frozen, whatever the recipe.

@@ -161,7 +161,7 @@ def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
 def _join_stored(
     parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan
 ) -> jax.Array:
-    """Joins the buffers of what ranks store to the buffer of shards, and returns it.
+    """Returns the buffer of shards, joined from the buffers of what ranks store.
 
     Args:
         parts: the buffers of all ranks, `(ranks, *stack, bytes)`.

@@ -186,10 +186,10 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
     name = ".".join(map(str, path)) or "a module"
     exclude = f"Name {name} in the recipe's `exclude`"
     if not group.as_codes or len(group.layouts[0].shape) > 2:
-        kind = "experts" if len(group.layouts[0].shape) > 2 else "no dense layer"
+        kind = "experts" if len(group.layouts[0].shape) > 2 else "not a dense layer"
         raise ValueError(
-            f"the recipe multiplies in {form.name}, which dense layers alone do, and {name} is {kind}. {exclude}, or "
-            "choose another recipe for it by `override`."
+            f"the recipe multiplies in {form.name}, which only dense layers support, but {name} is {kind}. {exclude}, "
+            "or choose another recipe for it by `override`."
         )
     for one in group.layouts:
         if one.split is None or one.tensor_degree == 1:
@@ -199,6 +199,6 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
         if one.takes_part or own % side:
             raise ValueError(
                 f"the tensor axis divides dimension {one.split_dim} of the weight of shape {one.shape} of {name} into "
-                f"parts of {one.split.owners if one.takes_part else own}, which are no whole tiles of {form.name} "
+                f"parts of {one.split.owners if one.takes_part else own}, which are not whole tiles of {form.name} "
                 f"({side} elements). {exclude}, or choose another tensor degree."
             )

@@ -92,23 +92,27 @@ def dense(width, out, **options):
 
 
 MODELS = {
-    "experts": (Experts, dict(gtp=2), r"FP8_BLOCKS, which dense layers alone do, and moe\.\S+ is experts\. Name moe"),
+    "experts": (
+        Experts,
+        dict(gtp=2),
+        r"FP8_BLOCKS, which only dense layers support, but moe\.\S+ is experts\. Name moe",
+    ),
     "an embedding": (
         lambda rngs: Llama(CONFIG, rngs=rngs),
         dict(gtp=2),
-        r"which dense layers alone do, and embed is no dense layer\. Name embed in .* `exclude`.* `override`",
+        r"which only dense layers support, but embed is not a dense layer\. Name embed in .* `exclude`.* `override`",
     ),
     "tp that cuts tiles by row": (
         dense(256, 192, parallel="column"),
         dict(gtp=2, tp=2),
-        r"dimension 1 of the weight of shape \(256, 192\) .* into parts of 96, which are no whole tiles of FP8_BLOCKS "
+        r"dimension 1 of the weight of shape \(256, 192\) .* into parts of 96, which are not whole tiles of FP8_BLOCKS "
         r"\(128 elements\).* another tensor degree",
     ),
     "tp that cuts tiles by column": (dense(320, 128, parallel="row"), dict(tp=2), r"dimension 0 .* parts of 160"),
     "tp that divides unevenly": (
         dense(128, 384, parallel="column", units=128),
         dict(tp=2),
-        r"dimension 1 .* into parts of \(2, 1\), which are no whole tiles",
+        r"dimension 1 .* into parts of \(2, 1\), which are not whole tiles",
     ),
 }
 
