@@ -75,7 +75,7 @@ def has(target: str, platform: str) -> bool:
 
     Raises:
         ImportError: if the module exists but cannot be used, as in `_library`; or if the handler is for CUDA, JAX uses
-            the GPUs of this machine, and the kernels were compiled for none that they can run.
+            the GPUs of this machine, and the module contains no code that these GPUs can run.
     """
     if not _has(target, platform):
         return False
