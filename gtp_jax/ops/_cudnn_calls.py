@@ -24,8 +24,9 @@ _BACKWARD = {False: "__cudnn$fmhaSoftmaxBackward", True: "__cudnn$fmhaScaleBiasS
 _ELEMENTS = {"bfloat16": "BF16", "float16": "F16"}
 _STATUS_RETURNING = 2  # the version of the custom call API that jax.nn sets for these targets
 
-# The dimensions that the matmuls of attention contract, and their batch dimensions, for operands (batch, sequence,
-# heads, head_dim) and scores (batch, heads, queries, keys): left and right contracted, left and right batch.
+# The dimension numbers of attention's matmuls, for operands (batch, sequence, heads, head_dim) and scores (batch,
+# heads, queries, keys): the contracted dimension of the left operand and of the right one, then the batch dimensions of
+# the left operand and of the right one.
 _FORWARD_DOTS = {
     "bmm1_dot_dimension_numbers": (3, 3, (0, 2), (0, 2)),
     "bmm2_dot_dimension_numbers": (3, 1, (0, 1), (0, 2)),

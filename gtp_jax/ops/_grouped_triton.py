@@ -160,8 +160,8 @@ def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: 
 
 
 def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the row and column of the tile that a program computes. Programs proceed by stretches of rows, and down
-    each column within a stretch."""
+    """Returns the row and column of the tile that a program computes. Programs cover one stretch of rows after another,
+    and each stretch column by column."""
     stretch = program // (_STRETCH * across)
     first = stretch * _STRETCH
     high = jnp.minimum(down - first, _STRETCH)

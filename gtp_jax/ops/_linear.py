@@ -1,4 +1,4 @@
-"""The matmul of every dense layer."""
+"""The matmul of dense layers whose operands are not quantized."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Documents(NamedTuple):
         number: `(batch, sequence)` int32, the document of each token.
         starts: `(room + 1,)` int32, where documents begin, in tokens of all rows concatenated. Entries after the last
             document are the number of tokens.
-        way: 0 if every row is one document; n if n calls have room for all documents; the maximum number of calls plus
-            one if those do not have room, or an id recurs in a row.
+        way: the way to take: 0 if every row is one document; otherwise, the fewest calls that have room for all
+            documents; the maximum number of calls plus one if even those do not have room, or if an id recurs in a row.
     """
 
     number: jax.Array

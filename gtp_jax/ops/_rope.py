@@ -98,7 +98,7 @@ class RopeScaling:
         return kept * frequency + (1 - kept) * frequency / factor
 
     def _interpolated(self, count: int, theta: float) -> tuple[float, float]:
-        """Returns the numbers of the last frequency that YaRN leaves and of the first that it divides."""
+        """Returns the indices of the last frequency that YaRN leaves alone and of the first that it divides fully."""
         low, high = (
             count * (math.log(self.original_length) - math.log(turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.beta_fast, self.beta_slow)

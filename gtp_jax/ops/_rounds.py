@@ -37,7 +37,8 @@ def _fwd(function: Callable[..., jax.Array], operands: Tree, constants: Tree, ro
     first, vjp = jax.vjp(lambda operands: function(0, operands, constants), operands)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        # evaluated by `jax.vjp`, whose rules forward mode can differentiate, unlike a call of a `jax.custom_vjp`
+        # forward mode cannot differentiate a call of a `jax.custom_vjp` function, but `jax.vjp` replaces such calls
+        # with their forward rules
         return total + jax.vjp(lambda operands: function(i, operands, constants), operands)[0]
 
     total = lax.fori_loop(1, rounds, add, first)

@@ -36,7 +36,8 @@ def scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "
 
 
 def fits(a: QuantizedArray) -> bool:
-    """Returns whether a matrix is not empty, and its contraction consists of whole blocks, as required."""
+    """Returns whether `scaled_product` supports a matrix: it must not be empty, and its contraction must consist of
+    whole blocks."""
     assert a.format.block is not None
     return min(a.matrix) > 0 and a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
 

@@ -19,9 +19,9 @@ def weighted_glu(
     """Returns `activation(gate) * up * share` of each row, computed in at least float32 and rounded once.
 
     `share` is the routing weight of a row. The following matmul is linear, so the routing weight has the same effect
-    before it as after it. Applied before, backward does not need the output of that matmul: the gradient of a routing
-    weight is the sum over hidden features of `activation(gate) * up` times the gradient of this function's result, in
-    float32. `gate` and `up` are saved for backward, and the rest is recomputed.
+    before it as after it. If it is applied before, backward does not need the output of that matmul: the gradient of a
+    routing weight is the sum over hidden features of `activation(gate) * up` times the gradient of this function's
+    result, in float32. `gate` and `up` are saved for backward, and the rest is recomputed.
 
     Args:
         gate: the array to which the activation is applied.

@@ -23,7 +23,7 @@ def block_tops(x: jax.Array, block: tuple[int, int]) -> jax.Array:
 def power_of_two_scales(tops: jax.Array) -> jax.Array:
     """Returns the bits of each block's scale: 448 / amax, rounded down to a power of two and at most 2**127; 1 if the
     amax is 0, Inf or NaN."""
-    # 448 is 1.75 * 2**8; the quotient of a subnormal amax is infinite, as is that of any amax below 2**-118
+    # 448 is 1.75 * 2**8; the quotient is infinite for every amax up to 1.75 * 2**-120, subnormals included
     field = 262 - (tops >> 23) - ((tops & 0x007FFFFF) > 0x00600000)
     usable = (tops > 0) & (tops < _ieee.INFINITY)
     return jnp.where(usable, jnp.minimum(field, 254) << 23, _ieee.ONE)

@@ -28,7 +28,7 @@ def over_blocks(scales: jax.Array) -> jax.Array:
 
 
 def over_matrices(amax: jax.Array, ndim: int) -> jax.Array:
-    """Reshapes an amax of the first leading dimensions to broadcast against an array of `ndim` dimensions."""
+    """Appends dimensions of size 1 to an amax, so that it broadcasts against an array of `ndim` dimensions."""
     return jnp.reshape(amax, (*amax.shape, *(1,) * (ndim - amax.ndim)))
 
 

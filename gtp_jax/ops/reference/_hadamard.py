@@ -1,4 +1,4 @@
-"""The 16 x 16 random Hadamard transform along the rows of a matrix, which spreads outliers over a block."""
+"""The 16 x 16 random Hadamard transform of every 16 rows of a matrix, which spreads outliers over a block."""
 
 from __future__ import annotations
 

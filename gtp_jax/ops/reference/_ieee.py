@@ -49,7 +49,7 @@ def as_float(bits: jax.Array | np.int32) -> jax.Array:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns the float32 bits of a float32, bfloat16 or float16 array; exact."""
+    """Returns the bits of a float32, bfloat16 or float16 array, widened exactly to float32."""
     if x.dtype == jnp.float32:
         return as_bits(x)
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
