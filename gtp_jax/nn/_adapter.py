@@ -146,7 +146,7 @@ def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
 
 
 def _folded(words: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns the words of one adapter for one step, given the step's key."""
+    """Returns the words of one adapter for one step and microbatch, given their key."""
     return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(_key(words), key[0]), key[1]))
 
 

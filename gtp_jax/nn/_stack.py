@@ -137,7 +137,7 @@ def run_chain(
     Args:
         x: the first module's input.
         modules: the modules, `Stack`s or others.
-        schedule: how the chain is run; by default as the schedule of the `Stack`s says.
+        schedule: how the chain is run; by default, the schedule of the `Stack`s.
         remat: the policy for what all modules save for backward. By default, each `Stack` uses its own, and other
             modules use that of the first `Stack`.
         shared: further arguments of the layers of each `Stack`, by position or by name; see `Stack`. Other modules
@@ -146,8 +146,8 @@ def run_chain(
     Raises:
         ValueError: if there are no modules; if `Stack`s have different schedules and `schedule` is not given; if a
             module that is not a `Stack` contains one; or if there are shared inputs but no `Stack`.
-        TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, or `shared` is neither a
-            sequence nor a mapping.
+        TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, or `shared` is not a tuple,
+            list or mapping.
     """
     if not modules:
         raise ValueError("`run_chain` got no modules; pass at least one.")

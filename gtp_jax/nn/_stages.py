@@ -149,8 +149,8 @@ class _Template:
         places: the indices of their kernels among the layer's leaves.
         shards: the shards of the weights that are trained, by path.
         frozen: the wires of a stack's weights that are frozen.
-        params: the floats of all other variables, except frozen ones.
-        constants: the other arrays of these variables: integers, keys and frozen arrays.
+        params: the floating-point arrays of all other variables, except frozen ones.
+        constants: the remaining arrays: integers, keys and frozen arrays.
     """
 
     def __init__(self, layer: nnx.Module, stacked: bool) -> None:

@@ -105,7 +105,7 @@ def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
 
 
 def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
-    """Returns the weight groups of a model, as the recipe decides them; see `gtp_jax.weights.resolve`."""
+    """Returns the weight groups of a model under a recipe; see `gtp_jax.weights.resolve`."""
     stacks = stacks_of(model)
     structure = Structure(
         type(model).__name__,
