@@ -264,7 +264,7 @@ def check_chunks(chunks: object) -> None:
     """Refuses a number of chunks that is not a positive integer.
 
     Raises:
-        ValueError: if `chunks` is anything else; names it.
+        ValueError: if `chunks` is anything else; the message names it.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"`exchange_chunks` is {chunks!r}; it must be a whole number of at least 1, such as 2.")

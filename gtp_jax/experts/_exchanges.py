@@ -67,7 +67,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
         tokens: the number of tokens per microbatch of one rank of the axes that shard the batch.
     """
     groups = groups_of(model, recipe)
-    # a module outside of any stack is differentiated without remat
+    # a module outside of any stack is assumed to be differentiated without remat
     stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
     found = []
     for path, module in nnx.iter_modules(model):
@@ -84,7 +84,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
 
 
 def _formats(groups: Groups, path: ModulePath) -> dict[Layers, Format | None]:
-    """Returns the format of the codes in which tokens travel to each range of layers of the same format; `None` if they
+    """Returns, for each range of layers, the format of the codes in which tokens travel to the experts; `None` if they
     travel in the compute dtype."""
     operands = {layers: group.operands for (at, layers), group in groups.items() if at == path}
     return {

@@ -319,7 +319,7 @@ def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:
         reduction: the kind of the loss that is differentiated.
 
     Raises:
-        ValueError: if there is such a mixture; names the first one, its terms and the remedy.
+        ValueError: if there is such a mixture; the message names the first one, its terms and the remedy.
     """
     returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is assumed to be a mean"}
     for path, module in nnx.iter_modules(model):
@@ -337,7 +337,7 @@ def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:
     """Refuses invalid numbers of experts and an invalid coefficient.
 
     Raises:
-        ValueError: if a number is out of range; names it and what is allowed.
+        ValueError: if a number is out of range; the message names it and what is allowed.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"`top_k` is {top_k} of {num_experts} experts; it must be at least 1 and at most all of them.")

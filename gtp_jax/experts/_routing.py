@@ -39,8 +39,8 @@ class Routing:
             choices, up if it had less (arXiv 2408.15664). The bias is added to the scores only to choose experts, not
             to compute shares. `train_step` moves it once per step and reports the load; with `0.0` it only reports.
             `None` for no bias.
-        aux_loss: over what the load in the term of `aux_loss_coeff` is taken: each sequence, or the whole microbatch
-            over all ranks, which requires a sum over ranks in each layer.
+        aux_loss: the tokens over which the load-balancing term of `aux_loss_coeff` counts the load: those of each
+            sequence, or those of the whole microbatch on all ranks, which requires a sum over ranks in each layer.
         z_loss_coeff: the weight of the router's z-loss, the squared logsumexp of a token's logits, averaged over tokens
             (ST-MoE, arXiv 2202.08906). Like the load-balancing term, it is added to the gradient, not to the reported
             loss.
@@ -68,7 +68,7 @@ class Routing:
         for name, least, most in (("z_loss_coeff", 0.0, MOST), ("jitter", 0.0, 1.0), ("bias_rate", 0.0, MOST)):
             value = getattr(self, name)
             if value is not None and not least <= value < most:
-                raise ValueError(f"`{name}` is {brief(value)}; it must be a number from 0 up, below {most:.7g}.")
+                raise ValueError(f"`{name}` is {brief(value)}; it must be at least 0 and below {most:.7g}.")
         if not 0 < self.scale <= MOST:
             raise ValueError(f"`scale` is {brief(self.scale)}; it must be a number above 0, at most {MOST:.7g}.")
         if not 1 <= self.top_groups <= self.num_groups:
@@ -80,7 +80,7 @@ class Routing:
         """Refuses groups that do not divide the experts, or that offer a token too few experts.
 
         Raises:
-            ValueError: if the groups are invalid; names them.
+            ValueError: if the groups are invalid; the message names them.
         """
         if num_experts % self.num_groups:
             raise ValueError(
@@ -131,7 +131,7 @@ class Routing:
     def _within_groups(self, scores: jax.Array, top_k: int) -> jax.Array:
         """Returns each token's experts, chosen within its groups only.
 
-        This holds even if scores are infinite or NaN, because there is no room for tokens that go to more ranks.
+        This must hold even if scores are infinite or NaN, because there is no room for tokens that go to more ranks.
         """
         grouped = jnp.reshape(scores, (*scores.shape[:-1], self.num_groups, -1))
         best = 2 if self.score == "sigmoid" and grouped.shape[-1] > 1 else 1

@@ -279,7 +279,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _senders(journey: Journey) -> jax.Array:
-    """Returns the tokens that go to each rank, `(ranks, tokens)`; after them come arbitrary tokens."""
+    """Returns the indices of the tokens that go to each rank, `(ranks, tokens)`; after them come arbitrary indices."""
     ranks, tokens = journey.goes.shape
     place = jnp.where(journey.goes, journey.number, tokens)
     every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
@@ -287,7 +287,7 @@ def _senders(journey: Journey) -> jax.Array:
 
 
 def _flat_senders(journey: Journey) -> jax.Array:
-    """Returns the tokens that are sent, in order of the receiving rank."""
+    """Returns the indices of the tokens that are sent, in order of the receiving rank."""
     ranks, tokens = journey.goes.shape
     going = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
     place = jnp.where(journey.goes, (jnp.cumsum(going) - going)[:, None] + journey.number, ranks * tokens)

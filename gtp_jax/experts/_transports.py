@@ -6,7 +6,7 @@
 | `padded` | all-to-all of slots for all tokens of a rank | the same in reverse | ranks x tokens, some of them real |
 | `ragged` | ragged all-to-all of the rows that are needed | the same in reverse | only those that are needed |
 
-With each transport the same rows arrive, and partial sums are added in order of rank.
+With every transport, experts multiply the same rows, and partial sums are added in order of rank.
 
 The rule in `choose_transport` was measured for two ranks only: on 2 x H200, `gather` makes a step of 12 layers of
 Qwen3-30B-A3B 1.05 times as fast as gathering the experts (docs/experiments.md). The rest follows from published figures
@@ -61,7 +61,7 @@ def check_transport(transport: object) -> None:
     """Refuses unknown names of transports.
 
     Raises:
-        ValueError: if the name is unknown; names the allowed ones.
+        ValueError: if the name is unknown; the message names the allowed ones.
     """
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(

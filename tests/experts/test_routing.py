@@ -163,8 +163,8 @@ def test_jitter_is_that_of_the_example_on_every_mesh(x64):
 REFUSED = {
     "score": (lambda: Routing(score="tanh"), "`score` is 'tanh'; it must be 'softmax' or 'sigmoid'"),
     "aux": (lambda: Routing(aux_loss="batch"), "`aux_loss` is 'batch'; it must be 'sequence' or 'microbatch'"),
-    "jitter": (lambda: Routing(jitter=1.0), "`jitter` is 1.0; it must be a number from 0 up, below 1"),
-    "rate": (lambda: Routing(bias_rate=-1.0), "`bias_rate` is -1.0; it must be a number from 0 up"),
+    "jitter": (lambda: Routing(jitter=1.0), "`jitter` is 1.0; it must be at least 0 and below 1"),
+    "rate": (lambda: Routing(bias_rate=-1.0), "`bias_rate` is -1.0; it must be at least 0"),
     "scale": (lambda: Routing(scale=0), "`scale` is 0; it must be a number above 0"),
     "too large a scale": (lambda: Routing(scale=10**400), r"`scale` is 10+\.\.\.0+; it must be a number above 0, at"),
     "groups": (lambda: Routing(num_groups=2, top_groups=3), "`top_groups` is 3 of 2 groups; it must be at least 1"),
