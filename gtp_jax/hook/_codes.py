@@ -168,7 +168,7 @@ def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, 
     if len(shape) < 2:
         return "it is no matrix"
     inputs = features_in(shape)
-    # the dimension of the matrix, for each dimension of the weight whose shards are shards of the matrix
+    # for each dimension of the weight that may be sharded, the dimension of the matrix that its shards divide
     starts = {0: 0, inputs: 1}
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)
@@ -204,8 +204,8 @@ def _cut(layout: Layout, form: Format) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout with the dimension that ranks divide as the rows, if that changes no code. The gather then
-    concatenates the shards to the matrix, without a copy."""
+    """Returns the layout with the dimension that ranks divide as its rows, if the codes are the same either way. The
+    gather then concatenates the shards into the matrix without a copy."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -273,8 +273,8 @@ def decode(
 def multiplies(coded: Coded | None, factor: Factor) -> bool:
     """Returns whether a product with a weight is computed in a format.
 
-    Blocks must run along the contraction, or be square; see [Note: order of a view]. So must the part of a weight that
-    tensor ranks divide be known.
+    Blocks must run along the contraction, or be square; see [Note: order of a view]. If tensor ranks divide the weight,
+    the order of its elements must be known even without blocks.
     """
     if coded is None or coded.operands is None:
         return False

@@ -243,7 +243,7 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
 
 
 def _name_of_copy(unit: nnx.Module) -> str:
-    """Returns the path of the unit of which transformations made a copy, by the paths of its weights."""
+    """Returns the path of the unit that a transformation copied, derived from the paths of the copy's weights."""
     for own, variable in nnx.iter_graph(unit):
         within = tuple(map(str, own))
         for path in paths_of(variable) if placement_of(variable) is not None else ():

@@ -31,7 +31,7 @@ class View(NamedTuple):
 
     Attributes:
         number: the number of the weight.
-        dims: the runs of each dimension; `None` if a reshape has made dimensions that are no lists of runs.
+        dims: the runs of each dimension; `None` if a reshape has made dimensions that are not lists of runs.
     """
 
     number: int
@@ -56,8 +56,9 @@ class Factor(NamedTuple):
 Views = Sequence[View | None]
 # Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
 Times = Callable[[jax.Array, jax.Array], jax.Array]
-# Takes a weight, a function of a `Times`, `x` and a view of the weight, and `x` and the view. Returns the function's
-# result with a `Times` in the weight's format; `None` if the weight is not multiplied in a format.
+# Arguments: a weight; a function of a `Times`, of `x` and of a view of the weight; `x`; and that view. Returns the
+# function's result for a `Times` that computes in the weight's format; `None` if the weight is not multiplied in a
+# format.
 Multiply = Callable[
     [Factor, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None
 ]

@@ -196,7 +196,8 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 
 
 def _check_patterns(specs: Mapping[str, Spec], variables: Iterable[Paths], weights: Iterable[Paths]) -> None:
-    """Refuses patterns that have no effect, but not those for variables that stay whole anyhow."""
+    """Refuses patterns that match no weight to shard. A pattern for `None` may also match a variable that stays whole
+    anyway."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             names = [name_of(path) for paths in weights for path in paths]
@@ -321,7 +322,7 @@ def _put_back[M: nnx.Module](model: M) -> M:
     if not moved:
         raise ValueError(
             "the model, or a part of it, is sharded already, and all its arrays are where they belong. Shard a "
-            "whole model once; to shard it otherwise, make it again."
+            "whole model once; to shard it differently, build it again."
         )
     return model
 

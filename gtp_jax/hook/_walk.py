@@ -113,7 +113,13 @@ def leave(token: Token) -> None:
 
 
 def note_weights(names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int]) -> None:
-    """Records the weights of the last call of a unit, and the numbers of those multiplied in a recipe's format."""
+    """Records the weights of the last call of a unit, and which of them are multiplied in a recipe's format.
+
+    Args:
+        names: the paths of the weights.
+        shapes: the shapes of the weights.
+        multiplied: the indices of the weights that are multiplied in a recipe's format.
+    """
     if (steps := _steps.get()) is not None:
         weights = tuple(zip(names, shapes, strict=True))
         steps[-1] = steps[-1]._replace(weights=weights, multiplied=tuple(names[i] for i in sorted(multiplied)))
