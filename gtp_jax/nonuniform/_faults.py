@@ -234,7 +234,7 @@ def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:
 
 
 def apportion(parts: int, degrees: Sequence[int], rows: int = 1) -> list[int]:
-    """Returns the number of rows for replicas of these degrees, so that the slowest one has as few rows per device as
+    """Returns the number of rows for each replica, chosen so that the slowest replica has as few rows per device as
     possible.
 
     Args:

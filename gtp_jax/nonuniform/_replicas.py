@@ -49,9 +49,9 @@ class Replicas:
         model_defs: the definition of the model on each of `meshes`.
 
     Raises:
-        ValueError: if the number of devices is wrong, if the roles in scope name axes other than dp, gtp and tp, if a
-            term of the loss depends on the whole batch, which no replica has, or if the replicas are unequal and the
-            model holds variables other than trained parameters.
+        ValueError: if the number of devices is wrong, if `batch`, `weights` or `tensor` of the roles in scope are not
+            the default ones, if a term of the loss depends on the whole batch, which no replica has, or if the
+            replicas are unequal and the model holds variables other than trained parameters.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ def _check_roles(roles: Roles) -> None:
     for name, axes in wanted.items():
         if getattr(roles, name) != axes:
             raise ValueError(
-                f"the roles in scope have `{name}` {getattr(roles, name)!r}; replicas of unequal degree have {axes!r}, "
-                "because each is a mesh of its own. Leave `use_roles` out, or set only `optimizer` with it."
+                f"the roles in scope have `{name}` {getattr(roles, name)!r}; `Replicas` needs {axes!r}, because "
+                "each replica is a mesh of its own. Leave `use_roles` out, or set only `optimizer` with it."
             )
 
 
