@@ -80,9 +80,9 @@ def diagnose(
     Pass the state that a step returned unchanged, and the batch of that step. Call this in every process. The
     arguments are those of `train_step`; state and batch are not donated.
 
-    First runs the samples in groups with one sample per rank. Then runs each sample of a group that is not finite
-    alone, repeated on every rank. Then runs the sample that it found once more, and checks the output and the gradient
-    of every module. Compiles two programs.
+    Runs the samples in groups with one sample per rank. If the result of a group is not finite, runs its samples one at
+    a time, each repeated on every rank. Runs the sample that it finds once more, and checks the output and the gradient
+    of every module. Compiles the loss and its gradients at most twice.
 
     Raises:
         ValueError: if the number of rows is not a multiple of the number of ranks that shard the batch, or differs
@@ -98,7 +98,7 @@ def diagnose(
     ranks = 1 if mesh.empty else degrees(roles.batch)
     rows = _rows_of(batch)
     if rows % ranks:
-        raise ValueError(f"`batch` has {rows} rows, which {' * '.join(roles.batch)} = {ranks} ranks do not divide.")
+        raise ValueError(f"`batch` has {rows} rows; it must have a multiple of {' * '.join(roles.batch)} = {ranks}.")
     request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), seed=seed)
     probes = Probes(state)
 

@@ -125,7 +125,7 @@ def _mapped(function: Callable[..., Tree], args: tuple[Tree, ...], like: Tree, c
 
 
 def _of_one_layer(tree: Tree, counts: Mapping[Path, int]) -> Tree:
-    """Returns a tree with the shape of one layer's array for each array of a stacked parameter."""
+    """Returns the tree with each array of a stacked parameter replaced by the shape of one layer's array."""
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if count else leaf
         for leaf, count in zip(jax.tree.leaves(tree), _counts_within(tree, counts), strict=True)
@@ -154,7 +154,7 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         if known[name] and jnp.shape(leaf)[:1] != (known[name],):
             raise ValueError(
                 f"`per_layer` got an array of shape {jnp.shape(leaf)} for {_name(path)!r}, a parameter of "
-                f"{known[name]} layers, which must be the first dimension. Pass the arrays that the `Stack` stores."
+                f"{known[name]} layers; the first dimension must index layers. Pass the arrays that the `Stack` stores."
             )
         found[path] = known[name]
     return found

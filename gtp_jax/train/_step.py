@@ -100,8 +100,9 @@ def train_step(
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
         is the batch, a multiple of `microbatches`, and of dp * gtp where a gtp_jax module takes it. `skip` is a bool
         scalar that skips the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
-        microbatches), `grad_norm`, `skipped` (whether the update was skipped), `tokens` if `loss` counts them; and
-        `aux`. XLA options are chosen for the mesh and the recipe in scope at the call.
+        microbatches), `grad_norm`, `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
+        `expert_load` if routers have biases; and `aux`. XLA options are chosen for the mesh and the recipe in scope at
+        the call.
 
     Raises:
         ValueError: if `microbatches` is less than 1, if `view` or `reduce_over_dp` is an unknown name, or if
@@ -156,9 +157,9 @@ def eval_step(
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
     """Returns a jitted evaluation `(state, batch) -> metrics`.
 
-    The arguments are those of `train_step`, and so are the metrics, without `grad_norm` and `skipped`. What a call
-    writes to the model's variables is discarded. The loss function decides the mode of dropout and batch statistics:
-    call `model.eval()` in it for inference.
+    The arguments are those of `train_step`, and so are the metrics, without those of the update (`grad_norm`, `skipped`
+    and `expert_load`). What a call writes to the model's variables is discarded. The loss function decides the mode of
+    dropout and batch statistics: call `model.eval()` in it for inference.
     """
     check_loss(loss)
     check_recipe(recipe)

@@ -74,7 +74,7 @@ def input_values(inputs: Any, parameters: Iterable[Path]) -> list[Value]:
 
 
 class Terms:
-    """Reads jaxprs. Terms from all jaxprs that one object has read can be compared.
+    """Reads jaxprs. Terms can be compared across all jaxprs that the same object has read.
 
     Args:
         stacked: the parameters whose arrays hold several layers.
