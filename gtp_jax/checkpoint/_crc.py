@@ -13,8 +13,8 @@ _Columns = tuple[int, ...]
 def joined(left: int, right: int, right_bytes: int) -> int:
     """Returns the CRC-32 of two concatenated parts.
 
-    A CRC without its inversions is linear over GF(2), so appending `right_bytes` bytes applies a linear map to the CRC
-    before them (M. Adler's `crc32_combine` in zlib).
+    A CRC without its inversions is linear over GF(2). Appending `right_bytes` bytes therefore applies a linear map to
+    `left`; the result is XORed with `right` (M. Adler's `crc32_combine` in zlib).
 
     Args:
         left: the CRC-32 of the first part; 0 if it is empty.

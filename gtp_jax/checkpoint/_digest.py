@@ -27,7 +27,7 @@ DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
 
 
 class Digests:
-    """Computes a digest of each array, 16 hexadecimal digits. Every process must do so for all arrays.
+    """Computes a digest of 16 hexadecimal digits for each array. Every process must make this call with all arrays.
 
     A digest is two sums modulo 2^32 over the elements, each of a bijective mix of the element's bits and its indices. A
     sum does not depend on the order of its terms, so the digest does not depend on how the array is sharded. Because
@@ -120,7 +120,11 @@ def _own_sums(array: jax.Array, sums: jax.Array) -> tuple[np.ndarray, np.ndarray
 
 
 def _agreed(name: str, array: jax.Array, first: np.ndarray, all_copies: np.ndarray) -> str:
-    """Returns the digest, from the sums over the whole array and over all its copies."""
+    """Returns the digest of an array, given the sums over one copy of it and over all its copies.
+
+    Raises:
+        ValueError: if the copies differ; names the array.
+    """
     cuts = [-(-n // part) for n, part in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)]
     copies = len(array.sharding.device_set) // math.prod(cuts)
     if (first * np.uint32(copies) != all_copies).any():

@@ -21,7 +21,7 @@ FORMAT = 2
 
 _SHOWN = 8
 
-# Half of a manifest's bytes; the other half is for the descriptions of the arrays.
+# The size limit of `extra` in bytes: half of a manifest. The other half is left for the descriptions of the arrays.
 _MAX_EXTRA = MAX_JSON_BYTES // 2
 
 # The key of the checksum of everything else in the manifest.

@@ -98,13 +98,13 @@ def write_step(
         manager: the manager that `new_manager` returned.
         step: the number of the step, greater than the latest one.
         arrays: the arrays by name, either all in memory or all streamed.
-        description: the manifest, which may be set later; the step is not committed before. If it is set to an error,
-            the save fails with that error.
+        description: the manifest, which may be set later; the step is not committed until then. If the future is set to
+            an error, the save fails with that error.
         save: the manifest's random number, which is also written with the arrays.
         files: the contents of the files by name; the manifest has their digests.
 
     Raises:
-        ValueError: if the step is not above the latest one.
+        ValueError: if the step is not greater than the latest one.
     """
     latest = manager.latest_step()
     if latest is not None and step <= latest:
