@@ -58,7 +58,7 @@ def saved(config: ModelConfig) -> dict[str, Any]:
 
 
 def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a checkpoint's model by field name, as `saved` wrote them.
+    """Returns the fields that `saved` recorded of a checkpoint's model, by name.
 
     Raises:
         KeyError: if `extra` does not describe the model.
@@ -66,7 +66,7 @@ def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = extra["model"]
     if not isinstance(fields, Mapping):
-        raise TypeError(f"its model is {fields!r}; it must be a dict of sizes")
+        raise TypeError(f"its model is {fields!r}; it must be a dict of the configuration's fields")
     return dict(fields)
 
 
@@ -80,7 +80,7 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
     name = extra.get("family", LLAMA.name)  # missing if a user saved `{"model": config.architecture()}`
     families = {family.name: family for family in FAMILIES}
     if name not in families:
-        raise TypeError(f"its family is {name!r}; known are {', '.join(families)}")
+        raise TypeError(f"its family is {name!r}; the known families are {', '.join(families)}")
     return families[name].config(**saved_architecture(extra))
 
 
@@ -98,5 +98,5 @@ def preset_of(name: str) -> ModelConfig:
     if name not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown `preset` {name!r}; known are {', '.join(PRESETS)}.{hint}")
+        raise ValueError(f"unknown `preset` {name!r}; the known presets are {', '.join(PRESETS)}.{hint}")
     return PRESETS[name]

@@ -67,12 +67,12 @@ def change_config(source, **fields):
         (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` of RopeScaling is 0; it must be a number above"),
         (
             dict(rope_parameters={"rope_type": "longrope"}),
-            "the type 'longrope', one of linear, llama3, yarn or none",
+            "the type 'longrope'; one of linear, llama3, yarn or none",
         ),
         (dict(rope_parameters={"rope_type": "yarn"}), "of the type 'yarn' without numbers for factor"),
         (
             dict(attention_bias=True),
-            "has attention_bias True, False is expected: gtp_jax's Llama has no bias in the output of its attention",
+            "has attention_bias True; False is expected: gtp_jax's Llama has no bias in the output of its attention",
         ),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*gtp_jax's Llama computes no other activation"),
         (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),
@@ -100,7 +100,7 @@ def change_config(source, **fields):
         (dict(rope_scaling=False), "has rope_scaling False; an object of numbers"),
         (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
-        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is expected"),
+        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5; 1 or none is expected"),
         (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
         (
             dict(rope_theta=5e5, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),

@@ -50,7 +50,7 @@ def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, 
     ("changes", "message"),
     [
         ({"sliding_window": -1}, "has sliding_window -1; a number of tokens, at least 1 and below"),
-        ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1, 0.0 is expected: gtp_jax's Llama has no jitter"),
+        ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1; 0.0 is expected: gtp_jax's Llama has no jitter"),
         ({"num_local_experts": 0}, "has num_local_experts 0; a model of type 'mixtral' has at least 1"),
         ({"num_experts_per_tok": 9}, "`top_k` is 9 of 8 experts"),
         ({"num_local_experts": "8"}, "has num_local_experts '8': sizes must be whole numbers"),

@@ -147,11 +147,11 @@ def test_yarn_has_the_frequencies_and_the_factor_of_transformers(name, tmp_path,
         (
             QWEN2,
             {**WINDOW, "max_window_layers": 2},
-            "has max_window_layers 2 of 3 layers, which have no window, while the others have one of 5; 0, or "
+            "has max_window_layers 2 with 3 layers, so the window of 5 tokens would not apply to all layers; 0, or "
             "use_sliding_window false, is expected: gtp_jax's Llama has one window in all layers or in none",
         ),
-        (QWEN3_MOE, {**WINDOW, "max_window_layers": 48}, "has max_window_layers 48 of 2 layers"),
-        (QWEN2, {**WINDOW, "max_window_layers": "all"}, "has max_window_layers 'all' of 3 layers"),
+        (QWEN3_MOE, {**WINDOW, "max_window_layers": 48}, "has max_window_layers 48 with 2 layers"),
+        (QWEN2, {**WINDOW, "max_window_layers": "all"}, "has max_window_layers 'all' with 3 layers"),
         (
             QWEN2,
             {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},

@@ -22,7 +22,7 @@ def run(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "7b"], "unknown `preset` '7b'; known are tiny, .*405b"),
+        (["--preset", "7b"], "unknown `preset` '7b'; the known presets are tiny, .*405b"),
         (["--dp", "0"], "`dp` is 0; it must be a whole number of at least 1"),
         (["--microbatches", "-2"], "`microbatches` is -2"),
         (["--tp", "3", "--gtp", "1"], "`seq` is 2048, which tp 3 does not divide; the sequence is sharded over tp"),

@@ -34,7 +34,7 @@ def test_every_preset_is_of_a_family_and_says_enough_of_itself_to_be_made_again(
 def test_a_checkpoint_that_names_no_family_is_of_a_llama():
     config = preset_of("tiny")
     assert saved_config({"model": config.architecture()}).architecture() == config.architecture()
-    with pytest.raises(TypeError, match="its family is 'Bert'; known are Llama"):
+    with pytest.raises(TypeError, match="its family is 'Bert'; the known families are Llama"):
         saved_config({"family": "Bert", "model": {}})
 
 
@@ -51,7 +51,7 @@ def test_a_saved_model_is_its_configuration_whose_family_is_llama_by_default():
         top_k=2,
     )
     assert saved_config(saved(config)) == saved_config({"model": config.architecture()}) == config
-    with pytest.raises(TypeError, match="its model is 'tiny'; it must be a dict of sizes"):
+    with pytest.raises(TypeError, match="its model is 'tiny'; it must be a dict of the configuration's fields"):
         saved_config({"model": "tiny"})
 
 

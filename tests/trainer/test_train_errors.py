@@ -64,7 +64,7 @@ def refused(capsys, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(preset="8B"), "unknown `preset` '8B'; known are tiny, 100m, 1b, "),
+        (dict(preset="8B"), "unknown `preset` '8B'; the known presets are tiny, 100m, 1b, "),
         (dict(preset="8B"), "Did you mean '8b'?\n"),
         (dict(preset="zzz"), "70b, 70b-3.1, 405b.\n"),
         (dict(steps=0), "`steps` is 0; it must be a whole number of at least 1."),  # noqa: E501

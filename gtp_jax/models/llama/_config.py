@@ -25,8 +25,8 @@ _ARCHITECTURE = (
     "epsilon",
 )
 _OF_EXPERTS = ("num_experts", "top_k")
-# The fields of `Routing` that determine which experts are chosen. Of `bias_rate`, only whether there is a bias matters;
-# the other fields and the rate only determine how the router is trained.
+# The fields of `Routing` that determine which experts are chosen. `bias_rate` is one of them only because it tells
+# whether there is a bias. The rate itself and the remaining fields determine only how the router is trained.
 OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
 
 

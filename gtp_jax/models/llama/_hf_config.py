@@ -47,7 +47,7 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     """
     for name, (value, what) in kind.fixed.items():
         if content.get(name) is not None and content[name] != value:  # null means the default
-            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax's Llama {what}.")
+            raise ValueError(f"{file} has {name} {content[name]!r}; {value!r} is expected: gtp_jax's Llama {what}.")
     fields = {**kind.defaults, **content, **_rotary(file, content)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
     if fields.get("num_key_value_heads") is None:
@@ -96,7 +96,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
         part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ValueError(
-                f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax rotates whole heads."
+                f"{file} has partial_rotary_factor {part!r}; 1 or none is expected: gtp_jax rotates whole heads."
             )
         given[f"{name}.rope_theta"] = fields.get("rope_theta")
     theta = _agreed(file, given)
@@ -168,7 +168,7 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
             continue
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
-                f"{file} has {name} of the type {kind!r}, one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
+                f"{file} has {name} of the type {kind!r}; one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
                 "supports no other scaling of the rotary embedding, so the results would be wrong."
             )
         if _LENGTH in dict(_SCALINGS[kind]):
@@ -200,7 +200,7 @@ def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise ValueError(
             f"{file} has {name} of the type 'yarn' with {', '.join(f'{key} {brief(fields[key])}' for key in wrong)}; "
-            "truncate must be true or false, the others must be numbers of at least 0, or null."
+            "truncate must be true or false, and the others must be numbers of at least 0, or null."
         )
     fast, slow, factor, mscale, of_all = (fields.get(key) for key in optional)
     if factor is None and mscale and of_all:
@@ -221,7 +221,8 @@ def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _positions_json(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns the number of positions with YaRN: some releases of transformers 4 compute YaRN's factor from it."""
+    """Returns `max_position_embeddings` for a model with YaRN, because some releases of transformers 4 compute YaRN's
+    factor from it; empty for other models."""
     if scaling is None or scaling.kind != "yarn":
         return {}
     return {POSITIONS: round(scaling.factor * scaling.original_length)}

@@ -63,7 +63,7 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> int | None:
         return window
     if type(first) is not int or 0 < first < layers or (first > 0 and "max_window_layers" not in kind.windows):
         raise ValueError(
-            f"{file} has max_window_layers {brief(first)} of {layers} layers, which have no window, while the others "
-            f"have one of {window}; 0, or use_sliding_window false, is expected: {_SUPPORTED}."
+            f"{file} has max_window_layers {brief(first)} with {layers} layers, so the window of {window} tokens would "
+            f"not apply to all layers; 0, or use_sliding_window false, is expected: {_SUPPORTED}."
         )
     return window if first <= 0 else None

@@ -1,4 +1,5 @@
-"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288).
+"""Llama: RMSNorm, rotary embedding, grouped-query attention, gated MLP (Touvron et al. 2023, arXiv 2302.13971,
+2307.09288).
 
 With experts instead of the MLP, it is Mixtral (arXiv 2401.04088); with an attention window, Mistral (2310.06825); with
 biases of queries, keys and values, Qwen2 (2407.10671).
