@@ -1,4 +1,4 @@
-"""Generates text with a trained model: computes the prompts in one pass, then new tokens one by one with a KV cache.
+"""Generates text with a trained model: processes the prompts in one pass, then adds tokens one by one with a KV cache.
 
 [Note: generation]
 The caches are a pytree with keys and values, each `(batch, slots, kv_heads, head_dim)`, for every attention module; in

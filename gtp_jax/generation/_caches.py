@@ -82,7 +82,8 @@ def taken_caches(model: nnx.Module) -> Caches:
 
 
 def _cores(model: nnx.Module) -> list[tuple[tuple[int, ...], AttentionCore]]:
-    """Returns a model's attention modules, each with `(layers,)` of the `Stack` around it, or `()` outside of one."""
+    """Returns a model's attention modules, each with the leading dimensions of its cache: `(layers,)` in a `Stack`,
+    otherwise `()`."""
     stacks = stacks_of(model)
     found = []
     for path, module in nnx.iter_modules(model):

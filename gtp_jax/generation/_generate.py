@@ -85,7 +85,7 @@ def generate(
 ) -> Generated:
     """Continues prompts with new tokens, on the mesh in scope.
 
-    One forward pass computes the prompts and caches their keys and values; then each row is extended one token at a
+    One forward pass processes the prompts and caches their keys and values; then each row is extended one token at a
     time. Greedy tokens are the same as those of a full forward pass over all preceding tokens. Rows do not depend on
     each other. On every mesh, the random numbers of a sampled token depend only on `seed`, the row's index and the
     token's position.
@@ -269,10 +269,11 @@ def _roles(model: nnx.Module) -> Any:
 
 
 def _stops(stop: Any, tokenizer: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Returns the tokens that end a row, padded to a power of two, and the texts that do.
+    """Returns the tokens that end a row, padded to a power of two, and the texts that end a row.
 
     Raises:
-        ValueError, TypeError: if an entry is neither a token nor a text, or there is no tokenizer for texts.
+        ValueError: if an entry is neither a token nor a text, a text is empty, or there is no tokenizer for texts.
+        TypeError: if the tokenizer has no `decode`.
     """
     given: list[Any] = list(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else [stop]
     texts = tuple(one for one in given if isinstance(one, str))

@@ -1,4 +1,4 @@
-"""The two programs of generation: one computes the prompts, the other adds up to 16 tokens to each row."""
+"""The two programs of generation: one processes the prompts, the other adds up to 16 tokens to each row."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def prefill(
     stop: jax.Array,
     sampling: Sampling,
 ) -> tuple[Rows, Caches]:
-    """Computes the prompts in one forward pass, and chooses the first new token of each row.
+    """Processes the prompts in one forward pass, and chooses the first new token of each row.
 
     Args:
         request: the static arguments.

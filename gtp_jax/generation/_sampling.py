@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
         top_k: the number of most likely tokens that are kept.
         top_p: the minimum total probability of the tokens that are kept.
         key: the words of the random key: 0 and the seed.
-        vocab_size: the limit of the tokens that may be chosen, exclusive.
+        vocab_size: the exclusive upper bound of the tokens that may be chosen.
     """
 
     temperature: Any

@@ -1,4 +1,4 @@
-"""Ends rows at texts."""
+"""Ends rows at stop texts, which may span several tokens."""
 
 from __future__ import annotations
 

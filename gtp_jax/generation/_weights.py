@@ -209,7 +209,7 @@ def _whole_bytes(variable: nnx.Variable, dtype: jax.typing.DTypeLike) -> int:
 
 
 def _free_bytes() -> int | None:
-    """Returns the free memory in bytes of each process's first device, the minimum over processes.
+    """Returns the free memory of a process's first device in bytes, as the minimum over all processes.
 
     Returns `None` if devices do not report their memory.
     """
