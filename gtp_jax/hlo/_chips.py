@@ -49,9 +49,9 @@ def fact(chip: str, *names: str) -> Fact:
         ValueError: if the chip is unknown, or none of the facts is known for it.
     """
     if chip not in CHIPS:
-        raise ValueError(f"unknown chip {chip!r}; known are {', '.join(sorted(CHIPS))}.")
+        raise ValueError(f"unknown chip {chip!r}; the known chips are {', '.join(sorted(CHIPS))}.")
     known = CHIPS[chip]
     for name in names:
         if name in known:
             return known[name]
-    raise ValueError(f"none of {', '.join(names)} is known for {chip!r}; known are {', '.join(known)}.")
+    raise ValueError(f"none of {', '.join(names)} is known for {chip!r}; the known facts are {', '.join(known)}.")

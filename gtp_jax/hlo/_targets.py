@@ -26,8 +26,9 @@ REQUIRED = {
     "nvidia-cudnn-cu13": "cuDNN attention",
 }
 
-# The options of `lower(...).compile(...)` for a target. Triton chooses its tiles by timing them, which needs a GPU.
-# Without one, it would split matmuls that should not be split. XLA does not check that FFI kernels exist.
+# The options of `lower(...).compile(...)` for a target. Triton's matmuls are disabled: their tiles are chosen by timing
+# them on a GPU, and without one, Triton would split matmuls that should not be split. Custom calls are mocked, so XLA
+# does not check that FFI kernels exist.
 COMPILE_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_mock_custom_calls": True,
@@ -118,7 +119,7 @@ def parse_target(text: str) -> Target:
         raise ValueError(f"`target` is {text!r}; expected {_SYNTAX}. Chips: {', '.join(sorted(CHIPS))}.")
     chip, devices = match[1].lower(), int(match[2])
     if chip not in CHIPS:
-        raise ValueError(f"`target` {text!r} names the chip {chip!r}; known are {', '.join(sorted(CHIPS))}.")
+        raise ValueError(f"`target` {text!r} names the chip {chip!r}; the known chips are {', '.join(sorted(CHIPS))}.")
     if devices > _DEVICES_PER_HOST and devices % _DEVICES_PER_HOST:
         raise ValueError(
             f"`target` {text!r} has {devices} devices, which do not fill hosts of {_DEVICES_PER_HOST}. "

@@ -28,7 +28,7 @@ def test_malformed_target_is_refused_with_an_example(text):
 
 
 def test_unknown_chip_is_refused_with_those_known():
-    with pytest.raises(ValueError, match="names the chip 'b200'; known are h100, h200"):
+    with pytest.raises(ValueError, match="names the chip 'b200'; the known chips are h100, h200"):
         hlo.parse_target("b200:8")
 
 

@@ -61,7 +61,7 @@ def test_rates_say_where_they_come_from():
 
 
 def test_unknown_chip_and_fact_are_refused():
-    with pytest.raises(ValueError, match="unknown chip 'h300'; known are h100, h200"):
+    with pytest.raises(ValueError, match="unknown chip 'h300'; the known chips are h100, h200"):
         hlo.timeline(LaunchOrder(()), "h300")
     with pytest.raises(ValueError, match="none of fp4_peak is known for 'h200'"):
         hlo.fact("h200", "fp4_peak")
