@@ -1,4 +1,4 @@
-"""Computes the cost of a plan after failures from shapes alone, without devices: owners, bytes, memory, throughput."""
+"""Computes what a plan after failures costs: owners, bytes, memory, throughput. Needs only shapes, and no devices."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FaultOptions:
         """Returns the plan.
 
         Raises:
-            ValueError: on options that `plan_faults` refuses.
+            ValueError: if `plan_faults` refuses the options.
         """
         sizes = {"batch": self.batch, "microbatches": self.microbatches}
         return self.faults.plan(dp=self.dp, gtp=self.gtp, tp=self.tp, **sizes)

@@ -140,7 +140,7 @@ def inspect(options: InspectOptions) -> Inspection:
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
     batch = options.batch or ranks * execution.microbatches
     execution.check_batch(batch, degrees)
-    # for a target too: compiling needs no GPU, and should not occupy one
+    # JAX runs on the CPU for a target too, because compiling needs no GPU and should not occupy one
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=hlo.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)

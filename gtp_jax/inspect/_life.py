@@ -71,7 +71,7 @@ def lives_of(
     groups: Mapping[tuple[ModulePath, Layers], WeightGroup],
     sharded: Sequence[ShardedWeight],
 ) -> Lives:
-    """Returns the lives of the weights of the module, or of the sharded weight, whose path is, or ends in, `path`.
+    """Returns the lives of the weights of one module, or of one sharded weight, given its path or the end of it.
 
     Raises:
         ValueError: if `path` does not name exactly one module with gathered weights, or one such weight; the message
