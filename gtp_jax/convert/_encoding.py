@@ -43,7 +43,7 @@ class Encoding:
             self.quantized.check(tensor for tensor in tensors if _in_a_layer(tensor))
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """Returns the tensors in the file that a tensor becomes."""
+        """Returns the entries of the file in which a tensor is stored."""
         if self.quantized is not None and _in_a_layer(tensor):
             return self.quantized.entries(tensor)
         return [Entry(tensor.name, self.plain, tensor.shape)]

@@ -71,7 +71,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         where = read_json(inside(index.parent, index.name))["weight_map"]
         strange = [file for file in where.values() if not isinstance(file, str)]
         if strange:
-            raise ValueError(f"a file is named {brief(strange[0])}")
+            raise ValueError(f"it names {brief(strange[0])} as a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} has no object `weight_map` ({error!r}). Download or write it again.") from error
     return where

@@ -112,7 +112,7 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
 
 
 def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple[str, ...]:
-    """Removes tensors that repeat another one from `readers`, and returns their names.
+    """Removes from `readers` the tensors that repeat another one, and returns their names.
 
     Args:
         readers: the file of each tensor.

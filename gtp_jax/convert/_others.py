@@ -25,7 +25,7 @@ def read_others(directory: Path) -> dict[str, bytes]:
 
 
 def parse_other(content: bytes) -> Any:
-    """Parses one of these files that is JSON.
+    """Returns the parsed content of a file that should be JSON.
 
     Raises:
         ValueError: if the content is not JSON, or has too many values.

@@ -81,7 +81,7 @@ class Quantized:
                 )
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """Returns the tensors in the file that a weight becomes."""
+        """Returns the entries of the file in which a weight is stored."""
         rows, columns = tensor.shape
         packed = columns * self.format.element_bits // 8
         listed = [

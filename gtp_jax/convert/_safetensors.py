@@ -117,7 +117,7 @@ class Writer:
 
 
 class Reader:
-    """Reads a file: its header, which is checked, at once, and its tensors one at a time.
+    """Reads a file. The header is read and checked at once, and tensors are read one at a time.
 
     Args:
         path: the path of the file in messages.
@@ -194,7 +194,7 @@ class Reader:
                 f"{name} is described by {brief(fields)}; dtype, shape and data_offsets are expected"
             ) from error
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._broken(f"{name} has the unknown dtype {brief(dtype)}; known are {', '.join(DTYPES)}")
+            raise self._broken(f"{name} has the unknown dtype {brief(dtype)}; the known dtypes are {', '.join(DTYPES)}")
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, begin, end)):
             raise self._broken(
                 f"{name} has shape {brief(list(shape))} and offsets {brief([begin, end])}; whole numbers of 63 bits "
