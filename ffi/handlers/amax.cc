@@ -4,7 +4,7 @@
 namespace gtp {
 namespace {
 
-// arrays: N arrays of float32, bfloat16 or float16 and any shape, each with the number of equal parts in `parts`.
+// arrays: N arrays of float32, bfloat16 or float16 and any shape. parts: the number of equal parts of each array.
 // amax: float32, one element per part.
 template <class B>
 ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> amax,

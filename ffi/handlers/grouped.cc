@@ -167,7 +167,8 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
   });
 }
 
-// Checks the row number of each place: int32 (places,), or (0,) if the places are the rows themselves.
+// Checks the dtype and shape of the row numbers of places: int32 (places,), or (0,) if the places are the rows
+// themselves. Finds their number, and the row numbers if there are any.
 ffi::Error check_index(const ffi::AnyBuffer& index, const int32_t*& data, int64_t& count) {
   GTP_CHECK(check_i32("index", index, count));
   data = count == 0 ? nullptr : static_cast<const int32_t*>(index.untyped_data());

@@ -93,8 +93,8 @@ std::vector<Run> runs_of(const Plan& plan, int64_t arrays, bool long_runs) {
   return found;
 }
 
-// Returns the jobs that pack a plan's pieces, given the first byte of each buffer. `buffers` has one element if all
-// layers of a stack share a buffer, or one per layer.
+// Returns the jobs that pack a plan's pieces, given the first byte of each buffer. `buffers` has one element per layer
+// of a stack, or a single one if all layers share a buffer.
 // amax: float32 (*lead, pieces). shards: the plan's arrays, (*lead, rows, cols) or, if an array has several pieces,
 // (*lead, matrices, rows, cols); cols come before rows if the piece is transposed.
 ffi::Error pack_jobs(const Format& format, const Plan& plan, const Dims& lead, ffi::AnyBuffer amax,
@@ -211,8 +211,8 @@ ffi::Error pack_apart(typename B::Context context, ffi::AnyBuffer amax, ffi::Rem
   });
 }
 
-// buffer: uint8 (shards, bytes). amax: float32 (pieces,). weights: (rows, cols) each, with the total_rows of all pieces
-// of the output; if `by_shard`, with shards times the rows of all its pieces.
+// buffer: uint8 (shards, bytes). amax: float32 (pieces,). weights: (rows, cols) each, where rows is the sum of the
+// total_rows of the output's pieces or, if `by_shard`, shards times the sum of their rows.
 template <class B>
 ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBuffer amax, ffi::RemainingRets weights,
                   int32_t format_code, ffi::Span<const int64_t> table, bool by_shard) {

@@ -145,7 +145,7 @@ int64_t scale_bytes(const Format& format, int64_t rows, int64_t cols) {
   return format.block_cols ? ceil_div(rows, format.block_rows) * ceil_div(cols, format.block_cols) : 0;
 }
 
-// Takes room for `count` matrices of a number of bytes, with gaps and further bytes between them.
+// Takes room for `count` matrices of `bytes` bytes each, with a gap to be zeroed and unused bytes between them.
 uint8_t* take_stack(Arena& arena, int64_t count, int64_t bytes, int32_t& gap, int64_t& stride, const std::string& name) {
   gap = one_in(2) ? 0 : static_cast<int32_t>(below(kSectionBytes));
   stride = bytes + gap + (one_in(2) ? 0 : below(40));

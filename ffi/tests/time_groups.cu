@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) sampled(const float4* x, uint32_t* s
   if (threadIdx.x % 32 == 0) atomicMax(sample + matrix, bits);
 }
 
-// Makes codes with the power of two of `used` and takes the amax; does nothing if `known` and both give the same power.
+// Makes codes with the power of two that `used` requires, and takes the amax. If `known` is given, makes the codes
+// again with the power that it requires, unless that is the same.
 __global__ void __launch_bounds__(kThreads) codes_and_amax(const float4* x, const uint32_t* used, uint32_t* amax,
                                                            uint32_t* out, const uint32_t* known) {
   const int matrix = blockIdx.x / kBlocks;

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 16;
 
-// Adding a half makes the pattern of a non-finite number negative, so that a signed maximum ignores it.
+// Adds the distance from infinity's pattern to the sign bit. This makes the patterns of non-finite numbers negative, so
+// that a signed maximum ignores them.
 GTP_CLONES int32_t finite_max(const uint16_t* x, int64_t size, uint16_t infinity) {
   const uint16_t lift = 0x8000u - infinity;
   int16_t top = static_cast<int16_t>(lift);

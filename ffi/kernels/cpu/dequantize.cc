@@ -125,8 +125,8 @@ GTP_CLONES void scale_each(const uint8_t* __restrict codes, const float* __restr
   for (int i = 0; i < count; ++i) x[i] = T::narrow(decode<kElement>(codes[i]) * factors[i]);
 }
 
-// Dequantizes a row of column blocks that are not transposed, which only MXFP8 has: each number of a row has its own
-// factor.
+// Dequantizes a row of blocks of a column copy that is not transposed, which only MXFP8 has. Each number in a row of
+// values has its own factor.
 template <class T>
 void dequantize_columns(const DequantizeJob& job, const Format& format, int64_t index, int64_t block) {
   const auto scale = format.element == Element::kE4M3 ? &scale_each<T, Element::kE4M3> : &scale_each<T, Element::kE5M2>;
@@ -144,7 +144,8 @@ void dequantize_columns(const DequantizeJob& job, const Format& format, int64_t 
   }
 }
 
-// The rows of a copy, or of its blocks, that a thread takes at a time.
+// Returns the number of panels of a copy, which threads take one at a time: runs of kRows rows or, with `kColumns`,
+// rows of blocks.
 int64_t panels_of(const DequantizeJob& job, const Format& format) {
   if (job.rows * job.cols == 0) return 0;
   return job.layout == Layout::kColumns ? ceil_div(job.cols, format.block_cols) : ceil_div(job.rows, kRows);

@@ -229,7 +229,7 @@ void quantize_rows(const View& view, int64_t row) {
   }
 }
 
-// Quantizes column blocks that are not transposed, which only MXFP8 has.
+// Quantizes a column copy that is not transposed, which only MXFP8 has, in strips of one row of blocks.
 constexpr int kStripRows = 32;
 using Strip = Panel[kStripRows / kPanelRows];
 

@@ -29,7 +29,8 @@ using AmaxTable = Table<AmaxJob, kCapacity>;
 
 constexpr int kFew = capacity_for<AmaxJob>(kFewBytes), kMany = capacity_for<AmaxJob>(kManyBytes);
 
-// Adding a half makes the pattern of a non-finite number negative, so that a signed maximum ignores it.
+// Adds the distance from infinity's pattern to the sign bit. This makes the patterns of non-finite numbers negative, so
+// that a signed maximum ignores them.
 template <DType kType>
 __device__ __forceinline__ int32_t lifted_max(int32_t top, uint32_t word) {
   if constexpr (kType == DType::kF32) return max(top, static_cast<int32_t>((word & kMagnitude) + 0x00800000u));

@@ -62,7 +62,7 @@ const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, 
   });
 }
 
-// Needs only one launch if all jobs have the same dtype, and either all or none are transposed.
+// Needs only one launch per table of jobs if all jobs have the same dtype, and either all or none are transposed.
 template <Kind kind>
 const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
   using Launch = const char* (*)(const std::vector<DequantizeJob>&, const Parameters&, cudaStream_t);

@@ -17,7 +17,7 @@ class TransposedPanel {
   static constexpr int kRows = 128;
   static constexpr int kCodes = kFp4<kind> ? 32 : 16;  // codes per row of a thread
   static constexpr int kCols = 8 * kCodes;
-  static constexpr int kPartBytes = 8 * 8 * kRows * T::kBytes;  // value bytes of eight codes of every row
+  static constexpr int kPartBytes = 8 * 8 * kRows * T::kBytes;  // bytes of a part: eight values per row of each thread
   static constexpr int kSharedBytes = 2 * kPartBytes;
 
   __device__ __forceinline__ TransposedPanel(const DequantizeJob& job, uint32_t panel) {

@@ -31,7 +31,7 @@ enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXF
 template <Kind kind>
 constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
 
-// The side of a tile, a square of numbers; panels consist of several tiles.
+// The side of a tile, a square of numbers; a panel consists of one or more tiles.
 constexpr int kTile = 64;
 
 __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
@@ -168,9 +168,8 @@ __device__ __forceinline__ bool may_tie(float factor) {
   return may;
 }
 
-// Returns the e2m1 codes of eight numbers, the first in the lowest nibble. The template arguments select whether to
-// saturate, which products below `kE2m1Safe` do not need, and whether to handle ties, which factors for which `may_tie`
-// is false do not need.
+// Returns the e2m1 codes of eight numbers, the first in the lowest nibble. `kSaturate` may be false if all products are
+// below `kE2m1Safe`, and `kTies` if `may_tie` is false for the factor.
 template <bool kSaturate, bool kTies>
 __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)

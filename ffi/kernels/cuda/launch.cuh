@@ -1,5 +1,5 @@
-// Runs many jobs in one launch. A table of jobs is passed by value as the kernel's parameter; tiles find their jobs in
-// it.
+// Runs many jobs in one launch. A table of jobs is passed by value as the kernel's parameter; a thread block looks up
+// the job of its tile in it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,8 @@ namespace gtp::cuda {
 // The bytes of a table, out of the 32,764 that a kernel's parameters may have. A launch with the large table takes 5 us
 // longer (H200).
 constexpr int kFewBytes = 4 * 1024, kManyBytes = 30 * 1024;
-// The dynamic shared memory that a kernel may use without opting in. The limit is 48 KiB, including what it declares.
+// The dynamic shared memory in bytes up to which a kernel need not opt in. CUDA's limit of 48 KiB includes the kernel's
+// static shared memory.
 constexpr int kSharedUnasked = 32 * 1024;
 
 // `first_tile[i]` is the number of tiles before job i; `first_tile[count]` is the total number of tiles.

@@ -144,7 +144,8 @@ const char* launch_dtype(const std::vector<QuantizeJob>& jobs, const Parameters&
   return nullptr;
 }
 
-// Needs only one launch if all jobs have the same dtype, and either all request both copies or all request one.
+// Needs only one launch per table of jobs if all jobs have the same dtype, and either all request both copies or all
+// request one.
 template <Kind kind, bool kExtras>
 const char* launch(const std::vector<QuantizeJob>& all, const Parameters& p, cudaStream_t stream) {
   std::vector<QuantizeJob> jobs;

@@ -7,9 +7,9 @@
 
 namespace gtp::cuda {
 
-// A panel is 256 bytes wide. In a turn, a thread block processes either two panels of 64 rows, neighbours along the
-// row, of which the second is loaded while the first is processed; or one panel of 256 rows (`kTall`), whose loads are
-// hidden by other thread blocks.
+// A panel is 256 bytes wide. In a turn, a thread block processes either two panels of 64 rows, usually neighbours
+// along the row, of which the second is loaded while the first is processed; or one panel of 256 rows (`kTall`), whose
+// loads are hidden by other thread blocks.
 //
 // Tall panels are for formats whose blocks are runs of 16 along a line. These were limited by the number of partially
 // written 128-byte lines (see `kept`). With tall panels, a store writes a full line of 128 bytes of a column's codes
@@ -33,8 +33,8 @@ struct Panel {
   // Returns the place of a number. Chunks of 16 bytes are permuted within their row so that runs of rows and of columns
   // are read without bank conflicts, except that the 16 runs of columns of tall panels conflict in pairs. Gaps would
   // avoid conflicts too, but lines copied to shared memory across a multiple of 128 bytes are fetched in parts. Every
-  // bit of the place is an exclusive or of bits of the row and the column. Hence the place of a sum of numbers without
-  // common bits is the exclusive or of their places.
+  // bit of the place is an exclusive or of bits of the row and the column. Hence, if neither the rows nor the
+  // columns of two numbers have common bits, the place of their sums is the exclusive or of their places.
   __device__ __forceinline__ static int place(int row, int col) {
     const int chunk = col / kChunk;
     return row * kRowBytes + ((chunk ^ chunk >> 3) << 4 ^ crossed(row)) + col % kChunk * T::kBytes;

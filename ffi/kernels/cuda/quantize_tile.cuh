@@ -61,7 +61,7 @@ __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWor
   }
 }
 
-// Whether products may be ties for any factor. [Note: e2m1 by bytes]
+// Whether ties must be handled whatever the factor is. [Note: e2m1 by bytes]
 template <class T>
 constexpr bool kTies = T::kBytes == 4;
 
