@@ -169,7 +169,7 @@ def test_mistakes_are_named(made, tmp_path, capsys):
             ["train", *flags, "--lora=2"],
             "`lora` is 2, but adapters require a trained model. Give one with",
         ),
-        (["train", *flags, "--lora-alpha=2"], "--lora-alpha: only adapters have that. Give their rank"),
+        (["train", *flags, "--lora-alpha=2"], "--lora-alpha: this applies only to adapters. Give their rank"),
         (["train", *flags, f"--from={imported}", "--lora=0"], "`lora` is 0; it must be a whole number of at least 1"),
         (["train", *flags, f"--from={imported}", "--lora=2", "--lora-dropout=1"], "`lora_dropout` is 1.0; it must be"),
         (

@@ -1,4 +1,4 @@
-"""Adapters of low rank in words, as command lines and files of settings have them."""
+"""Options of low-rank adapters, for command lines and settings files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ _GROUP = "adapters"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """What is trained in place of the model, if anything is; see `gtp_jax.lora`.
+    """Which adapters are trained instead of the model, if any; see `gtp_jax.lora`.
 
     Raises:
-        ValueError: if a value is out of range, or there are options of adapters and no rank.
+        ValueError: if a value is out of range, or options of adapters are given without a rank.
     """
 
     lora: int | None = knob(
-        None, _GROUP, "train adapters of this rank, and freeze the model of --from, as --recipe has it", metavar="RANK"
+        None,
+        _GROUP,
+        "train adapters of this rank; the model of --from is frozen, in the format of --recipe",
+        metavar="RANK",
     )
     lora_alpha: float | None = knob(
-        None, _GROUP, "scale what adapters add by X / RANK (default: twice the rank)", kind=float, above=0, metavar="X"
+        None,
+        _GROUP,
+        "scale the output of adapters by X / RANK (default: twice the rank)",
+        kind=float,
+        above=0,
+        metavar="X",
     )
     lora_dropout: float = knob(
-        0.0, _GROUP, "the share of an adapter's input that is dropped in training", kind=float, metavar="P"
+        0.0, _GROUP, "fraction of an adapter's input that is dropped in training", kind=float, metavar="P"
     )
     lora_targets: tuple[str, ...] = knob(
         (),
@@ -47,7 +55,7 @@ class AdapterOptions:
             if getattr(self, name)
         ]
         if self.lora is None and given:
-            raise ValueError(f"{', '.join(given)}: only adapters have that. Give their rank, such as --lora 8.")
+            raise ValueError(f"{', '.join(given)}: this applies only to adapters. Give their rank, such as --lora 8.")
 
     @property
     def adapters(self) -> Adapters | None:

@@ -59,7 +59,7 @@ class ExpertOptions:
     )
     router_normalize: bool | None = knob(None, _GROUP, "divide a token's routing weights by their sum", kind=bool)
     router_scale: float | None = knob(
-        None, _GROUP, "factor of the routing weights (default: 1)", kind=float, above=0, metavar="X"
+        None, _GROUP, "factor that multiplies the routing weights (default: 1)", kind=float, above=0, metavar="X"
     )
     router_num_groups: int | None = knob(None, _GROUP, "number of groups of experts (default: 1)", metavar="N")
     router_top_groups: int | None = knob(

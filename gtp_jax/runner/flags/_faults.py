@@ -45,9 +45,12 @@ class Faults:
         nargs="+",
     )
     even: bool = knob(False, "failures", "give all replicas that lost a device the lowest degree among them", kind=bool)
-    min_tp: int = knob(1, "failures", "drop a replica that cannot continue at this degree", metavar="N")
+    min_tp: int = knob(1, "failures", "drop a replica that can only continue at a lower tp than this", metavar="N")
     core_tp: int | None = knob(
-        None, "failures", "degree at which master weights are stored (default: the one that moves least)", metavar="N"
+        None,
+        "failures",
+        "tp at which master weights are stored (default: the one that sends the fewest bytes)",
+        metavar="N",
     )
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class ModelSizes:
         choices=(_NO_SCALING, "linear", "llama3", "yarn"),
     )
     rope_scaling_factor: float | None = knob(
-        None, _GROUP, "factor by which sequences may become longer", kind=float, above=0, metavar="X"
+        None, _GROUP, "factor by which sequences may exceed the original length", kind=float, above=0, metavar="X"
     )
     rope_scaling_low_freq_factor: float | None = knob(
         None, _GROUP, "llama3: number of turns below which a frequency is divided", kind=float, above=0, metavar="X"

@@ -86,7 +86,7 @@ class Quantization:
             *([f"{' and '.join(layers)} layers in high precision"] if layers else []),
             *self.override,
             *([f"gradients exchanged in {self.grad_wire}"] if self.grad_wire else []),
-            *([f"codes of {self.pregathered_layers} layers gathered once a step"] if self.pregathered_layers else []),
+            *([f"codes of {self.pregathered_layers} layers gathered once per step"] if self.pregathered_layers else []),
         ]
         return ", ".join(parts)
 
