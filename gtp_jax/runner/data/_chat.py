@@ -42,14 +42,15 @@ class Chat:
     answers_only: bool
 
     def document(self, record: Mapping[str, Any]) -> bytes:
-        """Returns a conversation as text, with the positions of its answers: a document for `documents`.
+        """Returns a conversation as text, a document for `documents`. With `answers_only`, includes the positions of
+        its answers.
 
         Args:
             record: an object with `messages` and optionally `tools`.
 
         Raises:
-            ValueError: if the record is not a conversation, has no answer, has the text of a special token in a
-                message, or is refused by the template.
+            ValueError: if the record is not a conversation, is too long or cannot be encoded, has the text of a special
+                token in a message, or is refused by the template; with `answers_only`, also if it has no answer.
         """
         messages, tools = conversation_of(record)
         self._check_reserved(messages, tools)
@@ -89,7 +90,7 @@ class Chat:
         return sum(len(text.encode()) for texts in parts for text in texts)
 
     def prompt(self, question: str) -> list[int]:
-        """Returns the tokens of a prompt, which the answer to the question continues.
+        """Returns the tokens of a question, up to where its answer begins.
 
         Raises:
             ValueError: if the question has the text of a special token, or the template refuses it.

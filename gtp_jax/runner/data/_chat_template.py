@@ -96,7 +96,7 @@ class ChatTemplate:
         self.around, self.ending, self._tail = self._found_around()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the prompt that an answer to the messages continues, dated today.
+        """Returns the messages as text, up to where the answer begins. Templates that write a date write today's.
 
         Raises:
             ValueError: if the template refuses the messages.

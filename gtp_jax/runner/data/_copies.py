@@ -18,10 +18,12 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 def copies(sources: Sequence[Source]) -> Iterator[tuple[Source, Source, int]]:
     """Counts the documents that one source holds out and another trains on, with the same tokens.
 
-    Reads all tokens once, to compare lengths and sums, and then only the documents for which both are equal.
+    Reads all tokens once, to compare the lengths and sums of documents, and then only the documents for which both are
+    equal.
 
     Yields:
-        The one source, the other, and the number of these documents, if it is not 0.
+        The source that holds documents out, the source that trains on them, and their number, for each pair of sources
+        that has any.
     """
     if len(sources) < 2:
         return

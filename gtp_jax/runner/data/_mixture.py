@@ -54,8 +54,8 @@ class Joined(_OfTexts):
 class Mixture(_OfTexts):
     """Rows of several texts, mixed by weight.
 
-    Among the first `R` rows, for any `R`, each text has its share to within as many rows as there are texts. Each text
-    has its own epochs, so a small text is repeated while a large one is read once.
+    Among the first `R` rows, for any `R`, the number of rows of each text differs from its share by at most the number
+    of texts. Each text has its own epochs, so a small text is repeated while a large one is read once.
 
     Attributes:
         parts: the rows of each text, all with the same arrays and length, each with its own order.

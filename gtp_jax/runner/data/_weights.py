@@ -24,7 +24,7 @@ def weighted(paths: Sequence[str]) -> list[tuple[str, float | None]]:
         )
     names = [path for path, weight in found if weight is not None]
     if twice := [path for path in names if names.count(path) > 1]:
-        raise ValueError(f"`data` {twice[0]} is given twice, with weights. Give it once, with their sum.")
+        raise ValueError(f"`data` {twice[0]} is given twice, with weights. Give it once, with the sum of its weights.")
     return found
 
 
