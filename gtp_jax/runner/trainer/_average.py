@@ -41,7 +41,7 @@ def averaged(
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         steps: Any = optax.safe_increment(state.steps)
-        # 1 - decay ** steps, whose terms would cancel in float32 for a decay near 1
+        # the denominator is 1 - decay ** steps, by expm1, because the subtraction cancels in float32 for a decay near 1
         share = (1 - decay) / -jnp.expm1(steps.astype(jnp.float32) * (math.log(decay) if decay else -math.inf))
 
         def one(new: jax.Array, average: jax.Array) -> jax.Array:

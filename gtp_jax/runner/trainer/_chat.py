@@ -11,8 +11,9 @@ from ._train_flags import ANSWERS, TrainConfig
 
 
 def chat_of(config: TrainConfig, tokenizer: Tokenizer, *, resume: bool) -> Chat:
-    """Returns what turns the conversations of a run into tokens, with the template of `--chat-template`, or otherwise
-    that of the run's model.
+    """Returns the `Chat` that turns the conversations of a run into tokens.
+
+    It uses the template of `--chat-template` or, if that is not given, the one of the run's model.
 
     Args:
         config: the configuration of the run.

@@ -37,8 +37,8 @@ class Divergence:
     nonfinite: Policy = knob(
         "raise",
         "divergence",
-        "what to do after a step whose loss or gradients are not finite, which never changes the state: end the "
-        "run, skip the batch, or go back to the last checkpoint and skip all batches since then",
+        "what to do after a step whose loss or gradients are not finite: end the run, skip the batch, or go back to "
+        "the last checkpoint and skip all batches since then; such a step never changes the state",
         kind=str,
         choices=POLICIES,
     )

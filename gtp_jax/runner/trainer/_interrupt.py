@@ -1,4 +1,7 @@
-"""Ends a run on a signal: at once before the loop; within it after a step, with a checkpoint if there is time."""
+"""Ends a run on a signal.
+
+Before the training loop, the run ends at once; in the loop, it ends after a step, with a checkpoint if there is time.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _TensorBoard:
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
-        # makes TensorBoard discard what was written from the next step on; for a new run, everything
+        # makes TensorBoard discard what earlier writers logged for later steps or, in a new run, for all steps
         self._writer = self._open(step + 1 if step else 0 if directory.exists() else None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
