@@ -24,10 +24,10 @@ work(int(sys.argv[1]))
 _GRACE_S = 0.5
 # A process still alive this long after SIGKILL is stuck in the driver.
 _REAP_S = 30.0
-# The first process to finish a run waits for the others.
+# How long processes that have reported the end of the run may take to exit: the first to finish waits for the others.
 _CLOSING_S = 120.0
 
-# Causes with which any new fleet would end as well.
+# Causes that would end any new fleet, too.
 _REFUSED = ("refused", "diverged")
 
 

@@ -26,7 +26,7 @@ def ask_to_rejoin(elastic: Path, device: int) -> None:
 
 
 def take_rejoins(elastic: Path) -> list[int]:
-    """Returns the devices that were requested to be used again, and removes the requests."""
+    """Returns the devices that users asked to use again, and removes the requests."""
     found = []
     for path in sorted(elastic.glob(f"{REJOIN}*")):
         path.unlink(missing_ok=True)
