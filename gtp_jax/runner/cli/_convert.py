@@ -20,7 +20,7 @@ examples:
   gtp-jax convert export --peft lora-run adapter    the adapters of `gtp-jax train --lora`
   gtp-jax convert merge lora-run merged             then: gtp-jax convert export merged exported
 
-One tensor is in memory at a time. A directory that is written appears at the end, complete.
+One tensor is in memory at a time. An output directory appears only once it is complete.
 """
 
 _IMPORT = """\
@@ -38,18 +38,18 @@ Writes the parameters of a checkpoint as a Hugging Face model: safetensors, thei
 files that the model was imported with.
 
 mxfp8 and nvfp4 quantize the linear layers of attention and MLP and leave embedding, norms and head in bfloat16, in the
-layout of NVIDIA ModelOpt. The tokenizer of a model that was not imported with one is for you to copy.
+layout of NVIDIA ModelOpt. If the model was not imported with a tokenizer, copy its tokenizer to OUT yourself.
 
---peft writes the adapters of a run of `gtp-jax train --lora` alone, in float32: adapter_model.safetensors and
+--peft writes only the adapters of a run of `gtp-jax train --lora`, in float32: adapter_model.safetensors and
 adapter_config.json, which PEFT loads onto the model that the run started from.
 """
 
 _MERGE = """\
-Makes a checkpoint at step 0 of a run of `gtp-jax train --lora`: float32 parameters, the adapters added to their
-kernels. It is a model as an import makes one, to generate, train and export.
+Makes a checkpoint at step 0 from a run of `gtp-jax train --lora`: float32 parameters, with the adapters added to their
+kernels. The checkpoint is like that of an import, to generate, train and export.
 
-Where the run froze its model as codes (--recipe), adapters are added to the values that the codes stand for, beside
-which they were trained.
+If the run froze its model as codes (--recipe), adapters are added to the dequantized values with which they were
+trained.
 """
 
 _GB = 10**9
@@ -67,23 +67,27 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     importer = verbs.add_parser(
         "import", help="from Hugging Face's files to a checkpoint", description=_IMPORT, **shared
     )
-    importer.add_argument("source", type=Path, metavar="HF_DIR", help="with config.json and safetensors")
+    importer.add_argument("source", type=Path, metavar="HF_DIR", help="the directory of the model")
     importer.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
     importer.set_defaults(run=_import)
     exporter = verbs.add_parser(
         "export", help="from a checkpoint to Hugging Face's files", description=_EXPORT, **shared
     )
-    exporter.add_argument("source", type=Path, metavar="CHECKPOINT_DIR", help="of a run, or its checkpoints")
+    exporter.add_argument(
+        "source", type=Path, metavar="CHECKPOINT_DIR", help="the directory of a run, or its checkpoints"
+    )
     exporter.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
-    exporter.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
-    exporter.add_argument("--dtype", choices=EXPORT_DTYPES, help="of weights (default: bfloat16)")
-    exporter.add_argument("--shard-gb", type=_size, metavar="X", help="most GB of a file (default: 5)")
-    exporter.add_argument("--peft", action="store_true", help="write the adapters of a run alone, for PEFT")
+    exporter.add_argument("--step", type=int, metavar="N", help="the step (default: the latest)")
+    exporter.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype or format of the weights (default: bfloat16)")
+    exporter.add_argument("--shard-gb", type=_size, metavar="X", help="maximum size of a file in GB (default: 5)")
+    exporter.add_argument("--peft", action="store_true", help="write only the adapters of the run, for PEFT")
     exporter.set_defaults(run=_export)
     merger = verbs.add_parser("merge", help="adapters into their model", description=_MERGE, **shared)
-    merger.add_argument("source", type=Path, metavar="RUN", help="of `gtp-jax train --lora`, or its checkpoints")
+    merger.add_argument(
+        "source", type=Path, metavar="RUN", help="the directory of a run of `gtp-jax train --lora`, or its checkpoints"
+    )
     merger.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
-    merger.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
+    merger.add_argument("--step", type=int, metavar="N", help="the step (default: the latest)")
     merger.set_defaults(run=_merge)
     return parser
 
@@ -118,7 +122,7 @@ def _export_peft(args: argparse.Namespace, source: Path) -> int:
     given = [flag for flag, value in (("--dtype", args.dtype), ("--shard-gb", args.shard_gb)) if value is not None]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: adapters are written in float32, in one file. Leave out what --peft has not."
+            f"{', '.join(given)}: adapters are written in float32, in one file. Remove these flags, or --peft."
         )
     done = export_peft(source, args.out, step=args.step)
     print(f"step {done.step} in {source}: adapters of {', '.join(done.targets)}, trained beside {done.values}")

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     choose_devices(args.tp or 1)
     if kept := keep_compiled():
         note(kept)
-    # checks arguments before reading anything large
+    # check arguments before reading anything large
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     sampling_of(**sampling)
     directory, checkpoints = opened(args.source)
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         chat = _chat(tokenizer, origin, where)
         ends += [id for id in chat.ends if id < config.vocab_size]
-        # shows only the answers, without what ends them
+        # show only the answers, without the text that ends them
         texts, shown, stops, hidden = args.chat, [""] * len(args.chat), [*args.stop, chat.template.ending], ends
         prompts = [chat.prompt(text) for text in texts]
     prompts = [_known(prompt, text, tokenizer, config) for prompt, text in zip(prompts, texts, strict=True)]
@@ -271,7 +271,7 @@ def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int
 
 
 def _mesh(tp: int | None, config: ModelConfig) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of a mesh of all devices, on which only tp shards weights; no mesh on one device.
+    """Returns a context manager that sets a mesh of all devices, on which only tp shards weights; none on one device.
 
     Raises:
         ValueError: if tp does not divide the devices or the model.
@@ -281,7 +281,7 @@ def _mesh(tp: int | None, config: ModelConfig) -> contextlib.AbstractContextMana
         tp = max(n for n in range(1, devices + 1) if devices % n == 0 and n <= heads)
     config.check_mesh(tp=tp, seq=tp)
     if devices % tp:
-        raise ValueError(f"`tp` is {tp}, which does not divide the {devices} devices. Choose a divisor of them.")
+        raise ValueError(f"`tp` is {tp}, which does not divide the {devices} devices. Choose one that does.")
     return contextlib.nullcontext() if devices == 1 else jax.set_mesh(make_mesh(tp=tp))
 
 

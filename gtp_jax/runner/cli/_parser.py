@@ -19,7 +19,7 @@ AddParser = Callable[..., argparse.ArgumentParser]
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 
 
-_USAGE_LINES = 12  # of a longer usage a terminal shows the end, and the message is lost below it
+_USAGE_LINES = 12  # a longer usage fills the terminal, and the message below it is easily missed
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage, of a long one the begin, and a message, and exits with status 2."""
+        """Prints the usage, shortened if it is long, and a message, and exits with status 2."""
         usage = self.format_usage()
         if usage.count("\n") > _USAGE_LINES:
             usage = f"usage: {self.prog} [-h] ...\n`{self.prog} --help` lists the options.\n"

@@ -50,7 +50,7 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", type=Path, default=Path("profile.html"), metavar="FILE", help="(default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the shares to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the time of each kind of work to FILE")
     parser.add_argument(
         "--timeout", type=positive, default=300, metavar="S", help="seconds allowed for the run (default: %(default)s)"
     )

@@ -14,9 +14,9 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @contextmanager
 def plain_warnings(command: str) -> Iterator[None]:
-    """Prints this package's warnings as one line, `gtp-jax COMMAND: warning: ...`; those of others as Python does.
+    """Prints this package's warnings as `gtp-jax COMMAND: warning: ...`; those of others as Python does.
 
-    Where in the package a warning arises says nothing about what to do.
+    Leaves out the place in the package that raised the warning, because it does not tell a user what to do.
     """
     before = warnings.formatwarning
 
