@@ -21,12 +21,12 @@ def check_torch_python(name: str) -> None:
 
 
 def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:
-    """Adds the flags of commands that run programs one after the other, each in its own process.
+    """Adds the flags of commands that run programs one after another, each in its own process.
 
     Args:
         topic: the parser.
-        timeout_s: seconds for one of them.
-        one: what one of them is called.
+        timeout_s: the default time limit of one program, in seconds.
+        one: the word for one program, for the help.
     """
     topic.add_argument(
         "--timeout",

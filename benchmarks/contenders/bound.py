@@ -1,6 +1,6 @@
-"""The bound of any schedule: a step's matmuls alone at the ceiling measured here, and its attention alone, on one GPU.
+"""A bound for any schedule: only the matmuls of a step, at the rate measured here, and its attention, on one GPU.
 
-`python bound.py --gtp 8 --sequences 8`: nothing is communicated; norms, activations, loss and optimizer cost nothing.
+`python bound.py --gtp 8 --sequences 8`: communication, norms, activations, loss and optimizer count as free.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jax import lax
 from workload import Workload, parser, report, workload
 
 PRECISION = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
-PER_PARAMETER = 6  # operations a parameter and token: forward 2, backward 4
+PER_PARAMETER = 6  # FLOPs per parameter and token: forward 2, backward 4
 
 
 def ceiling(side: int, dtype: Any) -> Callable[[], float]:
-    """Measures operations a second of a square matmul."""
+    """Returns a function that measures the FLOP/s of a square matmul."""
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16).astype(dtype) for i in range(2))
     product = jax.jit(lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
     return lambda: 2 * side**3 / _seconds(product, a, b)
 
 
 def attention(work: Workload) -> Callable[[], float]:
-    """Measures seconds of one layer's attention, forward and backward, of a device's share of a microbatch."""
+    """Returns a function that times one layer's attention, forward and backward, on a device's part of a microbatch."""
     rows = work.sequences // work.microbatches // (work.gtp * work.ep)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (rows, work.seq, heads // work.tp, work.head_dim), jnp.bfloat16)

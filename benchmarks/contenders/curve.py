@@ -1,6 +1,6 @@
 """Trains a Llama on text with one recipe: `python curve.py nvfp4-matmuls --log nvfp4.jsonl --steps 3000`.
 
-One JSON object a line in the log: the settings, each step's loss, and now and then the held-out one.
+The log has one JSON object per line: the settings, the loss of each step, and the held-out loss at intervals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gtp_jax.runner.data import Loader, Windows, load_corpus, read_text
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout, before any other package `benchmarks`
 from benchmarks import VARIANTS, CurveSettings  # noqa: E402
 
-_FETCH = 25  # steps whose losses are looked at together, so that the device never waits
+_FETCH = 25  # the number of steps whose losses are fetched together, so that the device does not wait
 _HELD_OUT_BATCHES = 16
 _EVALUATIONS = 6
 

@@ -1,4 +1,4 @@
-"""A contender's step compiled for GPUs that are not there: `--target h200`. What is reported was not run."""
+"""Compiles the step of a contender for absent GPUs: `--target h200`. Reports what was compiled, and runs nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_target(flags: argparse.ArgumentParser) -> None:
 
 
 def devices_of(chip: str | None, work: Workload) -> list[Any]:
-    """Returns the devices of a step: of this machine, or of as many GPUs that are not there."""
+    """Returns the devices of a step: those of this machine, or the same number of absent GPUs of type `chip`."""
     if chip is None:
         return jax.devices()[: work.devices]
     return list(hlo.topology_devices(hlo.parse_target(f"{chip}:{work.devices}")))
@@ -28,7 +28,8 @@ def devices_of(chip: str | None, work: Workload) -> list[Any]:
 def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
     """Compiles a step and reports its memory, its collectives and the times that `gtp_jax.hlo` models.
 
-    `compile_cpu_s` counts all threads and the assembler's processes: what else the machine does leaves it alone.
+    `compile_cpu_s` is the CPU time of all threads and of the assembler's processes. Other load on the machine does not
+    affect it.
     """
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))

@@ -1,4 +1,4 @@
-"""Whether each transport of experts.py gives the same bits twice, and those of the others."""
+"""Checks that each transport of experts.py gives the same bits when it runs twice, and as the other transports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = Path(__file__).with_name("experts.py")
 
 
 def run_checks(args: argparse.Namespace) -> dict[str, str]:
-    """Returns, of each transport, what its check found: of a process of its own, which may hang or crash."""
+    """Returns the finding for each transport. Runs the checks in another process, because they may hang or crash."""
     command = [sys.executable, str(EXPERTS), "--checks", f"--ranks={args.ranks}", *(["--cpu"] if args.cpu else [])]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -44,8 +44,11 @@ def run_checks(args: argparse.Namespace) -> dict[str, str]:
 
 
 def make_checks(args: argparse.Namespace) -> None:
-    """Compares bits of losses, gradients and new parameters, with routers as drawn, and with routers of zeros, by which
-    every token takes the first experts: one rank has all rows, several rounds of them, and the others none."""
+    """Compares the bits of metrics, optimizer states and new parameters, with random routers and with routers of zeros.
+
+    With routers of zeros, every token chooses the first experts, so one rank has all rows, in several rounds, and the
+    others have none.
+    """
     jax = start_jax(args)
     args.preset, args.num_layers, args.vocab_size = "qwen3-30b-a3b", 2, 1024
     args.hidden_size, args.intermediate_size, args.num_experts, args.top_k = 512, 256, 32, 8
@@ -57,7 +60,7 @@ def make_checks(args: argparse.Namespace) -> None:
     zeros = jax.tree_util.tree_map_with_path(lambda p, a: a * 0 if "router" in str(p) else a, drawn.params)
     assert any("router" in str(p) for p, _ in jax.tree_util.tree_leaves_with_path(drawn.params))
     states = {"as drawn": drawn, "one rank takes all": dataclasses.replace(drawn, params=zeros)}
-    # an independent value to compare with: experts gathered, at gtp, to rounding
+    # an independent loss to compare with, up to rounding: that of experts gathered over gtp
     reference = Row(GATHERED, 1, GATHERED, "bf16")
     known = compiled([reference], args)[GATHERED]
     states = {name: jax.device_get(state) for name, state in states.items()}  # a step consumes its state
@@ -87,7 +90,7 @@ def make_checks(args: argparse.Namespace) -> None:
 
 
 def _step_of(program: Program, state: Any) -> Any:
-    """Returns what a step makes of a state on the host."""
+    """Returns the result of a step from a state that is on the host."""
     import jax
 
     with jax.set_mesh(program.mesh):

@@ -1,4 +1,4 @@
-"""Steps of a mixture, compiled for experts.py and expert_checks.py: experts gathered, or tokens exchanged."""
+"""Compiles steps of a mixture of experts, for experts.py and expert_checks.py: gathered experts or exchanged tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATHERED = "gathered"
 
 @dataclasses.dataclass
 class Row:
-    """What one contender made of the step."""
+    """The results of one contender."""
 
     name: str
     ep: int
@@ -98,7 +98,7 @@ class Program:
             self.lowered = step.lower(self.like, {"tokens": like, "targets": like})  # pyright: ignore
 
     def compile(self, target: str | None) -> None:
-        """Compiles the step; safe in a thread."""
+        """Compiles the step. May be called in any thread."""
         from gtp_jax import hlo
 
         begin = time.perf_counter()
@@ -109,7 +109,7 @@ class Program:
         self.planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
 
     def new_state(self) -> Any:
-        """Returns a state of new parameters."""
+        """Returns an initial state."""
         import jax
         from flax import nnx
 
@@ -119,7 +119,7 @@ class Program:
             return gtp.TrainState.create(gtp.init(self.make, nnx.Rngs(0)), self.optimizer)
 
     def batch(self) -> Any:
-        """Returns tokens at random."""
+        """Returns a batch of random tokens."""
         import jax
         import jax.numpy as jnp
 
@@ -128,12 +128,12 @@ class Program:
         return jax.device_put(batch, self.placed)
 
     def fitted(self, state: Any) -> Any:
-        """Returns a state of another contender of the same mesh as this program takes it."""
+        """Returns the state of another contender with the same mesh, in the form that this program takes."""
         return dataclasses.replace(state, model_def=self.like.model_def)
 
 
 def compiled(rows: list[Row], args: argparse.Namespace) -> dict[str, Program]:
-    """Traces one contender after another, and compiles them in threads meanwhile."""
+    """Returns the programs by name. Traces one contender after another, while threads compile those already traced."""
     programs: dict[str, Program] = {}
     with concurrent.futures.ThreadPoolExecutor(args.compilers) as pool:
         started: dict[str, Any] = {}

@@ -1,10 +1,11 @@
-"""A step of a mixture with its experts gathered, beside the same step with tokens exchanged, in one process.
+"""Compares gathering experts with exchanging tokens, for the same step of a mixture of experts, in one process.
 
     python experts.py --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --ranks 2 --tokens 16384 --seq 4096
 
-Contenders are compiled first, side by side, and then take turns: each round runs every one, every second round in
-reverse order. Contenders of one mesh share a state. Ahead of that, a process of its own checks on a small mixture that
-each transport gives the same bits twice, and those of the others; a transport that fails is not timed.
+First, another process checks on a small mixture that each transport gives the same bits when it runs twice, and the
+same bits as the other transports; a transport that fails is not timed. Then all contenders are compiled in parallel,
+and take turns: each round runs all of them, every second round in reverse order. Contenders with the same mesh share
+a state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
         for row in rows:
             word = results["checks"].get(row.transport, "")
             if row.transport != GATHERED and not word.startswith("same bits"):
-                row.failure = f"not timed, as its check failed: {word}"
+                row.failure = f"not timed, because its check failed: {word}"
 
     def finish(code: int, why: str = "") -> None:
         results["rows"] = [dataclasses.asdict(row) for row in rows]
@@ -48,7 +49,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(code)
 
-    # a collective that hangs is ended, and what was measured until then is kept
+    # ends a collective that hangs, and keeps what was measured before
     watch = threading.Timer(
         max(1.0, args.limit - (time.monotonic() - START)), lambda: finish(3, f"ended after {args.limit:.0f} s")
     )
@@ -56,13 +57,13 @@ def main() -> None:
     watch.start()
     try:
         _measure(rows, args, results)
-    except BaseException as error:  # whatever happened, print what there is
+    except BaseException as error:  # print what was measured, whatever happened
         finish(1, said(error))
     finish(0)
 
 
 def _row(word: str, recipe: str, ranks: int) -> Row:
-    """Returns a contender of a word such as `gathered`, `gather` or `gather:2`: a transport and its chunks."""
+    """Returns the row of a contender such as `gathered`, `gather` or `gather:2`: a transport and a number of chunks."""
     how, _, chunks = word.partition(":")
     return Row(f"{word} {recipe}", 1 if how == GATHERED else ranks, how, recipe, int(chunks or 1))
 
@@ -96,7 +97,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--checks-limit", type=float, default=100)
     flags.add_argument("--no-checks", action="store_true")
     flags.add_argument("--checks", action="store_true", help="run only the checks")
-    flags.add_argument("--cpu", action="store_true", help="virtual devices")
+    flags.add_argument("--cpu", action="store_true", help="run on virtual CPU devices")
     flags.add_argument("--target", help="compile for this chip, such as h200, and run nothing")
     flags.add_argument("--out", type=Path, default=Path("experts"), help="folder for experts.json")
     return flags
@@ -168,7 +169,7 @@ def _turn(program: Program, row: Row, state: Any, batch: Any, args: argparse.Nam
 
 
 class _Clocks:
-    """Asks nvidia-smi for clocks and power, ten times a second."""
+    """Records the SM clock and the power that nvidia-smi reports, ten times per second."""
 
     def __init__(self, off: bool) -> None:
         self.process = None
@@ -195,7 +196,7 @@ class _Clocks:
 def _print_table(rows: list[Row], args: argparse.Namespace, results: dict[str, Any]) -> None:
     print(
         f"{args.ranks} x {results.get('device')}, jax {results.get('jax')}: {args.preset}, "
-        f"{args.num_layers} layers, {args.tokens} tokens a device, sequences of {args.seq}, "
+        f"{args.num_layers} layers, {args.tokens} tokens per device, sequences of {args.seq}, "
         f"{results.get('active_matmul_params', 0) / 1e9:.3f} B active of {results.get('params', 0) / 1e9:.3f} B "
         f"parameters, remat {args.remat}, grads {args.grad_reduce}"
     )

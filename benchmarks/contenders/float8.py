@@ -1,8 +1,9 @@
-"""FP8 matmuls of the FSDP2 contender, by torchao. Needs nothing beside Python until `convert` is called.
+"""FP8 matmuls of the FSDP2 contender, by torchao. Needs only Python until `convert` is called.
 
-Every linear layer but the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in E5M2
-(`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` leaves embedding and head in high precision too.
-Experts multiply in torchao's grouped FP8, which has a scale a row with either; their router does not.
+Every linear layer except the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in
+E5M2 (`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` also leaves embedding and head in high
+precision. Experts use torchao's grouped FP8 matmul, which has one scale per row with either; their router is not in
+FP8.
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# `tensorwise`: one scale a tensor, FSDP2 gathers FP8 codes. `rowwise`: a scale a row, FSDP2 gathers bfloat16.
+# `tensorwise`: one scale per tensor; FSDP2 gathers FP8 codes. `rowwise`: one scale per row; FSDP2 gathers bfloat16.
 SCALINGS = ("tensorwise", "rowwise")
 
 
@@ -23,11 +24,11 @@ _GROUPED, _TO_GROUPED = "torchao.prototype.moe_training", "_to_fp8_rowwise_then_
 
 
 def check(scaling: str | None, *, tp: int, experts: bool = False, cuda: bool = True) -> None:
-    """Ends the program with a reason where `--float8` cannot run; does nothing without the flag.
+    """Ends the program with a reason if `--float8` cannot run here; does nothing without the flag.
 
     Args:
         scaling: one of `SCALINGS`, or `None`.
-        tp: tensor-parallel degree.
+        tp: the tensor-parallel degree.
         experts: whether the model has experts.
         cuda: whether there are NVIDIA GPUs.
     """
@@ -51,7 +52,7 @@ def _has_grouped_matmul() -> bool:
 
 
 def grouped_matmul() -> Callable[..., Any]:
-    """Returns what takes the place of `torch._grouped_mm`; groups' rows must be multiples of 16."""
+    """Returns the FP8 replacement of `torch._grouped_mm`; each group must have a multiple of 16 rows."""
     multiply = getattr(importlib.import_module(_GROUPED), _TO_GROUPED)
 
     def rowwise(x: Any, kernels: Any, *, offs: Any) -> Any:
@@ -61,15 +62,15 @@ def grouped_matmul() -> Callable[..., Any]:
 
 
 def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
-    """Replaces a model's linear layers by torchao's `Float8Linear`, before `fully_shard`.
+    """Replaces the linear layers of a model by torchao's `Float8Linear`. Call this before `fully_shard`.
 
     Args:
-        model: on the meta device.
+        model: the model, on the meta device.
         scaling: one of `SCALINGS`.
-        emulate: multiply in float32 what the FP8 codes stand for, on hardware without FP8 matmuls.
+        emulate: whether to multiply the dequantized values in float32, for hardware without FP8 matmuls.
 
     Returns:
-        What to call once the weights have their values, and after every update of them: with FP8 all-gather it computes
+        A function to call once the weights are initialized, and after every update. With FP8 all-gather, it computes
         the scales of all weights in one all-reduce.
     """
     from torch import nn
@@ -80,7 +81,7 @@ def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
     )
 
     tensorwise = scaling == "tensorwise"
-    recompute = "force_recompute_fp8_weight_in_bwd"  # newer versions of torchao leave that to the compiler
+    recompute = "force_recompute_fp8_weight_in_bwd"  # newer versions of torchao leave this to the compiler
     known = {recompute: True} if recompute in {f.name for f in dataclasses.fields(Float8LinearConfig)} else {}
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(scaling),

@@ -1,8 +1,8 @@
-"""The same Llama in PyTorch FSDP2, every block compiled; with --tp above 1 tensor and sequence parallel too.
+"""The same Llama in PyTorch FSDP2, with every block compiled; with --tp above 1, also tensor and sequence parallel.
 
-`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, `--keep-gathered` for `reshard_after_forward=False`, and
-`--float8 tensorwise` or `--float8 rowwise` for FP8 matmuls (torchao). With `--num-experts` blocks have experts
-(torch_experts.py), which `--ep` divides among ranks.
+Run it with `torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`. `--keep-gathered` sets
+`reshard_after_forward=False`; `--float8 tensorwise` and `--float8 rowwise` use torchao's FP8 matmuls. With
+`--num-experts`, blocks have experts (torch_experts.py), which `--ep` divides among ranks.
 """
 
 # pyright: reportMissingImports=false
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.work
         fused = self.qkv(x)
-        # over tp each rank's part of the fused kernel is taken for its own heads: the same model, its columns permuted
+        # over tp, each rank's part of the fused kernel is used for its own heads: the same model with permuted columns
         heads, kv_heads = work.num_heads // work.tp * work.head_dim, work.num_kv_heads // work.tp * work.head_dim
         q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in fused.split([heads, kv_heads, kv_heads], dim=-1))
         if work.qk_norm:
@@ -157,7 +157,7 @@ def over_tp(model: Llama, mesh) -> None:
 
 
 def compile_blocks(model: Llama, work: Workload) -> None:
-    """Compiles every block whole, or around the exchanges of tokens."""
+    """Compiles every block as a whole or, if tokens are exchanged, the parts around the exchanges."""
     for block in model.blocks:
         if not work.divides_experts:
             block.compile()
@@ -167,13 +167,13 @@ def compile_blocks(model: Llama, work: Workload) -> None:
 
 
 def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy, *, keep_gathered: bool) -> None:
-    """Shards a model's weights over gtp and ep, those of experts that ep divides over gtp alone.
+    """Shards the weights of a model over gtp and ep; those of experts that ep divides are sharded only over gtp.
 
     Args:
-        model: on any device.
-        work: its sizes.
-        mesh: with the axes `gtp`, `ep` and `tp`.
-        policy: of compute and of gradients.
+        model: the model, on any device.
+        work: the sizes of the model.
+        mesh: the mesh, with the axes `gtp`, `ep` and `tp`.
+        policy: the dtypes of compute and of gradients.
         keep_gathered: whether blocks and the embedding keep gathered weights for backward.
     """
     data = mesh["gtp"] if work.ep == 1 else mesh["gtp", "ep"]._flatten("data")
@@ -185,14 +185,16 @@ def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy,
             experts: Any = fully_shard(
                 block.moe.experts, mesh=mesh["gtp"], mp_policy=policy, reshard_after_forward=not keep_gathered
             )
-            # the tokens of all ep ranks have come to these experts: their gradient is a sum over ep already
+            # these experts received the tokens of all ep ranks, so their gradients are already sums over ep
             experts.set_gradient_divide_factor(float(work.gtp * work.ep))
             if mesh.device_type == "cpu" and work.gtp > 1:
-                experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+                experts.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
         fully_shard(block, **options, reshard_after_forward=not keep_gathered)
-    fully_shard([model.norm, model.head], **options, reshard_after_forward=False)  # its backward follows at once
+    fully_shard(
+        [model.norm, model.head], **options, reshard_after_forward=False
+    )  # because their backward follows immediately
     fully_shard(model, **options)
-    if work.divides_experts:  # the host waits for split sizes, and would ask for the next block's weights too late
+    if work.divides_experts:  # because the host waits for split sizes, it would prefetch the next block too late
         units = [[block, block.moe.experts] for block in blocks]
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch([block.moe.experts, *(units[i + 1] if i + 1 < len(units) else [])])
@@ -200,7 +202,7 @@ def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy,
 
 
 def groups_of(model: Llama) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups of parameters: those of one mesh are updated together."""
+    """Returns the parameter groups of the optimizer: parameters with the same mesh are updated together."""
     experts = [p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()]
     ids = set(map(id, experts))
     dense = [p for p in model.parameters() if id(p) not in ids]
@@ -210,7 +212,9 @@ def groups_of(model: Llama) -> list[dict[str, Any]]:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
-    flags.add_argument("--async-tp", action="store_true", help="over tp, send activations in parts under matmuls")
+    flags.add_argument(
+        "--async-tp", action="store_true", help="over tp, send activations in parts that overlap with matmuls"
+    )
     flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls of torchao with this scaling")
     flags.add_argument("--eager", action="store_true", help="do not compile")
     args = flags.parse_args()
@@ -245,10 +249,10 @@ def main() -> None:
     shard(model, work, mesh, policy, keep_gathered=args.keep_gathered)
     model.to_empty(device=device)
     model.reset()
-    update_scales()  # ahead of the first step too, so that all steps run one compiled program
+    update_scales()  # also before the first step, so that all steps run the same compiled program
     optimizer = torch.optim.AdamW(groups_of(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
     rows = work.sequences // work.microbatches // (work.gtp * work.ep)
-    # ranks of gtp and ep have sequences of their own, those of a tp group share them
+    # each rank of gtp and ep has its own sequences; the ranks of a tp group share theirs
     source = torch.Generator().manual_seed(1 + dist.get_rank() // work.tp)
     tokens = torch.randint(0, work.vocab_size, (work.microbatches, rows, work.seq), generator=source).to(device)
     targets = tokens.roll(-1, -1)

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in rounding weights, in place of a recipe's; gradients flow straight through to the master."""
+"""Deliberate mistakes in rounding weights, instead of a recipe. Gradients pass to the master weights unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _SHARDS = 4
 
 
 def local_amax(kernel: jax.Array) -> jax.Array:
-    """Returns NVFP4 of shards scaled each by its own amax, read as if all had the first one's: no reduction over the
-    shards."""
+    """Returns weights rounded to NVFP4 without reducing the amax over shards.
+
+    Each shard is quantized with its own amax, but dequantized with that of the first.
+    """
     transposed = jnp.swapaxes(kernel, -1, -2)  # blocks run along the input features
     parts = [gtp.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(transposed, _SHARDS, axis=-2)]
     read = [gtp.dequantize(dataclasses.replace(part, amax=parts[0].amax), jnp.float32) for part in parts]
@@ -26,7 +28,7 @@ def local_amax(kernel: jax.Array) -> jax.Array:
 
 
 def rounded_down(kernel: jax.Array) -> jax.Array:
-    """Returns MXFP8 with the scale that the OCP specification suggests, which lets the largest elements saturate."""
+    """Returns weights rounded to MXFP8 with the scale that OCP suggests, with which the largest elements saturate."""
     rows, columns = MXFP8.run
     assert rows == 1
     *lead, features, out = kernel.shape
@@ -41,7 +43,7 @@ MISTAKES = {"local amax": local_amax, "scales rounded down": rounded_down}
 
 
 def make(model: Any, mistake: str) -> None:
-    """Puts the wrong weights into the blocks of a Llama; gradients pass straight through."""
+    """Replaces the weights in the blocks of a Llama by wrong ones; gradients pass through unchanged."""
     for path, variable in nnx.to_flat_state(nnx.state(model.blocks, nnx.Param)):
         value = variable.get_value()
         if "kernel" in path and value.ndim > 3:

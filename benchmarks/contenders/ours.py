@@ -1,4 +1,4 @@
-"""A step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --keep-gathered all`."""
+"""The training step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --keep-gathered all`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.runner.flags import Execution, ExpertOptions, Quantization, add_flags, given
 
-# Options of experts that are part of the workload, of a model without experts too.
+# Options of experts that are part of the workload, even if the model has no experts.
 _OF_WORKLOAD = ("top_k", "aux_loss_coeff", "shared_hidden")
-# What the other contenders call the ways to sum weight gradients.
+# What results call the ways to sum weight gradients, by the value of --grad-reduce.
 _REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16": "bfloat16"}
 
 
@@ -31,9 +31,17 @@ def main() -> None:
     add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.set_defaults(grad_reduce=next(name for name, dtype in _REDUCE_DTYPES.items() if dtype == REDUCE_DTYPE))
     flags.add_argument(
-        "--command-buffers", choices=COMMAND_BUFFERS, default="default", help="what XLA records into them"
+        "--command-buffers",
+        choices=COMMAND_BUFFERS,
+        default="default",
+        help="what XLA records into command buffers (CUDA graphs)",
     )
-    flags.add_argument("--xla-options", choices=XLA_OPTIONS, default="gtp_jax", help="those of gtp_jax, or XLA's")
+    flags.add_argument(
+        "--xla-options",
+        choices=XLA_OPTIONS,
+        default="gtp_jax",
+        help="XLA options of the step: those that gtp_jax sets, or XLA's defaults",
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()

@@ -1,8 +1,8 @@
-"""A mixture of experts for the partitioner's contender: gtp_jax's grouped matmul in a `shard_map` over the batch.
+"""A mixture of experts for the partitioner contender: gtp_jax's grouped matmul in a `shard_map` over the batch.
 
-`jax.lax.ragged_dot` compiles densely, and the partitioner cannot divide a kernel that is not its own. So this one part
-is written by hand: each rank gathers the layer's experts just in time, multiplies its own tokens, and its gradients are
-scattered. At ep above 1 experts are gathered over all ranks, as they are without.
+XLA compiles `jax.lax.ragged_dot` to dense matmuls, and the partitioner cannot divide a custom kernel. Therefore this
+part is written by hand: each rank gathers the experts of a layer just in time and multiplies its own tokens, and
+gradients are scattered. Even with ep above 1, experts are gathered over all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from gtp_jax.ops import (
     with_aux_loss,
 )
 
-# How weights are sharded; a router is whole, as norms are.
+# How weights are sharded. Routers, like norms, are not.
 SHARDED = {"up": P("gtp", None, None), "down": P("gtp", None, None)}
 
-# Names of values that are kept for backward, as outputs of matmuls are: outputs of grouped matmuls, and choices.
+# Names of values that are kept for backward, in addition to outputs of matmuls: those of grouped matmuls, and choices.
 KEPT = (SAVED, ROUTING)
 
 
 def shapes(work: Workload) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a layer's parameters: gate and up side by side, the contracted dimension last."""
+    """Returns the shapes of a layer's parameters. Gate and up are side by side; the contracted dimension is last."""
     own = {
         "router": (work.hidden_size, work.num_experts),
         "up": (work.num_experts, 2 * work.intermediate_size, work.hidden_size),
@@ -50,13 +50,13 @@ def shapes(work: Workload) -> dict[str, tuple[int, ...]]:
 
 
 def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str) -> jax.Array:
-    """Returns the weighted sums of each token's experts, `(sequence, token, features)` as `h` is.
+    """Returns the weighted sum of each token's experts, `(sequence, token, features)` like `h`.
 
     Args:
         work: the sizes.
-        h: normalised activations, sequences sharded over gtp.
-        weights: of one layer, sharded.
-        gathered: the name that gathered weights get.
+        h: normalized activations, with sequences sharded over gtp.
+        weights: the sharded weights of one layer.
+        gathered: the checkpoint name of gathered weights.
     """
     tokens = h.shape[0] * h.shape[1]
 
@@ -79,7 +79,7 @@ def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str
 
 
 def _route(work: Workload, h: jax.Array, router: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns probabilities, choices and their shares, whose gradient has the balance term's: a mean over `tokens`."""
+    """Returns probabilities, choices and routing weights. Backward adds the balance term, a mean over `tokens`."""
     wide = jnp.promote_types(h.dtype, jnp.float32)
     logits = jnp.matmul(h.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
     probs = jax.nn.softmax(logits, axis=-1)

@@ -1,7 +1,7 @@
-"""The same Llama in plain JAX, its weights sharded and gathered by XLA's partitioner as annotations say (FSDP, and tp).
+"""The same Llama in plain JAX: XLA's partitioner shards and gathers its weights, as annotations say (FSDP and tp).
 
-`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--keep-gathered` for weights gathered once. With
-`--num-experts` blocks have experts (partitioned_experts.py); ep is then no more than further ranks of gtp.
+Run it with `python partitioner.py --gtp 8 --sequences 8 --combine`; `--keep-gathered` gathers weights only once. With
+`--num-experts`, blocks have experts (partitioned_experts.py), and the ranks of ep act as further ranks of gtp.
 
 `--grad-norm` makes the step do the same work as gtp_jax's: it also computes the norm of all gradients, and leaves the
 state as it is if the loss or the norm is not finite. `--gtp-options` compiles with the XLA options that gtp_jax sets.
@@ -32,8 +32,8 @@ Tree = Any
 Guard = Literal["where", "cond"]
 WEIGHT = "gathered weight"
 
-# How weights are sharded, and how they are once gathered. Query, key and value lie together by key-value head, gate and
-# up side by side, so that sharding over tp takes whole heads and both halves.
+# The sharding of weights, before and after the gather. Query, key and value are grouped by key-value head, and gate and
+# up are side by side, so that sharding over tp keeps heads whole, and divides gate and up in the same way.
 LAYER = {
     "qkv": (P("gtp", "tp", None), P(None, "tp", None)),
     "out": (P("tp", "gtp"), P("tp", None)),
@@ -50,7 +50,7 @@ BATCH = P(None, "gtp", None)  # microbatch, sequence, token
 
 
 def shapes(work: Workload) -> Tree:
-    """Returns the shapes of the parameters, layers stacked."""
+    """Returns the shapes of the parameters, with layers stacked."""
     layer = {
         "qkv": (work.hidden_size, work.num_kv_heads, (work.num_heads // work.num_kv_heads + 2) * work.head_dim),
         "out": (work.num_heads * work.head_dim, work.hidden_size),
@@ -74,14 +74,14 @@ def shapes(work: Workload) -> Tree:
 
 
 def gathers(work: Workload) -> dict[str, tuple[P, P]]:
-    """Returns how the weights of a layer are sharded that the partitioner gathers, and how once gathered."""
+    """Returns the shardings of the layer weights that the partitioner gathers, before and after the gather."""
     if not work.has_experts:
         return LAYER
     return {name: how for name, how in (LAYER | SHARED).items() if name in shapes(work)["layers"] and name not in MLP}
 
 
 def specs(work: Workload) -> Tree:
-    """Returns the partitions of the weights."""
+    """Returns the partition specs of the weights."""
     sharded = {name: sharded for name, (sharded, _) in gathers(work).items()}
     if work.has_experts:
         sharded |= experts.SHARDED
@@ -102,7 +102,7 @@ def init(work: Workload, key: jax.Array) -> Tree:
         name = path[-1].key
         if "norm" in name:
             return jnp.ones(like.shape, like.dtype)
-        of_experts = work.has_experts and name in MLP  # their contracted dimension is the last
+        of_experts = work.has_experts and name in MLP  # the contracted dimension is the last one
         fan_in = like.shape[-1 if of_experts else 1] if path[0].key == "layers" else work.hidden_size
         own = jax.random.fold_in(key, sum(name.encode()))
         return jax.random.normal(own, like.shape, like.dtype) * fan_in**-0.5
@@ -125,26 +125,26 @@ def loss(
 
     Args:
         work: the sizes.
-        params: as `init` makes them.
-        tokens: input.
-        targets: what comes next.
-        unroll: layers in one loop body; 0: no loop.
-        keep_gathered: whether backward uses the gathered weights of forward, or gathers again.
-        dtype: of compute.
-        attention: whose.
+        params: the parameters, as returned by `init`.
+        tokens: the input tokens.
+        targets: the next token of each input token.
+        unroll: the number of layers per loop body; 0 for no loop.
+        keep_gathered: whether backward uses the gathered weights of forward instead of gathering them again.
+        dtype: the compute dtype.
+        attention: the implementation of attention.
     """
 
     def saves(primitive: Any, *_: Any, **known: Any) -> bool:
         if primitive.name == "name":
             return known["name"] in experts.KEPT or (keep_gathered and known["name"] == WEIGHT)
         if primitive.name == "dot_general":
-            return not any(known["dimension_numbers"][1])  # with batch dimensions it is attention written out
+            return not any(known["dimension_numbers"][1])  # a product with batch dimensions is part of attention
         return "dot_product_attention_fwd" in primitive.name
 
     def layer(x: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
         return _constrained(_layer(work, attention, x, weights), BETWEEN), None
 
-    # without a loop only a barrier keeps XLA from taking the forward gathers for the backward ones
+    # without a loop, only a barrier keeps XLA from reusing the gathers of forward in backward
     layer = jax.checkpoint(layer, policy=saves, prevent_cse=not unroll)
     table: Any = _gathered(EMBED, params["embed"].astype(dtype))
     x = _constrained(table[tokens], BETWEEN)
@@ -158,7 +158,7 @@ def loss(
     head: Any = _gathered(HEAD, params["head"].astype(dtype))
     logits = _norm(x, params["norm"], work.epsilon) @ head
     logits = _constrained(logits, INSIDE).astype(jnp.promote_types(dtype, jnp.float32))
-    # not an index, for the vocabulary may be sharded
+    # compares instead of indexing, because the vocabulary may be sharded
     is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
 
@@ -174,7 +174,7 @@ def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, wei
     if work.qk_norm:
         q, k = _norm(q, weights["norm_q"], work.epsilon), _norm(k, weights["norm_k"], work.epsilon)
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
-    q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no sharded sequence
+    q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention needs whole sequences
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
     h = _norm(x, weights["norm2"], work.epsilon)
@@ -191,10 +191,10 @@ def _mlp(h: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(sharded: tuple[P, P], w: jax.Array) -> jax.Array:
-    """Returns a weight gathered, whose gradient is scattered, not summed everywhere.
+    """Returns the gathered weight. Its gradient is reduce-scattered, instead of all-reduced.
 
-    Its sharding before the gather is stated too: propagation would else gather it ahead of the barrier of
-    rematerialisation, where the gather of forward and that of backward are one.
+    States the sharding before the gather, too. Otherwise propagation would move the gather before the barrier of
+    rematerialization, where the gathers of forward and backward are merged.
     """
     return _constrained(_constrained(w, sharded[0]), sharded[1])
 
@@ -231,12 +231,12 @@ def make_step(
     dtype: Any = jnp.bfloat16,
     xla: dict[str, Any] | None = None,
 ) -> tuple[Callable[..., Any], Callable[[jax.Array], Tree], Tree]:
-    """Returns the jitted step `(state, tokens, targets) -> (state, loss)`, what makes its state from a key, and its
-    shardings.
+    """Returns the jitted step `(state, tokens, targets) -> (state, loss)`, a function that makes the state from a key,
+    and the shardings of the state.
 
-    The state is `(params, optimizer state)`, donated; tokens are `(microbatch, sequence, token)`.
+    The state is `(params, optimizer state)`, and is donated. Tokens are `(microbatch, sequence, token)`.
 
-    With `grad_norm` the step also computes the norm of all gradients, and returns the state unchanged if the loss or
+    With `grad_norm`, the step also computes the norm of all gradients, and returns the state unchanged if the loss or
     the norm is not finite: `"where"` selects between the old and the new value of each parameter, `"cond"` branches
     around the optimizer.
     """
@@ -289,10 +289,10 @@ def options(work: Workload, *, platform: str, combine: bool, of_gtp: bool) -> di
 
     Args:
         work: the sizes.
-        platform: what is compiled for.
-        combine: whether the collectives of a layer are joined.
-        of_gtp: whether to take the options that gtp_jax sets, except that collectives are joined as `combine` says:
-            gtp_jax orders the collectives of layers itself and has XLA join all that may be.
+        platform: the platform of the compiled step.
+        combine: whether to combine the collectives of a layer.
+        of_gtp: whether to use the options that gtp_jax sets, except those for combining collectives, which depend on
+            `combine`: gtp_jax orders the collectives of layers itself and lets XLA combine as many as possible.
     """
     ours = compile_options(platform, tp=work.tp) if of_gtp else {}
     return {
@@ -302,14 +302,14 @@ def options(work: Workload, *, platform: str, combine: bool, of_gtp: bool) -> di
 
 
 def combined(work: Workload) -> dict[str, Any]:
-    """Returns XLA options that join collectives until they are as large as a layer."""
+    """Returns XLA options that combine collectives up to the size of a layer."""
     numbers = sum(math.prod(shape) for shape in shapes(work)["layers"].values()) // work.num_layers // work.tp
     names = ("all_gather", "reduce_scatter")
     return {f"xla_gpu_{name}_combine_threshold_bytes": numbers * jnp.dtype(jnp.bfloat16).itemsize for name in names}
 
 
 def parsed(option: str) -> tuple[str, Any]:
-    """Returns `name=value` of an XLA option."""
+    """Returns the name and the value of an XLA option `name=value`."""
     name, _, value = option.partition("=")
     return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.lstrip("-").isdigit() else value)
 
@@ -365,7 +365,7 @@ def main() -> None:
             loss_of=lambda mean: mean,
             trace=args.trace,
             parameters=sum(p.size for p in jax.tree.leaves(state[0])),
-            reduce_dtype=REDUCE_DTYPE,  # that of compute: the gradient is scattered before it is cast
+            reduce_dtype=REDUCE_DTYPE,  # the compute dtype, because the gradient is scattered before it is cast
         )
 
 

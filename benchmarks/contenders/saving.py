@@ -1,7 +1,7 @@
-"""The job that every contender of `gtp-jax bench checkpoint` takes, and how it reports. Needs only Python.
+"""The job of each contender of `gtp-jax bench checkpoint`, and how contenders report. Needs only Python.
 
-Each is a script of its own that takes a `Job` as JSON, so that anyone can run it by itself. It reports each thing done
-at once, so that a contender killed for taking too long has reported what it did.
+Each contender is a script that takes a `Job` as JSON, so that anyone can run it by itself. It reports each result
+immediately, so that the results of a contender that is killed for taking too long are not lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Job:
     """States to save and restore.
 
     Attributes:
-        variant: of the contender.
-        directory: for the files; empty, and removed by the caller.
-        rounds: after a first one.
-        model: of which parameters and AdamW's moments are saved, fields of `LlamaConfig`.
-        shapes: of these float32 arrays.
+        variant: the variant of the contender.
+        directory: an empty directory for the files; the caller removes it.
+        rounds: the number of rounds after the first one.
+        model: the fields of the `LlamaConfig` whose parameters and AdamW moments are saved.
+        shapes: the shapes of these float32 arrays.
         platform: `gpu` or `cpu`.
     """
 
@@ -37,21 +37,21 @@ class Job:
 
 
 def job() -> Job:
-    """Returns the job that was given."""
+    """Returns the job on the command line."""
     return Job(**json.loads(sys.argv[1]))
 
 
 def tell(**facts: Any) -> None:
-    """Reports seconds by what was done, and facts."""
+    """Reports durations in seconds, by name, and other facts."""
     print(MARK + json.dumps(facts), flush=True)
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Measures the seconds since it was created."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
 
     def seconds(self) -> float:
-        """Returns the seconds until now."""
+        """Returns the seconds so far."""
         return time.perf_counter() - self._begin

@@ -1,5 +1,7 @@
-"""gtp_jax's checkpoints, or plain orbax: `python saving_jax.py JOB`. Weights are sharded over gtp, then moved to tp
-2."""
+"""Saves with gtp_jax's checkpoints, or with plain orbax: `python saving_jax.py JOB`.
+
+Weights are sharded over gtp. They are also restored on another mesh, with tp 2.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Ours:
 
 
 class Orbax:
-    """Plain orbax as a training run uses it, in the background, with its defaults. It neither makes nor checks sums."""
+    """Plain orbax with its defaults, saving in the background as a training run does. It has no checksums."""
 
     def __init__(self, directory: Path) -> None:
         self._manager = ocp.CheckpointManager(directory)
@@ -60,13 +62,13 @@ def _plain(state: TrainState) -> dict[str, Any]:
 
 
 def shapes(model: LlamaConfig, **degrees: int) -> TrainState:
-    """Returns a training state of shapes and shardings."""
+    """Returns the shapes and shardings of a training state."""
     with jax.set_mesh(make_mesh(**degrees)):
         return TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
 
 
 def filled(like: TrainState) -> TrainState:
-    """Returns random numbers, for zeros would be compressed to nothing."""
+    """Returns a state of random numbers, because zeros would compress to almost nothing."""
 
     @functools.cache
     def maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
@@ -82,7 +84,7 @@ def filled(like: TrainState) -> TrainState:
 
 
 def main() -> None:
-    """Saves, restores and moves in rounds."""
+    """Saves, restores, and restores on another mesh, in rounds."""
     given = job()
     count = jax.device_count()
     model = LlamaConfig(**given.model)

@@ -1,7 +1,7 @@
-"""PyTorch's distributed checkpoint, a process a device: `torchrun --nproc-per-node N saving_torch.py JOB`.
+"""Saves with PyTorch's distributed checkpoint: `torchrun --nproc-per-node N saving_torch.py JOB`, N devices.
 
-Stacks of layers are saved a layer an array, as a PyTorch model has them. Weights are sharded over fsdp, then moved to a
-mesh with tp 2 that shards another dimension.
+Stacked layers are saved as one array per layer, as in a PyTorch model. Weights are sharded over fsdp. They are also
+restored on another mesh, with tp 2, which shards a second dimension.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _THREADS = 8
 
 
 class _KeptStager(DefaultStager):
-    """A stager whose pinned memory serves all saves.
+    """A stager that uses the same pinned memory for all saves.
 
-    PyTorch 2.11 closes a stager after every save, and the object inside that copies; closed, neither stages any more.
+    After every save, PyTorch 2.11 closes the stager and the object inside it that copies, which makes both unusable.
     """
 
     def __init__(self, options: Any) -> None:
@@ -43,7 +43,7 @@ def state(given: Job, mesh: Any) -> dict[str, Any]:
     tensors = {}
     for index, stacked in enumerate(given.shapes):
         layers, shape = (stacked[0], stacked[1:]) if len(stacked) == 3 else (1, stacked)
-        dims = sorted(range(len(shape)), key=shape.__getitem__, reverse=True)  # the longest over fsdp
+        dims = sorted(range(len(shape)), key=shape.__getitem__, reverse=True)  # the longest is sharded over fsdp
         cuts = [Shard(dims[axis % len(dims)]) for axis in range(mesh.ndim)]
         assert all(size % ranks == 0 for size in shape), (shape, ranks)
         for layer in range(layers):
@@ -54,7 +54,7 @@ def state(given: Job, mesh: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Saves, restores and moves in rounds."""
+    """Saves, restores, and restores on another mesh, in rounds."""
     given = job()
     cuda, rank, ranks = given.platform == "gpu", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if cuda else "cpu"
@@ -63,11 +63,11 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("fsdp",))
     both = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("fsdp", "tp")) if ranks % 2 == 0 else None
-    # Pinned memory that stays, and a background thread: what blocks least.
+    # The fastest way for the caller: pinned memory that is kept between saves, and a background thread.
     options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=cuda, use_async_staging=False)
     staging = {"async_stager": _KeptStager(options)} if cuda else {}
     saved = state(given, mesh)
-    # The arrays that states are restored into; made once, because only the reading is timed.
+    # The arrays into which states are restored. They are made once, because only reading is timed.
     like, other = state(given, mesh), None if both is None else state(given, both)
 
     def report(**facts: Any) -> None:

@@ -1,6 +1,6 @@
-"""The same Llama of stock Flax layers, which `gtp_jax.shard` shards: `python stock.py --gtp 2 --sequences 2`.
+"""The same Llama in stock Flax layers, sharded by `gtp_jax.shard`: `python stock.py --gtp 2 --sequences 2`.
 
-Its blocks are unaware of gtp_jax: `nnx.Linear`, `nnx.RMSNorm`, `nnx.Embed`, and functions for rotation and attention.
+Its modules do not depend on gtp_jax: `nnx.Linear`, `nnx.RMSNorm`, `nnx.Embed`, and functions for RoPE and attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gtp_jax.ops import attention, rope
 
 
 class Block(nnx.Module):
-    """Attention and gated MLP, each on a residual branch."""
+    """Attention and a gated MLP, each with a residual connection."""
 
     def __init__(self, work: Workload, *, rngs: nnx.Rngs) -> None:
         width, hidden = work.hidden_size, work.intermediate_size
@@ -120,7 +120,7 @@ def main() -> None:
             loss_of=lambda metrics: metrics["loss"],
             trace=args.trace,
             parameters=_parameters(state),
-            reduce_dtype=REDUCE_DTYPE,  # that of compute
+            reduce_dtype=REDUCE_DTYPE,  # the compute dtype
         )
 
 

@@ -1,4 +1,4 @@
-"""Times a compiled step of jax and reports it: what every contender written in jax does at the end."""
+"""Times and reports a compiled step, for all contenders that are written in JAX."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def time_and_report(
     parameters: int,
     reduce_dtype: str,
 ) -> None:
-    """Compiles a step, runs it as often as the workload says, and reports.
+    """Compiles a step, runs it as many times as the workload says, and reports the times.
 
     Args:
         lowered: `(state, *operands) -> (state, result)`, which may consume the state.
-        state: to begin with.
-        operands: of every step.
-        work: how many steps, and how many ahead of the clock.
-        loss_of: takes the loss out of a result.
-        trace: folder to write a trace of one more step to.
-        parameters: of the model.
-        reduce_dtype: in which weight gradients are summed.
+        state: the initial state.
+        operands: the other operands of every step.
+        work: the workload, which has the numbers of warm-up steps and of timed steps.
+        loss_of: returns the loss in a result.
+        trace: the folder for a trace of one more step; `None` for no trace.
+        parameters: the number of parameters of the model.
+        reduce_dtype: the dtype in which weight gradients are summed.
     """
     begin = time.perf_counter()
     step = lowered.compile()
@@ -65,12 +65,13 @@ def time_and_report(
 
 
 def embedding_dtype(program: str, work: Workload) -> str:
-    """Returns the dtype in which a compiled program sums the gradients of an embedding's rows; empty if it has no such
-    scatter, as on platforms where XLA expands scatters.
+    """Returns the dtype in which a compiled program sums the gradients of an embedding's rows.
+
+    Returns an empty text if the program has no such scatter, for example because XLA expands scatters on its platform.
 
     Args:
-        program: HLO.
-        work: the sizes of the table, of which a rank may have a part.
+        program: the HLO of the program.
+        work: the workload, which has the sizes of the table; a rank may hold a part of it.
     """
     found = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* scatter\(", program)
     parts = [d for d, rows, width in found if work.vocab_size % int(rows) == work.hidden_size % int(width) == 0]

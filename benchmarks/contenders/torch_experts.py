@@ -1,10 +1,11 @@
 """A mixture of experts for the FSDP2 contender: grouped matmuls by `torch._grouped_mm` or torchao's grouped FP8.
 
-Without expert parallelism every rank multiplies its own tokens with gathered experts, and all shapes are static, so
-that a block compiles whole. With it ranks divide the experts, and tokens travel there and back in all-to-alls whose
-split sizes the host has to know, as torchtitan does it; what lies between them is compiled in parts.
+Without expert parallelism, every rank multiplies its own tokens by gathered experts. All shapes are static, so a block
+is compiled as a whole. With expert parallelism, the ranks divide the experts, and tokens are sent there and back by
+all-to-alls whose split sizes the host must know, as in torchtitan; the parts between them are compiled separately.
 
-Rows go to their places and come back by gathers in both passes: autograd would scatter row by row.
+Rows are moved to their places and back by gathers in both passes, because the backward of autograd's gather would
+scatter row by row.
 """
 
 # pyright: reportMissingImports=false
@@ -20,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from workload import Workload
 
-# Rows a group's share of the operands is padded to: a group's columns in the gradient of FP8 experts begin at multiples
-# of 16 bytes. In bfloat16 no operand's contiguous dimension is divided into groups.
+# The multiple to which the rows of each group are padded. In the gradient of FP8 experts, the columns of a group must
+# begin at a multiple of 16 bytes. In bfloat16, no operand's contiguous dimension is divided into groups.
 ALIGNMENT = {"bf16": 1, "fp8": 16}
 
 GroupedMatmul = Callable[..., torch.Tensor]
@@ -29,12 +30,12 @@ GroupedMatmul = Callable[..., torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where rows stand once they are sorted by expert.
+    """The places of rows that are sorted by expert.
 
     Attributes:
-        ends: int32, where each expert's rows end, padding included.
-        source: of each place, the row that stands there; the number of rows for none.
-        place: of each row, its place.
+        ends: int32, the end of each expert's rows, including padding.
+        source: the row at each place; the number of rows if there is none.
+        place: the place of each row.
     """
 
     ends: torch.Tensor
@@ -43,17 +44,17 @@ class Places:
 
     @classmethod
     def of(cls, place: torch.Tensor, ends: torch.Tensor, alignment: int) -> Places:
-        """Returns the places of rows whose groups end where `ends` says."""
+        """Returns the places of rows whose groups end at `ends`."""
         rows = place.shape[0]
         numbers = torch.arange(rows, device=place.device)
-        # the sizes of groups are the device's secret: there is room for the worst padding
+        # the host does not know the sizes of groups, so there is room for the largest padding
         most = rows if alignment == 1 else (rows + (alignment - 1) * ends.shape[0]) // alignment * alignment
         source = torch.full((most,), rows, device=place.device)
         return cls(ends.to(torch.int32), source.scatter(0, place, numbers), place)
 
 
 def sorted_places(expert_of: torch.Tensor, sizes: torch.Tensor, alignment: int) -> Places:
-    """Returns the places of rows in any order, of which `sizes` have each expert."""
+    """Returns the places of rows in any order; `sizes` has the number of rows of each expert."""
     order = torch.argsort(expert_of, stable=True)
     ends, shift = _ends_and_shift(sizes, torch.cumsum(sizes, 0) - sizes, alignment)
     place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
@@ -64,13 +65,13 @@ def arrived_places(counts: torch.Tensor, rows: int, alignment: int) -> Places:
     """Returns the places of rows that came from several ranks, sorted by expert within each.
 
     Args:
-        counts: `(ranks, experts)`, rows of each.
-        rows: their sum, on the host.
-        alignment: of a group's rows.
+        counts: `(ranks, experts)`, the number of rows from each rank for each expert.
+        rows: the sum of `counts`, on the host.
+        alignment: the multiple to which the rows of each group are padded.
     """
     flat = counts.flatten()
     begins = (torch.cumsum(flat, 0) - flat).view_as(counts)
-    earlier = torch.cumsum(counts, 0) - counts  # of the same expert, from ranks before
+    earlier = torch.cumsum(counts, 0) - counts  # rows of the same expert from lower ranks
     ends, shift = _ends_and_shift(counts.sum(0), begins - earlier, alignment)
     place = torch.arange(rows, device=counts.device) + shift.flatten().repeat_interleave(flat, output_size=rows)
     return Places.of(place, ends, alignment)
@@ -83,7 +84,7 @@ def _ends_and_shift(sizes: torch.Tensor, begins: torch.Tensor, alignment: int) -
 
 
 def _rows_at(x: torch.Tensor, source: torch.Tensor, top_k: int, rows: int, padded: bool) -> torch.Tensor:
-    """Returns `x[source // top_k]`, zeros where there is no source."""
+    """Returns `x[source // top_k]`, with zeros where there is no source row."""
     if not padded:
         return x[source // top_k]
     found = x[source.clamp(max=rows - 1) // top_k]
@@ -91,7 +92,7 @@ def _rows_at(x: torch.Tensor, source: torch.Tensor, top_k: int, rows: int, padde
 
 
 class Spread(torch.autograd.Function):
-    """Takes each token to the places of its `top_k` choices: `(tokens, features)` to `(places, features)`."""
+    """Copies each token to the places of its `top_k` choices: `(tokens, features)` to `(places, features)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -123,7 +124,7 @@ class Collect(torch.autograd.Function):
 
 
 class WithTerm(torch.autograd.Function):
-    """Returns shares as they are; in backward gradients of a term are added, as if it were a part of the loss."""
+    """Returns routing weights unchanged; in backward, adds the gradients of a term, as if it were part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, shares: torch.Tensor, term: torch.Tensor, weight: float) -> torch.Tensor:
@@ -137,19 +138,19 @@ class WithTerm(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How many rows go to each rank of a group, and come from each."""
+    """The numbers of rows that are sent to each rank of a group, and received from each."""
 
     there: list[int]
     back: list[int]
     group: Any
 
     def reversed(self) -> Splits:
-        """The way back."""
+        """Returns the splits with which rows are sent back."""
         return Splits(self.back, self.there, self.group)
 
 
 class Travel(torch.autograd.Function):
-    """Sends rows to the ranks of a group; their gradients take the way back."""
+    """Sends rows to the ranks of a group; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, splits: Splits) -> torch.Tensor:
@@ -164,7 +165,7 @@ class Travel(torch.autograd.Function):
 
 
 def exchange_counts(sizes: torch.Tensor, ranks: int, group: Any) -> tuple[torch.Tensor, Splits]:
-    """Returns the rows that come from each rank for each own expert, and the split sizes, for which the host waits."""
+    """Returns the numbers of rows from each rank for each local expert, and the splits, for which the host waits."""
     sent = sizes.view(ranks, -1)
     counts = torch.empty_like(sent)
     dist.all_to_all_single(counts, sent, group=group)
@@ -173,16 +174,16 @@ def exchange_counts(sizes: torch.Tensor, ranks: int, group: Any) -> tuple[torch.
 
 
 def _of_any_length(x: torch.Tensor) -> torch.Tensor:
-    """Returns an array that what is compiled takes at any length, from the first call on."""
+    """Returns the array, marked so that compiled functions accept any length from the first call on."""
     torch._dynamo.maybe_mark_dynamic(x, 0)
     return x
 
 
 class Experts(nn.Module):
-    """The experts of a rank: SwiGLU, gate and up in one matmul, rows sorted by expert.
+    """The experts of a rank: SwiGLU, with gate and up in one matmul, on rows sorted by expert.
 
-    The kernels are `(experts, out, in)`, transposed where they are multiplied: the layout that both grouped matmuls
-    take without a copy.
+    The kernels are `(experts, out, in)` and are transposed when they are multiplied: both grouped matmuls accept this
+    layout without a copy.
     """
 
     def __init__(self, work: Workload, multiply: GroupedMatmul) -> None:
@@ -198,17 +199,17 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The second half of a block, norm and residual included: each token through its `top_k` likeliest experts.
+    """The second half of a block, with its norm and residual: each token passes through its `top_k` likeliest experts.
 
-    The router multiplies in float32 what FSDP2 gathers in bfloat16. Its balance term has the load of each sequence and
-    enters the gradient alone.
+    The router multiplies in float32, by weights that FSDP2 gathers in bfloat16. Its load-balancing term measures the
+    load of each sequence, and is part of the gradient but not of the reported loss.
 
     Args:
         work: the sizes.
-        group: of the ranks that divide the experts, `None` at ep 1.
+        group: the process group of the ranks that divide the experts.
         multiply: the grouped matmul.
-        alignment: of a group's rows, as `multiply` needs it.
-        shared: what every token goes through as well, `None` for nothing.
+        alignment: the multiple to which the rows of each group are padded for `multiply`.
+        shared: the MLP that every token also passes through; `None` if there is none.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class MoE(nn.Module):
         return self.finish(x, h, Travel.apply(rows, splits.reversed()), shares, source, place)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns normalised tokens, the shares of their choices, how many chose each expert, and the choices."""
+        """Returns normalized tokens, their routing weights, the number of rows per expert, and the chosen experts."""
         work = self.work
         h = self.norm(x)
         probs = torch.softmax(F.linear(h.float(), self.router.float()), -1)  # (sequences, tokens, experts)
@@ -249,13 +250,13 @@ class MoE(nn.Module):
         return h, shares, load.sum(0), chosen.flatten()
 
     def pack(self, h: torch.Tensor, sizes: torch.Tensor, expert_of: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns rows for every choice, sorted by expert and so by rank."""
+        """Returns a row for each choice, sorted by expert and hence by rank, and the places of rows."""
         places = sorted_places(expert_of, sizes, 1)
         rows = Spread.apply(h.flatten(0, 1), places.source, places.place, self.work.top_k)
         return rows, places.source, places.place
 
     def arrange(self, arrived: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns what arrived sorted by expert, and where it stands."""
+        """Returns the rows that arrived, sorted by expert, and their places."""
         places = arrived_places(counts, arrived.shape[0], self.alignment)
         return Spread.apply(arrived, places.source, places.place, 1), places.ends, places.source, places.place
 
@@ -272,13 +273,13 @@ class MoE(nn.Module):
         source: torch.Tensor,
         place: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns `x` with the weighted sums of its tokens' experts: products and sums in float32."""
+        """Returns `x` plus the sum of each token's experts, weighted in float32, and the output of the shared MLP."""
         by_choice = Collect.apply(outputs, source, place).view(*shares.shape, -1)
         y = (by_choice.float() * shares[..., None]).sum(-2).to(x.dtype)
         return x + y if self.shared is None else x + y + self.shared(h)
 
     def compile_parts(self) -> None:
-        """Compiles what lies between the exchanges; how many rows arrive differs from step to step."""
+        """Compiles the parts between the exchanges; the number of rows that arrive varies from step to step."""
         for part in ("route", "pack", "arrange", "unarrange", "finish"):
             setattr(self, part, torch.compile(getattr(self, part)))
         self.experts.compile()

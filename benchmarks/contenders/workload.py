@@ -1,6 +1,6 @@
-"""The step that every contender of `gtp-jax bench step` runs, and how it reports. Needs only Python.
+"""The training step that all contenders of `gtp-jax bench step` run, and how they report. Needs only Python.
 
-Each contender is a script of its own that takes these flags, so that anyone can run it by itself.
+Each contender is a script that takes these flags, so that anyone can run it by itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 LEARNING_RATE = 1e-4
-WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes by default
+WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999 and eps 1e-8, the defaults of optax
 
-# In which every contender sums a weight's gradient over the ranks, unless a flag says otherwise. It is the default of
-# FSDP2's mixed precision, the compute dtype, and not that of gtp_jax, which sums in float32.
+# The dtype in which every contender sums weight gradients over the ranks, unless a flag says otherwise: the compute
+# dtype, which is the default of FSDP2's mixed precision. The default of gtp_jax is float32.
 REDUCE_DTYPE = "bfloat16"
 
-# What XLA records into command buffers (CUDA graphs): what it does by default, nothing, or every kind of command.
+# What XLA records into command buffers (CUDA graphs): its default, nothing, or every kind of command.
 _EVERY_COMMAND = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 COMMAND_BUFFERS = {
     "default": {},
@@ -28,12 +28,12 @@ COMMAND_BUFFERS = {
     "on": {"xla_gpu_enable_command_buffer": _EVERY_COMMAND},
 }
 
-# The XLA options of a step of gtp_jax: those of `train_step`, or the defaults of a `jax.jit` of one's own.
+# The XLA options of a step of gtp_jax: those of `train_step`, or the defaults, as with a plain `jax.jit`.
 XLA_OPTIONS = ("gtp_jax", "default")
 
 NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1"
 
-MARK = "RESULT "  # what the line with the figures begins with
+MARK = "RESULT "  # the beginning of the line with the results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class Workload:
     Attributes:
         vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, num_experts, top_k,
             aux_loss_coeff, shared_hidden, qk_norm, rope_theta, epsilon: the model, as in `LlamaConfig`.
-        seq: tokens of a sequence.
-        sequences: of a step, over all devices.
-        microbatches: parts that a step's sequences are divided into, one after the other.
-        gtp: shards of a weight, whose ranks have sequences of their own.
-        ep: ranks that divide the experts, likewise with sequences of their own.
-        tp: tensor-parallel degree, with sequence parallelism.
-        warmup: steps ahead of the clock.
-        steps: steps timed.
+        seq: the number of tokens per sequence.
+        sequences: the number of sequences per step, over all devices.
+        microbatches: the number of parts into which the sequences of a step are divided, to run one after another.
+        gtp: the number of shards per weight; each rank of gtp has its own sequences.
+        ep: the number of ranks that divide the experts; each has its own sequences.
+        tp: the tensor-parallel degree, with sequence parallelism.
+        warmup: the number of steps before those that are timed.
+        steps: the number of steps that are timed.
     """
 
     vocab_size: int = 32768
@@ -86,46 +86,46 @@ class Workload:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The fields that are a `LlamaConfig`'s too."""
+        """The fields that `LlamaConfig` also has."""
         return {name: getattr(self, name) for name in _OF_MODEL}
 
     @property
     def devices(self) -> int:
-        """Returns how many it runs on."""
+        """The number of devices that run the step."""
         return self.gtp * self.ep * self.tp
 
     @property
     def has_experts(self) -> bool:
-        """Says whether layers have experts."""
+        """Whether layers have experts."""
         return self.num_experts > 0
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: of its experts those that it uses."""
+        """The number of parameters by which a token is multiplied, counting only the experts that it uses."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        of_tokens = self.top_k if self.num_experts else 1  # MLPs that a token is multiplied with
+        of_tokens = self.top_k if self.num_experts else 1  # the number of MLPs that a token passes through
         mlp = 3 * self.hidden_size * (of_tokens * self.intermediate_size + self.shared_hidden)
         layer = attention + mlp + self.hidden_size * self.num_experts
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def divides_experts(self) -> bool:
-        """Says whether ranks divide experts."""
+        """Whether ranks divide the experts."""
         return self.ep > 1 and self.has_experts
 
     @property
     def is_ours_alone(self) -> bool:
-        """Says whether FSDP2's script and the partitioner's do not run it."""
+        """Whether only gtp_jax supports it, and the scripts of FSDP2 and of the partitioner do not."""
         return self.tp > 1 and (self.has_experts or self.qk_norm)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, over all devices."""
+        """The number of tokens per step, over all devices."""
         return self.seq * self.sequences
 
     @property
     def flags(self) -> list[str]:
-        """The command line of a contender."""
+        """The flags of a contender for this workload."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
 
 
@@ -157,12 +157,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def workload(args: argparse.Namespace, *, all_over_tp: bool = False) -> Workload:
-    """Returns the workload of parsed flags.
+    """Returns the workload that the flags describe.
 
     Args:
-        args: parsed.
-        all_over_tp: whether the contender computes experts, and norms of queries and keys, at tp above 1 too; those
-            that do not end here if there are any.
+        args: the parsed flags.
+        all_over_tp: whether the contender supports experts, and norms of queries and keys, at tp above 1. If not, a
+            workload that has them ends the program.
     """
     try:
         work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
@@ -183,13 +183,13 @@ def report(seconds: Sequence[float], **facts: Any) -> None:
     """Prints a line for people and a line of JSON.
 
     Args:
-        seconds: of each timed step; none of a step that was only compiled.
-        facts: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`, `reduce_dtype` (in which
-            weight gradients are sent and summed over the ranks), `versions` and the like.
+        seconds: the duration of each timed step; empty if the step was only compiled.
+        facts: other results: `compile_s`, `peak_bytes` per device, `loss` of the first step, `parameters`,
+            `reduce_dtype` (in which weight gradients are sent and summed over the ranks), `versions` and others.
     """
     if seconds:
         median, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
-        print(f"{median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(seconds)} steps)")
+        print(f"{median:.2f} ms per step ({low:.2f} to {high:.2f}, {len(seconds)} steps)")
     else:
         print(f"compiled in {facts['compile_s']:.1f} s")
     print(MARK + json.dumps({"seconds": list(seconds), **facts}), flush=True)
