@@ -1,9 +1,9 @@
-"""A mixture of experts, trained: all experts of a layer in one gather and one scatter, as four-bit codes.
+"""Trains a mixture of experts. All experts of a layer are gathered together, as four-bit codes.
 
     python examples/03_mixture_of_experts.py      # any machine, a minute; 8 virtual CPU devices where there is no GPU
 
-Prints what travels of each weight, and the falling loss as it learns to count in steps of five. Such a model on text:
-gtp-jax train --preset tiny-moe
+Prints how each weight is sent, and the falling loss as the model learns to count in steps of five. To train such a
+model on text: gtp-jax train --preset tiny-moe
 """
 
 import jax

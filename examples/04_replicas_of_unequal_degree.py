@@ -1,9 +1,9 @@
-"""A device fails: its replica goes on with one GPU fewer, and the run is the one without the failure.
+"""Loses a device: its replica continues with one GPU fewer, and the losses are those of a run without the failure.
 
-    python examples/04_replicas_of_unequal_degree.py      # any machine; 8 virtual CPU devices where there is no GPU
+    python examples/04_replicas_of_unequal_degree.py      # 4 GPUs, or 8 virtual CPU devices where there is no GPU
 
-Trains 4 steps on dp 2 x tp 2, loses a device, goes on from the checkpoint at degrees 2 and 1, gets the device back, and
-prints the losses beside those of one device that saw the same batches.
+Trains 4 steps on dp 2 x tp 2, loses a device, continues from the checkpoint with replicas of tp 2 and tp 1, gets the
+device back, and prints the losses, followed by those of one device that trained on the same batches.
 """
 
 import tempfile

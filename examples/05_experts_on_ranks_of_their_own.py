@@ -1,12 +1,14 @@
-"""A small mixture of experts on text: its loss with experts divided over ep 4, and how evenly its experts are loaded.
+"""Trains a small mixture of experts on text, with experts divided over ep 4, and shows how evenly they are loaded.
 
-    python examples/05_experts_on_ranks_of_their_own.py --png load.png   # any machine with matplotlib, some minutes
+    python examples/05_experts_on_ranks_of_their_own.py --png load.png   # some minutes
     python examples/05_experts_on_ranks_of_their_own.py --size 100m --steps 120 --png load.png   # 2 cores: 13 minutes
 
-Trains the same model on the same text four times: on one device, where every expert is, and on four, of which each has
-a quarter of them (both with the balance loss); then with biases in place of that loss, and with neither. Prints the
-largest difference between the losses of one device and of four, and draws losses and load. The load is that of the
-busiest expert of any layer, in times of an even share.
+Needs 4 GPUs, or uses 4 virtual CPU devices where there is no GPU; pictures need matplotlib.
+
+Trains the same model on the same text four times: on one device, which has all experts, and on four devices, each of
+which has a quarter of them, both with the load-balancing loss; then on four with biases instead of that loss, and with
+neither. Prints the largest difference between the losses of one device and of four, and draws losses and loads. The
+load is that of the busiest expert in any layer, as a multiple of an even share.
 """
 
 import argparse
@@ -45,7 +47,7 @@ SIZES = {
         1e-3,
     ),
 }
-# a rate of 0 moves no bias, and has the load reported
+# a rate of 0 reports the load without changing biases
 REPORTED = gtp.Routing(bias_rate=0.0)
 BALANCE_LOSS = dict(routing=REPORTED)
 BIASES = dict(aux_loss_coeff=0.0, routing=gtp.Routing(score="sigmoid", bias_rate=0.01))
@@ -59,7 +61,7 @@ RUNS = {
 
 
 def train(config: LlamaConfig, rate: float, ep: int, windows: Rows, steps: int) -> list[tuple[float, float]]:
-    """Returns loss and load of every step."""
+    """Returns the loss and the load of each step."""
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
     with jax.set_mesh(gtp.make_mesh(gtp=1, ep=ep, devices=jax.devices()[:ep])):
         state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
@@ -73,7 +75,7 @@ def train(config: LlamaConfig, rate: float, ep: int, windows: Rows, steps: int) 
 
 
 def draw(found: dict[str, list[tuple[float, float]]], title: str, path: Path) -> None:
-    """Draws losses, and loads."""
+    """Draws losses and loads."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -101,7 +103,9 @@ def draw(found: dict[str, list[tuple[float, float]]], title: str, path: Path) ->
 def main() -> None:
     """Trains, compares and draws."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--size", choices=SIZES, default="1m", help="parameters, most of them in experts (default: 1m)")
+    flags.add_argument(
+        "--size", choices=SIZES, default="1m", help="number of parameters, most of them in experts (default: 1m)"
+    )
     flags.add_argument("--steps", type=int, default=200)
     flags.add_argument("--png", type=Path)
     flags.add_argument("--json", type=Path)
@@ -110,9 +114,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 4)
     windows = load_corpus(standard_library(), BYTES).rows(SEQ, 0)
     base, rate = SIZES[args.size]
-    print(
-        f"{base.param_count():,} parameters, of which a token is multiplied with {base.matmul_params():,}", flush=True
-    )
+    print(f"{base.param_count():,} parameters, {base.matmul_params():,} of which multiply each token", flush=True)
     found = {}
     for name, (changes, ep) in RUNS.items():
         found[name] = train(dataclasses.replace(base, **changes), rate, ep, windows, args.steps)
@@ -121,13 +123,13 @@ def main() -> None:
         print(f"{name:20} loss {losses[-last:].mean():.4f}, load {loads[-last:].mean():.2f}", flush=True)
     one, four = (np.array(found[name])[:, 0] for name in list(RUNS)[:2])
     apart = np.abs(one - four)
-    # sums are of another order, until a token whose experts were nearly equal takes another one
+    # sums in another order only differ by rounding, until a token with nearly equal experts chooses another one
     first = apart[: args.steps // 2].max()
     print(f"largest difference between the losses of ep 1 and ep 4: {first:.1e} in the first half, {apart.max():.1e}")
     if args.json:
         args.json.write_text(json.dumps(found))
     if args.png:
-        title = f"{base.param_count() / 1e6:.0f} M parameters, {base.top_k} of {base.num_experts} experts a token"
+        title = f"{base.param_count() / 1e6:.0f} M parameters, {base.top_k} of {base.num_experts} experts per token"
         draw(found, title, args.png)
 
 

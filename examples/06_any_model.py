@@ -2,7 +2,7 @@
 
     python examples/06_any_model.py      # any machine; 8 virtual CPU devices where there is no GPU
 
-Prints what is done with each module, the shape of one device's shard, and a falling loss.
+Prints how each module is sharded, the shape of one device's shard, and a falling loss.
 """
 
 import jax

@@ -1,13 +1,13 @@
-"""A wire format of your own: FP8 with one float32 scale for every output feature, chosen by a recipe.
+"""Defines a wire format of its own: FP8 with one float32 scale per output feature, chosen by a recipe.
 
     python examples/07_wire_of_your_own.py      # any machine; 8 virtual CPU devices where there is no GPU
 
-Prints what becomes of each weight, and a falling loss. Nothing in gtp_jax knows of this format: see
+Prints how each weight is sent, and a falling loss. No part of gtp_jax depends on this format; see
 [Note: a wire of your own] in gtp_jax/weights/_wire.py.
 
-A row of the gathered matrix (an output feature) travels as its codes, followed by the four bytes of its scale. A scale
-is that of the whole row, over every axis that divides it, so the values are the same on every mesh. NaN and Inf come
-back as NaN, perhaps with the rest of their row.
+A row of the gathered matrix (an output feature) is sent as its codes, followed by the four bytes of its scale. The
+scale is computed from the whole row, over all axes that shard it, so the values are the same on every mesh. NaN and Inf
+become NaN, perhaps with the rest of their row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCALE_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowFP8(Recipe):
-    """Weights travel as E4M3 with a float32 scale a row: 1 + 4 / (input features of a shard) bytes an element."""
+    """Sends weights as E4M3 with one float32 scale per row: 1 + 4 / (input features of a shard) bytes per element."""
 
     @property
     def wire(self) -> RowScaled:
@@ -41,19 +41,19 @@ class RowFP8(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class RowScaled:
-    """The format: a `gtp_jax.weights.OwnFormat`."""
+    """The format, a `gtp_jax.weights.OwnFormat`."""
 
     name: str = "ROW_FP8"
 
     def make(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WeightGroup]) -> Rows:
-        """Returns what this rank sends: codes are joined over dp (ZeRO), once a step, not masters."""
+        """Returns what this rank sends. Once per step, gathers codes over dp (ZeRO), instead of master weights."""
         parts = [_rows(own, groups[name].layouts) for name, own in shards.items()]
         stack = next(iter(shards.values()))[0].ndim - len(next(iter(groups.values())).layouts[0].shape)
         flat = [jnp.reshape(part, (*part.shape[:stack], -1)) for part in parts]
         return Rows(jnp.concatenate(flat, axis=-1), tuple(shards), self)
 
     def wire_bytes(self, group: WeightGroup) -> int:
-        """Returns the bytes of a gathered weight: one an element, and a scale for each row of each shard."""
+        """Returns the bytes of a gathered weight: one per element, and a scale for each row of each shard."""
         rows = sum(math.prod(one.shard_shape) // one.shard_shape[one.cols] for one in group.layouts)
         return bytes_of(group.layouts, 1) + SCALE_BYTES * rows * group.layouts[0].shards
 
@@ -61,12 +61,12 @@ class RowScaled:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer",), meta_fields=("members", "format"))
 @dataclasses.dataclass(frozen=True)
 class Rows(Wire):
-    """The rows that this rank sends of all weights of a layer, in one buffer.
+    """This rank's rows of all weights of a layer, in one buffer.
 
     Attributes:
-        buffer: uint8 `(*stack, bytes)`: of each member `(*experts, rows, cols + 4)`.
-        members: names of the fused weights, in order.
-        format: its format.
+        buffer: uint8 `(*stack, bytes)`: the rows of each member, `(*experts, rows, cols + 4)`, flattened.
+        members: the names of the fused weights, in the order of the buffer.
+        format: the format.
     """
 
     buffer: jax.Array
@@ -74,7 +74,7 @@ class Rows(Wire):
     format: RowScaled
 
     def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
-        """Returns the fused weights of one layer, from one gather of bytes."""
+        """Returns the fused weights of one layer, gathered in one all-gather of bytes."""
         first = groups[self.members[0]].layouts[0]
         ranks = first.ranks
         whole = self.buffer[None] if ranks == 1 else lax.all_gather(self.buffer, first.axes)
@@ -101,9 +101,9 @@ def _rows(kernels: Shards, layouts: Sequence[Layout]) -> jax.Array:
 
 
 def _encoded(kernel: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Returns codes of what is here of a kernel, in its shape, and the scales of the rows of its shard."""
+    """Returns the codes of this rank's part of a kernel, in its shape, and the scales of the rows of the shard."""
     row_axis, col_axis = (dim - len(layout.shape) for dim in (layout.rows, layout.cols))
-    divided = kernel.shape[kernel.ndim - len(layout.shape) :] == layout.stored_shape  # else it is a shard already
+    divided = kernel.shape[kernel.ndim - len(layout.shape) :] == layout.stored_shape  # otherwise it is already a shard
     optimizer = layout.optimizer if divided else UNDIVIDED
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=col_axis, keepdims=True)
