@@ -1,4 +1,4 @@
-"""`gtp-jax bench`: measures, and prints ratios within one run. Its code is in `benchmarks`, in a checkout."""
+"""`gtp-jax bench`: runs the benchmarks, whose code is in `benchmarks` of a checkout."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _show(args: argparse.Namespace) -> int:
         settings = ", ".join(f"{printable(key)} {json.dumps(value)}" for key, value in recipe.items() if key != "name")
         print(f"trained with recipe {printable(recipe['name'])}" + (f" ({settings})" if settings else ""))
     if manifest["extra"]:
-        print(f"beside the arrays: {json.dumps(manifest['extra'])}")
+        print(f"saved with the arrays: {json.dumps(manifest['extra'])}")
     if files := manifest.get("files"):
         print("files: " + ", ".join(f"{name} ({quantity(size, 'B')})" for name, (size, _) in files.items()))
     rows = [

@@ -86,7 +86,7 @@ COLLECTIVES = (
 
 
 def check_collectives() -> Finding:
-    """Runs every collective over all devices in each of its dtypes, in a program of its own."""
+    """Runs every collective over all devices, in each of its dtypes, each in a separate program."""
     failures = dict(_failures())
     if not failures:
         return Finding("collectives", "ok", f"{', '.join(c.name for c in COLLECTIVES)}: results are correct")

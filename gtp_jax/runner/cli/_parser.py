@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parses arguments, all of which must be known.
 
-        argparse would first report missing required arguments, which may be there with a typo, and would leave it to
-        the top-level parser to refuse unknown ones.
+        argparse would first report missing required arguments, even if they are present with a typo, and would leave
+        unknown ones for the top-level parser to refuse.
         """
         words = sys.argv[1:] if args is None else list(args)
         self._refuse([word for word in self._flags_in(words) if not self._knows(word)])
