@@ -1,8 +1,8 @@
 """Connects the processes of a run to process 0, before JAX connects them.
 
-JAX has a key-value store for its processes, but no public API for it, and its collectives need processes that agree
-already. Process 0 therefore listens on the coordinator's port first. When all processes have come, it leaves the port
-to JAX; the connections stay open.
+JAX has a key-value store for its processes, but no public API for it, and its collectives require that the processes
+already agree. Process 0 therefore listens on the coordinator's port first. When all processes have connected, it leaves
+the port to JAX; the connections stay open.
 """
 
 from __future__ import annotations

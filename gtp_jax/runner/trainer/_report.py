@@ -66,7 +66,7 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
 
 
 def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -> str:
-    """Returns commands to continue with after a run has ended, each on a line after one that says what it does.
+    """Returns commands to continue with after a run has ended, each after a line that says what it does.
 
     Args:
         root: the directory of the run.
