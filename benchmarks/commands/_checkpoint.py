@@ -1,4 +1,4 @@
-"""`gtp-jax bench checkpoint`: saving and restoring a training state beside plain orbax and torch DCP."""
+"""`gtp-jax bench checkpoint`: compares saving and restoring a training state with plain orbax and torch DCP."""
 
 from __future__ import annotations
 

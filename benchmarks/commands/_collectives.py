@@ -1,4 +1,4 @@
-"""`gtp-jax bench collectives`: each format's gather and the gradient's sums beside what the links carry."""
+"""`gtp-jax bench collectives`: compares gathers in all formats, and sums of gradients, with the rate of the links."""
 
 from __future__ import annotations
 

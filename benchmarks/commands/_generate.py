@@ -1,4 +1,4 @@
-"""`gtp-jax bench generate`: the time of a token of generation."""
+"""`gtp-jax bench generate`: the time to generate a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gtp-jax bench kernels`: quantization kernels beside a copy and beside XLA."""
+"""`gtp-jax bench kernels`: compares quantization kernels with a copy, and with XLA."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _table(curves: list[benchmarks.Curve]) -> str:
     steps = max((int(c.steps[-1]) for c in curves if len(c.steps)), default=0)
     base = curves[0]
     gap = f"to {base.variant.name}"
-    header = ("recipe", "loss", gap, "held out", gap, "ms a step", "published")
+    header = ("recipe", "loss", gap, "held out", gap, "ms per step", "published")
     rows = []
     for curve in curves:
         last = curve.held_out.get(steps, math.nan)

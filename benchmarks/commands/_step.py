@@ -106,7 +106,7 @@ def add_topic(topics: Any) -> None:
         choices=XLA_OPTIONS,
         default=["gtp_jax"],
         help="the options with which gtp_jax's steps are compiled on GPUs: those that `train_step` chooses, or XLA's "
-        "defaults, as in a `jax.jit` of one's own; both are compared (default: gtp_jax)",
+        "defaults, as in a plain `jax.jit`; both are compared (default: gtp_jax)",
     )
     topic.add_argument(
         "--steps", type=whole, default=12, help="number of timed steps, after 3 warm-up steps (default: %(default)s)"
@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
     if failures:
         print("\nno result from")
         print("\n".join(f"  {row.contender.name}: {row.failure}" for row in failures))
-    print(f"\n{_FORMULA}: {quantity(benchmarks.workload_flops(work) / work.devices, 'FLOP')} a device")
+    print(f"\n{_FORMULA}: {quantity(benchmarks.workload_flops(work) / work.devices, 'FLOP')} per device")
     if args.json:
         args.json.write_text(json.dumps(record, indent=1))
     if args.png:

@@ -1,4 +1,4 @@
-"""`gtp-jax bench suite`: a table of training steps, each beside its rivals at their best, in rounds on one machine."""
+"""`gtp-jax bench suite`: compares a table of training steps with the best rivals, in rounds on one machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The same Llama in stock Flax layers, sharded by `gtp_jax.shard`: `python stock.py --gtp 2 --sequences 2`.
 
-Its modules do not depend on gtp_jax: `nnx.Linear`, `nnx.RMSNorm`, `nnx.Embed`, and functions for RoPE and attention.
+Its modules are stock Flax: `nnx.Linear`, `nnx.RMSNorm` and `nnx.Embed`. RoPE and attention are functions of gtp_jax.
 """
 
 from __future__ import annotations
