@@ -144,7 +144,7 @@ WITHOUT_A_MESH = {
         lambda: dataclasses.replace(TINY, num_layers=1 << 31),
         r"`num_layers` is 2147483648; it must be a whole number of at least 1, below 2\*\*31",
     ),
-    "experts a token": (
+    "experts per token": (
         lambda: dataclasses.replace(TINY, num_experts=4, top_k=5),
         "`top_k` is 5 of 4 experts; it must be at",
     ),

@@ -32,7 +32,7 @@ from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
 from gtp_jax.nonuniform import plan_faults  # noqa: E402
 from gtp_jax.recipes import RECIPES  # noqa: E402
 
-HEADER = ("contender", "matmuls", "GPUs", "ms a step", "low", "high", "tokens/s", "share", "of its part")
+HEADER = ("contender", "matmuls", "GPUs", "ms per step", "low", "high", "tokens/s", "share", "of its part")
 
 
 class Contender(NamedTuple):

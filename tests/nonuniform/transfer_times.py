@@ -147,7 +147,7 @@ def time_step(config: Any, seq: int, wires: str | None) -> None:
     with jax.set_mesh(replicas.core):
         seconds = seconds_of_steps(step, state, batch, 5)
     where = "one mesh" if wires is None else f"replicas, {wires}"
-    print(f"  {where:30}{1000 * statistics.median(seconds):9.1f} ms a step", flush=True)
+    print(f"  {where:30}{1000 * statistics.median(seconds):9.1f} ms per step", flush=True)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def test_each_text_has_its_own_loss_which_is_that_of_the_text(text, tmp_path, ca
     assert abs(first[-1] - held[-1]) < 0.2 < second[-1] - held[-1]  # of the same words, and of others
     for path, loss in ((held_out, first[-1]), (other, second[-1])):
         (line,) = [line for line in report.splitlines() if line.startswith(f"loss on {path} ")]
-        assert f" {loss:.3f} nats a token, " in line
+        assert f" {loss:.3f} nats per token, " in line
     # a run that evaluates on them, or on nothing, trains as one that does not
     assert main(["train", *small(text, tmp_path / "none", steps=8, lr=0.01, **{**SIZES, "eval_every": 0})]) == 0
     assert losses(tmp_path / "none", "loss") == losses(tmp_path / "run", "loss")

@@ -42,11 +42,11 @@ def run(text, tmp_path_factory):
 
 def test_something_is_learned_and_shown_beside_the_unigram_entropy(run):
     out, printed = run
-    unigram = float(re.search(r"to beat (\d\.\d+) nats a token: the unigram entropy", printed)[1])
+    unigram = float(re.search(r"to beat (\d\.\d+) nats per token: the unigram entropy", printed)[1])
     held_out = [record["held_out"] for record in read_records(out) if "held_out" in record]
     assert len(held_out) == 4
     assert held_out[0] > unigram > held_out[-1]
-    assert f"held-out loss {held_out[-1]:.3f} nats a token" in printed
+    assert f"held-out loss {held_out[-1]:.3f} nats per token" in printed
     assert re.search(rf"\d\.\d+ below the unigram entropy, {unigram:.3f}", printed)
 
 

@@ -95,10 +95,10 @@ class Progress:
         self._shown["held out"] = f"{loss:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)
         if self._speaks:
-            line = f"step {step:>6}   held-out loss {loss:.3f} nats a token ({bits:.2f} bits a byte)"
+            line = f"step {step:>6}   held-out loss {loss:.3f} nats per token ({bits:.2f} bits per byte)"
             self._bar.write(f"{line}   unigram entropy {self._unigram:.3f}", file=sys.stdout)
             for name, value in others.items():
-                self._bar.write(f"{'':>14}loss on {printable(name)} {value:.3f} nats a token", file=sys.stdout)
+                self._bar.write(f"{'':>14}loss on {printable(name)} {value:.3f} nats per token", file=sys.stdout)
             sys.stdout.flush()
 
     @contextlib.contextmanager

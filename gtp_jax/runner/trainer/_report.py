@@ -41,7 +41,7 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Cor
         f"recipe  {config.quantization.summary}\n"
         f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
         f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"
-        f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
+        f"to beat {unigram:.3f} nats per token: the unigram entropy of held-out tokens under the training text's counts"
     )
 
 
@@ -138,20 +138,21 @@ def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -
     held_out = [record["held_out"] for record in records if "held_out" in record]
     if losses:
         last = losses[-10:]
-        rows.append(("train loss", f"{sum(last) / len(last):.3f} nats a token, mean of the last {len(last)} steps"))
+        rows.append(("train loss", f"{sum(last) / len(last):.3f} nats per token, mean of the last {len(last)} steps"))
     if held_out:
         bits = bits_per_byte(held_out[-1], job.corpus.bytes_per_token)
         rows.append(
             (
                 "held-out loss",
-                f"{held_out[-1]:.3f} nats a token, {bits:.2f} bits a byte; {_verdict(held_out[-1], unigram)}",
+                f"{held_out[-1]:.3f} nats per token, {bits:.2f} bits per byte; {_verdict(held_out[-1], unigram)}",
             )
         )
     for text in job.corpus.evaluated:
         found = [record[key] for record in records if (key := loss_key(text.name)) in record]
         if found:
             bits = bits_per_byte(found[-1], text.bytes_per_token)
-            rows.append((f"loss on {printable(text.name)}", f"{found[-1]:.3f} nats a token, {bits:.2f} bits a byte"))
+            shown = f"{found[-1]:.3f} nats per token, {bits:.2f} bits per byte"
+            rows.append((f"loss on {printable(text.name)}", shown))
     if outcome.tokens_per_s:
         rows.append(("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"))
         if jax.default_backend() == "gpu":

@@ -295,7 +295,7 @@ def _train(
         guard()
         records = read_log(directory.log)
         causes = seconds_by_cause(events_in(directory.events, NEEDS))
-        title = f"{config.title}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
+        title = f"{config.title}, {config.batch} x {config.seq} tokens per step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
         text = report(job, outcome, records, unigram, causes)
         directory.report.write_text(text + "\n")
