@@ -118,14 +118,14 @@ def test_summed_last_a_loss_that_reads_a_weight_gets_no_number(x64):
     assert np.isfinite(computed(of_local(mean_of), dict(dp=2, gtp=2), **options)[0])
     assert np.isnan(computed(of_local(penalized), dict(dp=2, gtp=2), **options)[0])
     with pytest.raises(
-        ValueError, match=r"reads the array of a weight of shape \(32, 32\).*'last'.*Take `reduce_over_dp"
+        ValueError, match=r"reads the array of a weight of shape \(32, 32\).*'last'.*Use `reduce_over_dp"
     ):
         computed(of_local(read), dict(dp=2, gtp=2), **options)
 
 
 @pytest.mark.parametrize("loss", [scaled, rematerialized], ids=lambda loss: loss.__name__)
 def test_summed_last_a_loss_that_replaces_a_weight_is_refused(loss, x64):
-    with pytest.raises(ValueError, match=r"replaced by another, or passed through.*nnx\.remat.*Take `reduce_over_dp"):
+    with pytest.raises(ValueError, match=r"replaced by another, or passed through.*nnx\.remat.*Use `reduce_over_dp"):
         computed(of_local(loss), dict(dp=2, gtp=2), microbatches=2, view="local", reduce_over_dp="last")
 
 

@@ -100,7 +100,7 @@ def test_the_commands_refuse_experts_that_are_not_there(capsys):
         (["train", "--preset", "tiny", "--transport", "ragged"], "the preset 'tiny' has no experts"),
         (
             ["bench", "step", "--preset", "tiny-moe", "--transport", "gather", "padded"],
-            "`--transport` is gather padded, but no tokens travel at ep 1. Give --ep too.",
+            "`--transport` is gather padded, but no tokens are sent at ep 1. Add --ep, or remove --transport.",
         ),
         (["inspect", "--preset", "tiny", "--router-bias-rate", "0"], "the preset 'tiny' has no experts"),
         (

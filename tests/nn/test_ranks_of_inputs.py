@@ -203,12 +203,12 @@ def test_a_chain_whose_first_layer_adds_a_dimension_is_that_of_one_device():
         (
             lambda rngs: gtp.Dense(8, 8, rngs=rngs),
             (8,),
-            r"input of Dense has shape \(8,\).*at least 2 in all. Add a batch",
+            r"input of Dense has shape \(8,\).*at least 2 dimensions in all. Add a batch",
         ),
         (
             lambda rngs: gtp.MoE(8, 8, num_experts=2, rngs=rngs),
             (8,),
-            r"input of MoE has shape \(8,\).*at least 2 in all",
+            r"input of MoE has shape \(8,\).*at least 2 dimensions in all",
         ),
         (lambda rngs: gtp.Attention(8, num_heads=2, rngs=rngs), (8, 8), r"Attention takes .*; got shape \(8, 8\)"),
     ],

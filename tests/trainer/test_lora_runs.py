@@ -176,7 +176,7 @@ def test_mistakes_are_named(made, tmp_path, capsys):
             ["train", *flags, f"--from={imported}", "--lora=2", "--lora-targets", "q"],
             "`lora_targets` has 'q', which matches no projection. The projections are",
         ),
-        (["train", *flags, f"--from={imported}", "--lora=2", "--grad-wire=mxfp8"], "`grad_wire` is 'mxfp8', and with"),
+        (["train", *flags, f"--from={imported}", "--lora=2", "--grad-wire=mxfp8"], "`grad_wire` is 'mxfp8', but with"),
         (
             ["train", *flags, f"--from={imported}", "--lora=2", "--recipe=nvfp4-matmuls"],
             "`recipe` is nvfp4-matmuls, which rounds gradients stochastically",

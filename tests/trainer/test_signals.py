@@ -90,7 +90,7 @@ def test_signal_outside_the_loop_ends_python_at_once(number):
 def test_a_signal_at_the_start_says_what_is_saved(tmp_path, monkeypatch, capsys, place, saved, flags, said):
     jax.devices()  # started here with its 8 devices, which the run does not change
     out = tmp_path / "run"
-    settings = small(write_text(tmp_path / "text"), out)
+    settings = small(write_text(tmp_path / "text"), out, num_layers=None)
     if flags:
         out.mkdir()
         TrainConfig(out=str(out), data=(str(tmp_path / "text"),), seq=32, batch=8).save(out / "config.json")
