@@ -69,8 +69,9 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def flags(text: Path, out: Path, **changes: Any) -> list[str]:
-    """Flags of a run in float64, which is equal on all meshes to 1e-12."""
-    return small(text, out, **{"dtype": "float64", **changes})
+    """Flags of a run in float64, which is equal on all meshes to 1e-12. It has the four layers of "tiny": the steps of
+    two layers are over before their snapshots."""
+    return small(text, out, **{"dtype": "float64", "num_layers": None, **changes})
 
 
 @contextmanager
