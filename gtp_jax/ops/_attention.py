@@ -149,7 +149,7 @@ def _by_cudnn(
     return jnp.where(jnp.swapaxes(some, 1, 2), mixed, 0)
 
 
-# The number of keys up to which a GPU attends to them faster by sums of products than by matmuls, if one query does.
+# Up to this number of keys, attention of a single query is faster on GPUs as sums of products than as matmuls.
 _FEW_KEYS = 512
 
 

@@ -1,6 +1,6 @@
 """Products of a single row, such as a token that is generated, as elementwise products and sums.
 
-The time of such a product is that of reading its larger operand. On GPUs XLA fuses an elementwise product and its sum
+Such a product takes as long as reading its larger operand. On GPUs, XLA fuses an elementwise product and its sum
 into one kernel, which reads faster than a matmul (docs/experiments.md).
 """
 
@@ -21,7 +21,7 @@ def one_row_einsum(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns `jnp.einsum(equation, a, b)` as an elementwise product and a sum, both in at least float32.
 
     Args:
-        equation: the equation, with both operands and the result: `"...k,nk->...n"` written out, as in `"bk,nk->bn"`.
+        equation: the dimensions of both operands and of the result, each written out, as in `"bk,nk->bn"`.
         a: the first operand.
         b: the second operand.
     """
