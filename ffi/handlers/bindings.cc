@@ -4,11 +4,14 @@
 #include <type_traits>
 
 #include "gtp/formats.h"
+#ifdef GTP_WITH_CUDA
+#include "gtp/cuda.h"
+#endif
 #include "xla/ffi/api/c_api.h"
 
 #define GTP_FOR_EACH_OPERATION(DO) \
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(pack_apart) DO(unpack)
-#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(take) DO(transpose)
+#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(take) DO(transpose) DO(quantize_runs) DO(blocked_product)
 // These kernels are empty unless they are compiled for sm_90a.
 #define GTP_FOR_EACH_HOPPER_OPERATION(DO) DO(grouped_product) DO(grouped_outer)
 
@@ -68,12 +71,22 @@ py::list formats() {
   return all;
 }
 
+size_t cublaslt_version() {
+#ifdef GTP_WITH_CUDA
+  return gtp::cuda::cublaslt_version();
+#else
+  return 0;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The compiled part of gtp_jax.native.";
   module.def("handlers", &handlers, "Returns the XLA FFI handlers, as capsules by platform and target name.");
   module.def("formats", &formats, "Returns the formats as the kernels define them, in the order of their codes.");
+  module.def("cublaslt_version", &cublaslt_version,
+             "Returns the version of cuBLASLt, such as 120900; 0 if there is none, or it was not built for CUDA.");
   module.attr("ffi_version") = py::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("cuda_architectures") = GTP_CUDA_ARCHITECTURES;
   module.attr("cuda_version") = GTP_CUDA_VERSION;

@@ -26,7 +26,7 @@ from ..hook import (
 )
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, groups_of, layout_of, weight_owners
-from ..ops import multiplies_fp8_groups
+from ..ops import lacks_blocked_product, multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
@@ -318,7 +318,8 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
     if operands.weight.block is None:
         return formats if supports_fp8_matmul() else f"{formats}: {values}"
     if isinstance(group.wire, Tiled):
-        return f"{formats}: float32 on dequantized values"
+        lacks = lacks_blocked_product()
+        return f"{formats}: float32 values, as {lacks}" if lacks else formats
     return f"{formats}: {_scaled(group, operands, values) if supports_block_scaled_matmul() else values}"
 
 

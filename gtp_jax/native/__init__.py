@@ -5,6 +5,8 @@ Those of `_grouped_calls` have no reference, and run on GPUs only. None of them 
 `gtp_jax.ops`, which does.
 """
 
+from ._blocked_calls import blocked_product as blocked_product
+from ._blocked_calls import quantize_runs as quantize_runs
 from ._calls import dequantize as dequantize
 from ._calls import hadamard_amax as hadamard_amax
 from ._calls import multi_amax as multi_amax
@@ -18,6 +20,7 @@ from ._grouped_calls import take as take
 from ._grouped_calls import transpose as transpose
 from ._library import REBUILD as REBUILD
 from ._library import code_for as code_for
+from ._library import cublaslt_version as cublaslt_version
 from ._library import describe as describe
 from ._library import has as has
 from ._library import is_built as is_built

@@ -13,7 +13,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..formats import RUN, Format, PackPlan, codes_shape, scales_shape
 
-_NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
+NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
 
 # The cost of a kernel in XLA's scheduler: the launch, and the bytes it moves at the rate of a Hopper GPU.
 LAUNCH_NS = 2000
@@ -56,8 +56,8 @@ def quantize(
             for a in (amax, amax_columns)
         )
     results = [
-        *(_copy(format, tuple(lead), (m, k), False) if rows else (_NOTHING, _NOTHING)),
-        *(_copy(format, tuple(lead), (padded, k), True) if columns else (_NOTHING, _NOTHING)),
+        *(_copy(format, tuple(lead), (m, k), False) if rows else (NOTHING, NOTHING)),
+        *(_copy(format, tuple(lead), (padded, k), True) if columns else (NOTHING, NOTHING)),
     ]
     return tuple(
         call(
@@ -121,7 +121,7 @@ def _copy(
     scales = scales_shape(format, matrix, columns)
     return (
         jax.ShapeDtypeStruct((*lead, *codes_shape(format, matrix, columns)), jnp.uint8),
-        _NOTHING if scales is None else jax.ShapeDtypeStruct((*lead, *scales), jnp.uint8),
+        NOTHING if scales is None else jax.ShapeDtypeStruct((*lead, *scales), jnp.uint8),
     )
 
 

@@ -47,7 +47,7 @@ def grouped_product(
     shards, _, part, width = right.shape
     rows, columns = left.shape[0], width if backward else shards * part
     operands = [left, right, _scales(scales), tile_groups, starts, stops]
-    return _multiply(
+    return multiply(
         "gtp_grouped_product",
         jax.ShapeDtypeStruct((rows, columns), dtype),
         operands,
@@ -91,7 +91,7 @@ def grouped_outer(
     result = jax.ShapeDtypeStruct((shards * starts.size, high // shards, wide), dtype)
     operands = [left, right, _scales(scales), starts, stops]
     kinds = dict(left_e5m2=left_e5m2, right_e5m2=right_e5m2)
-    found = _multiply("gtp_grouped_outer", result, operands, high * wide * rows, **kinds)
+    found = multiply("gtp_grouped_outer", result, operands, high * wide * rows, **kinds)
     return jnp.reshape(found, (shards, *starts.shape, *result.shape[1:]))
 
 
@@ -131,7 +131,8 @@ def _scales(scales: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if scales is None else scales
 
 
-def _multiply(target: str, result: Any, operands: Sequence[jax.Array], products: int, **attributes: bool) -> Any:
+def multiply(target: str, result: Any, operands: Sequence[jax.Array], products: int, **attributes: bool) -> Any:
+    """Calls a matmul, and gives XLA's scheduler its latency, which follows from the number of products."""
     rate = _FLOPS_PER_NS[operands[0].dtype.itemsize]
     with set_xla_metadata(latency_metadata=str(LAUNCH_NS + 2 * products // rate)):
         return jax.ffi.ffi_call(target, result, vmap_method="sequential")(*operands, **attributes)

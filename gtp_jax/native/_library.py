@@ -131,6 +131,15 @@ def code_for(capability: str) -> Code:
     return "PTX" if found else "none"
 
 
+@functools.cache
+def cublaslt_version() -> tuple[int, int]:
+    """Returns the version of the cuBLASLt that JAX has loaded, such as `(12, 9)`; `(0, 0)` if there is none, or the
+    module was not built for CUDA. Call it after JAX has found its GPUs."""
+    library = _library()
+    number = library.cublaslt_version() if library is not None else 0
+    return number // 10_000, number // 100 % 100
+
+
 def describe() -> str:
     """Returns a short description of what was built, or why nothing was."""
     library = _library()

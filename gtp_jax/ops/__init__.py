@@ -9,6 +9,7 @@ from ._attention import attention as attention
 from ._attention import check_choices as check_choices
 from ._attention import cudnn_lacks as cudnn_lacks
 from ._blocked import blocked_product as blocked_product
+from ._blocked import lacks_blocked_product as lacks_blocked_product
 from ._checks import MOST as MOST
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup

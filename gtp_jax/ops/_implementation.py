@@ -91,17 +91,17 @@ def _run(
     if implementation == "reference":
         return by(reference)(*operands)
     if implementation == "native":
-        _check_replication_is_unchecked(operation, operands)
+        check_replication_is_unchecked(operation, operands)
         return by(native)(*operands)
     able = [name for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)]
     kernels = {name: by(native) for name in able if name == "cpu" or runs_kernels()}
     if not kernels:
         return by(reference)(*operands)
-    _check_replication_is_unchecked(operation, operands)
+    check_replication_is_unchecked(operation, operands)
     return jax.lax.platform_dependent(*operands, **kernels, default=traced_when_lowered(by(reference), by(native)))
 
 
-def _check_replication_is_unchecked(operation: str, operands: Any) -> None:
+def check_replication_is_unchecked(operation: str, operands: Any) -> None:
     """Raises an error if JAX tracks that operands vary over mesh axes, because it assumes that the results of a kernel
     are equal on all ranks."""
     varying = {axis for x in jax.tree.leaves(operands) for axis in jax.typeof(x).mat.varying}

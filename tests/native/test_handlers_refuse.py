@@ -209,9 +209,67 @@ CASES = {
 }
 
 
+CODES, SCALES, WORK = jnp.zeros((128, 256), U8), jnp.ones((2, 128)), shape(1024)
+RUNS = [shape(128, 256), shape(2, 128, dtype=jnp.float32), NO, shape(0, dtype=jnp.float32)]
+OUT = [shape(128, 128, dtype=jnp.float32), WORK]
+CUDA_CASES = {
+    "runs of part of a block": (
+        "gtp_quantize_runs",
+        RUNS,
+        [jnp.ones((128, 200))],
+        dict(rows=True, columns=False),
+        "x must have sizes of multiples of 128",
+    ),
+    "runs of nothing": (
+        "gtp_quantize_runs",
+        RUNS,
+        [jnp.ones((128, 256))],
+        dict(rows=False, columns=False),
+        "at least one copy must be requested",
+    ),
+    "scales of runs": (
+        "gtp_quantize_runs",
+        [RUNS[0], shape(128, 2, dtype=jnp.float32), *RUNS[2:]],
+        [jnp.ones((128, 256))],
+        dict(rows=True, columns=False),
+        r"row_scales has shape \(128, 2\), not \(2, 128\)",
+    ),
+    "contractions that differ": (
+        "gtp_blocked_product",
+        OUT,
+        [CODES, SCALES, CODES[:, :128], SCALES],
+        dict(tiles=False),
+        "right has",
+    ),
+    "scales of tiles": (
+        "gtp_blocked_product",
+        OUT,
+        [CODES, SCALES, CODES, jnp.ones((1, 2))],
+        dict(tiles=True),
+        r"right_scales has shape \(1, 2\), not \(1, 4\)",
+    ),
+    "result in float16": (
+        "gtp_blocked_product",
+        [shape(128, 128, dtype=jnp.float16), WORK],
+        [CODES, SCALES, CODES, SCALES],
+        dict(tiles=False),
+        "the result must be float32 or bfloat16",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_call_is_an_error_in_python(case):
     target, results, operands, attributes, message = CASES[case]
+    call = jax.ffi.ffi_call(target, results)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUDA_CASES)
+def test_a_wrong_call_of_a_handler_for_gpus_is_an_error_in_python(case):
+    target, results, operands, attributes, message = CUDA_CASES[case]
     call = jax.ffi.ffi_call(target, results)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*operands))

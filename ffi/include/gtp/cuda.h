@@ -2,6 +2,7 @@
 // CUDA's error message.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -18,5 +19,10 @@ const char* dequantize(const std::vector<DequantizeJob>& jobs, int format, Strea
 const char* take(const TakeJob& job, Stream stream);
 const char* transpose(const TransposeJob& job, Stream stream);
 const char* grouped_matmul(const GroupedJob& job, Stream stream);
+const char* quantize_runs(const RunsJob& job, Stream stream);
+const char* blocked_matmul(const BlockedJob& job, Stream stream);
+
+// Returns the version of the cuBLASLt that `blocked_matmul` calls, such as 120900 for CUDA 12.9; 0 if there is none.
+size_t cublaslt_version();
 
 }  // namespace gtp::cuda

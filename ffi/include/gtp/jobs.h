@@ -110,6 +110,32 @@ struct TakeJob {
   int pieces;  // pieces of 16 bytes per row
 };
 
+// Quantizes a matrix to e4m3 in runs of 128 elements, each with a float32 scale that is a power of two: along its rows,
+// along its columns, or both. Sizes are multiples of 128.
+struct RunsJob {
+  const void* x;  // (rows, cols)
+  uint8_t* row_codes;     // (rows, cols); nullptr if not requested
+  float* row_scales;      // (cols / 128, rows)
+  uint8_t* column_codes;  // (cols, rows); nullptr if not requested
+  float* column_scales;   // (rows / 128, cols)
+  int64_t rows, cols;
+  DType dtype;
+};
+
+// Multiplies e4m3 codes in blocks: out = left right^T, with sums promoted to float32 every 128 elements. Sizes are
+// multiples of 128.
+struct BlockedJob {
+  const void* left;          // (rows, depth)
+  const void* left_scales;   // (depth / 128, rows)
+  const void* right;         // (columns, depth)
+  const void* right_scales;  // (depth / 128, columns); (columns / 128, depth / 128 rounded up to 4) if `tiles`
+  void* out;                 // (rows, columns)
+  void* workspace;
+  int64_t rows, columns, depth, workspace_bytes;
+  bool tiles;  // whether scales of the right operand are of 128 x 128 tiles
+  bool wide;   // whether out is float32; otherwise bfloat16
+};
+
 struct Array {
   const void* data;
   int64_t size;

@@ -196,6 +196,21 @@ GTP_HD float e8m0_block_factor(uint32_t code) {
   return float_of(code == kNanScale8 ? kNan : code == 0 ? 0x00400000u : code << 23);
 }
 
+// Returns the scale of a run or tile whose largest magnitude has these bits: 448 / amax, rounded down to a power of two,
+// and at most 2**127; 1 if the amax is 0, Inf or NaN.
+GTP_HD float power_of_two_scale(uint32_t amax) {
+  if (amax == 0 || amax >= kInfinity) return 1.0f;
+  // 448 is 1.75 * 2**8
+  const uint32_t field = 262u - (amax >> 23) - ((amax & 0x7FFFFFu) > 0x600000u);
+  return float_of(smaller(field, 254u) << 23);
+}
+
+// Returns 1 / scale, which is subnormal for 2**127.
+GTP_HD float inverse_of_power(float scale) {
+  const uint32_t field = 254u - (bits_of(scale) >> 23);
+  return float_of(field == 0 ? 0x00400000u : field << 23);
+}
+
 GTP_HD float tensor_factor(float largest, float amax) { return 1.0f / tensor_scale(largest, amax); }
 
 // ---- random Hadamard transform and random numbers -----------------------------------------------------------------

@@ -137,6 +137,16 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
   return max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
 }
 
+// Transposes 4 x 4 bytes: word i of the result holds byte i of each word.
+__device__ __forceinline__ void turn(uint32_t (&v)[4]) {
+  const uint32_t a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[2], v[3], 0x5140);
+  const uint32_t c = __byte_perm(v[0], v[1], 0x7362), d = __byte_perm(v[2], v[3], 0x7362);
+  v[0] = __byte_perm(a, b, 0x5410);
+  v[1] = __byte_perm(a, b, 0x7632);
+  v[2] = __byte_perm(c, d, 0x5410);
+  v[3] = __byte_perm(c, d, 0x7632);
+}
+
 // ---- encoding -----------------------------------------------------------------------------------------------------
 
 // Products below this are never rounded beyond e2m1's largest code. [Note: e2m1 by bytes]

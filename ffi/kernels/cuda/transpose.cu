@@ -4,6 +4,7 @@
 // A thread transposes 16 rows of four columns; lines of 128 bytes are assembled in shared memory.
 #include <cuda_runtime.h>
 
+#include "device.cuh"
 #include "gtp/cuda.h"
 
 namespace gtp::cuda {
@@ -12,16 +13,6 @@ namespace {
 constexpr int kSide = 128;  // side of a tile
 constexpr int kThreads = 256;
 constexpr int kRun = 16;  // rows per thread
-
-// Transposes 4 x 4 bytes: word i of the result holds byte i of each word.
-__device__ __forceinline__ void turn(uint32_t (&v)[4]) {
-  const uint32_t a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[2], v[3], 0x5140);
-  const uint32_t c = __byte_perm(v[0], v[1], 0x7362), d = __byte_perm(v[2], v[3], 0x7362);
-  v[0] = __byte_perm(a, b, 0x5410);
-  v[1] = __byte_perm(a, b, 0x7632);
-  v[2] = __byte_perm(c, d, 0x5410);
-  v[3] = __byte_perm(c, d, 0x7632);
-}
 
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_constant__ TransposeJob job, int across) {
   __shared__ uint4 lines[kSide * kSide / 16];

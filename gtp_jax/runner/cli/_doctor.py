@@ -12,7 +12,8 @@ import jax
 
 from ... import __version__, hlo, native
 from ...hlo import columns
-from ...mesh import choose_devices, has_gpu
+from ...mesh import choose_devices, has_gpu, supports_grouped_matmul
+from ...ops import lacks_blocked_product
 from ...train import (
     GPU_OPTIONS,
     GPU_OPTIONS_WITH_FP8,
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     del args
     choose_devices(VIRTUAL_DEVICES)
-    findings = [*_versions(), *_devices(), _kernels(), _accepted_options(), *_extras()]
+    findings = [*_versions(), *_devices(), _kernels(), *_blocks(), _accepted_options(), *_extras()]
     marks = {"ok": "ok", "optional": "-", "broken": "BROKEN"}
     print(columns(("", "what", "found"), [(marks[f.status], f.name, f.found) for f in findings]))
     print("\nXLA options with which a training step is compiled on GPUs")
@@ -140,6 +141,16 @@ def _kernels() -> Finding:
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
     remedy = f"install {needed} and build them: {native.REBUILD}; without them, XLA compiles quantization"
     return Finding(name, "optional", description, remedy)
+
+
+def _blocks() -> Iterator[Finding]:
+    """Reports what multiplies FP8 in blocks of 128, on GPUs whose tensor cores can."""
+    if not supports_grouped_matmul() or not native.is_built():
+        return
+    if lacks := lacks_blocked_product():
+        yield Finding("FP8 in blocks", "optional", f"slow: {lacks}", 'pip install --upgrade "gtp_jax[cuda]"')
+    else:
+        yield Finding("FP8 in blocks", "ok", "cuBLASLt {}.{}".format(*native.cublaslt_version()))
 
 
 def _extras() -> Iterator[Finding]:
