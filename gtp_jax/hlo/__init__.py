@@ -20,7 +20,9 @@ from ._launch_order import render as render
 from ._memory import Memory as Memory
 from ._memory import bytes_per_device as bytes_per_device
 from ._memory import memory as memory
+from ._network import Network as Network
 from ._targets import COMPILE_OPTIONS as COMPILE_OPTIONS
+from ._targets import GPUS_PER_HOST as GPUS_PER_HOST
 from ._targets import Target as Target
 from ._targets import missing_packages as missing_packages
 from ._targets import parse_target as parse_target

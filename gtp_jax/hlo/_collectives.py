@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from ._hlo import Computation, Instruction, Module, Shape, Visit, mesh_sizes, parse
+from ._groups import Groups, axes_named, replica_groups
+from ._hlo import Computation, Instruction, Module, Shape, Visit, parse
 from ._text import alike, columns, quantity
 
 KINDS = (
@@ -41,7 +41,8 @@ class Collective:
         kind: one of `KINDS`.
         operands: the shapes of the operands on one device.
         results: the shapes of the results on one device.
-        group: the number of ranks that take part together.
+        groups: the ranks that take part together, as positions in the mesh, one row per group; of a permutation, those
+            that its pairs connect.
         axes: the mesh axes it runs over; empty if the program does not name them.
         asynchronous: whether the program may do other work between its start and its end.
         times: the number of times it runs in one call of the program.
@@ -55,13 +56,18 @@ class Collective:
     kind: str
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
-    group: int
+    groups: Groups
     axes: tuple[str, ...]
     asynchronous: bool
     times: int
     exact: bool
     direction: Direction
     op_name: str
+
+    @property
+    def group(self) -> int:
+        """The number of ranks that take part together."""
+        return len(self.groups[0])
 
     @property
     def dtype(self) -> str:
@@ -109,14 +115,14 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
     else:
         return
     for inner, scope in pairs:
-        axes, group = _ranks(inner, module)
+        axes, groups = _ranks(inner.attributes, module)
         op_name = inner.op_name or instruction.op_name or _name_of_first(inner, scope)
         yield Collective(
             name=instruction.name,
             kind=inner.opcode.removesuffix("-start"),
             operands=tuple(shape for name in inner.operands for shape in scope[name].shapes),
             results=_results(inner, scope),
-            group=group,
+            groups=groups,
             axes=axes,
             asynchronous=start and '"is_sync":true' not in instruction.attributes,
             times=visit.times,
@@ -190,38 +196,17 @@ def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:
     return instruction.shapes[len(instruction.operands) :]  # a start's type is (operands, results)
 
 
-def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes of a collective, if they are known, and the number of ranks in one of its groups."""
-    text = instruction.attributes
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
-    if named:
-        sizes = mesh_sizes(named[1])
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])  # 'x', or 'x':(2)4 for a part of x
-        return tuple(axis for axis, _ in axes), math.prod(int(part or sizes[axis]) for axis, part in axes)
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
-    if iota:
-        return (), int(iota[1])
-    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text)
-    if listed:
-        groups = [{int(rank) for rank in group.split(",")} for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-        axes = {_axes(group, module.mesh) for group in groups}
-        return axes.pop() if len(axes) == 1 else (), len(groups[0])
-    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", text)
-    if pairs is None:
-        return (), module.devices
-    ring = _ring([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
-    return _axes(ring, module.mesh), len(ring)
+def _ranks(text: str, module: Module) -> tuple[tuple[str, ...], Groups]:
+    """Returns the mesh axes of a collective, if they are known, and the ranks of each of its groups."""
+    groups = replica_groups(text, module.devices)
+    named = axes_named(text)
+    if named is not None:
+        return named, groups
+    axes = {_axes(group, module.mesh) for group in groups}
+    return axes.pop() if len(axes) == 1 else (), groups
 
 
-def _ring(pairs: list[tuple[int, int]]) -> set[int]:
-    """Returns the ranks that are connected with the first pair of a permutation."""
-    reached = set(pairs[0]) if pairs else set()
-    for _ in pairs:
-        reached |= {rank for pair in pairs if not reached.isdisjoint(pair) for rank in pair}
-    return reached
-
-
-def _axes(ranks: set[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _axes(ranks: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes along which the ranks of a group differ, if the group contains all ranks along those axes."""
     places: dict[str, set[int]] = {axis: set() for axis in mesh}
     for rank in ranks:

@@ -34,9 +34,9 @@ COMPILE_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_mock_custom_calls": True,
 }
 
-_DEVICES_PER_HOST = 8
+GPUS_PER_HOST = 8
 _RUNTIME = "13.0.0"
-_SYNTAX = "CHIP:DEVICES, such as `h200:8`: a part of one host, or whole hosts of 8"
+_SYNTAX = "CHIP:DEVICES, such as `h200:8`: a part of one host, or whole hosts"
 
 # The rates of the units of a Hopper SM, by XLA's number of the element type: the number of units per SM, and the
 # operations per clock of each.
@@ -108,7 +108,7 @@ class Target(NamedTuple):
     devices: int
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str, gpus_per_host: int = GPUS_PER_HOST) -> Target:
     """Parses a target such as `h200:8`, or `h200:512` for 64 hosts of 8.
 
     Raises:
@@ -120,12 +120,12 @@ def parse_target(text: str) -> Target:
     chip, devices = match[1].lower(), int(match[2])
     if chip not in CHIPS:
         raise ValueError(f"`target` {text!r} names the chip {chip!r}; the known chips are {', '.join(sorted(CHIPS))}.")
-    if devices > _DEVICES_PER_HOST and devices % _DEVICES_PER_HOST:
+    if devices > gpus_per_host and devices % gpus_per_host:
         raise ValueError(
-            f"`target` {text!r} has {devices} devices, which do not fill hosts of {_DEVICES_PER_HOST}. "
-            f"Choose up to {_DEVICES_PER_HOST} devices, or a multiple of that."
+            f"`target` {text!r} has {devices} devices, which do not fill hosts of {gpus_per_host}. "
+            f"Choose up to {gpus_per_host} devices, or a multiple of that."
         )
-    return Target(chip, -(-devices // _DEVICES_PER_HOST), devices)
+    return Target(chip, -(-devices // gpus_per_host), devices)
 
 
 def missing_packages() -> dict[str, str]:

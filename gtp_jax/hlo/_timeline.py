@@ -2,10 +2,10 @@
 
 The time of a matmul is its number of operations divided by the chip's ceiling. The time of a collective is the number
 of bytes that leave a device, divided by the rate of its link, for any receivers: a GPU on an NVLink switch has one rate
-for everything that it sends. Each stream runs one operation at a time, because XLA runs collectives on one stream
-(openxla/xla#17749), even if several are in flight in its schedule. The compute stream waits where the schedule does.
-Launches, elementwise work, interference between the streams, and slower links between hosts are not modeled. So the
-result can rank schedules, but does not predict the time of a step.
+for everything that it sends. What leaves a host travels at the rate of a `Network`, if one is given. Each stream runs
+one operation at a time, because XLA runs collectives on one stream (openxla/xla#17749), even if several are in flight
+in its schedule. The compute stream waits where the schedule does. Launches, elementwise work and interference between
+the streams are not modeled. So the result can rank schedules, but does not predict the time of a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 
 from ._chips import Fact, fact
 from ._launch_order import Event, LaunchOrder
+from ._network import Network, wire_seconds
 
 Lane = Literal["compute", "communication"]
 
@@ -46,12 +47,14 @@ class Timeline:
         spans: one span per event, in the order of launches. An event in a loop is one span with the duration of all its
             runs.
         flop_rate: the rate assumed for matmuls and attention.
-        link_rate: the rate assumed for collectives.
+        link_rate: the rate assumed for collectives over NVLink.
+        network: the links assumed between hosts; `None` if NVLink joins all GPUs.
     """
 
     spans: tuple[Span, ...]
     flop_rate: Fact
     link_rate: Fact
+    network: Network | None = None
 
     @property
     def compute_us(self) -> float:
@@ -74,12 +77,13 @@ class Timeline:
         return max((s.end_us for s in self.spans), default=0.0)
 
 
-def timeline(program: LaunchOrder, chip: str) -> Timeline:
+def timeline(program: LaunchOrder, chip: str, network: Network | None = None) -> Timeline:
     """Models the times of a program.
 
     Args:
         program: the order of its launches.
         chip: a key of `CHIPS`.
+        network: the links between hosts; `None` if NVLink joins all GPUs.
 
     Raises:
         ValueError: if the chip is unknown.
@@ -98,10 +102,10 @@ def timeline(program: LaunchOrder, chip: str) -> Timeline:
             continue
         if starting:
             begin = max(compute, link)
-            link = begin + 1e6 * event.times * event.collective.wire_bytes / link_rate.value
+            link = begin + 1e6 * event.times * wire_seconds(event.collective, link_rate.value, network)
             spans[i] = Span(event, "communication", begin, link)
         if not starting or event.end == event.start:
             end = spans[i].end_us
             spans[i] = dataclasses.replace(spans[i], exposed_us=max(0.0, end - compute))
             compute = max(compute, end)
-    return Timeline(tuple(spans[i] for i in range(len(program.events))), flop_rate, link_rate)
+    return Timeline(tuple(spans[i] for i in range(len(program.events))), flop_rate, link_rate, network)

@@ -52,15 +52,51 @@ class InspectOptions:
         kind=str,
         metavar="CHIP:DEVICES",
     )
+    network_rate: float | None = knob(
+        None,
+        "target",
+        "rate in GB/s at which each GPU sends to other hosts, such as 50 for a network adapter of 400 Gbit/s per GPU; "
+        "the schedule is then modelled twice, over NVLink alone and with this network (default: NVLink joins all GPUs)",
+        kind=float,
+        above=0,
+        metavar="X",
+    )
+    gpus_per_host: int = knob(
+        hlo.GPUS_PER_HOST,
+        "target",
+        "number of GPUs per host, which NVLink joins; consecutive ranks, with tp innermost, share a host",
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_knobs(self)
+        for name, default in (("network_rate", None), ("gpus_per_host", hlo.GPUS_PER_HOST)):
+            if self.target is None and getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but there is no target, and only the schedule of a GPU "
+                    "program is modelled: give `--target`, such as `h200:512`."
+                )
         self.model  # noqa: B018  checks that sizes and experts fit together
 
     @property
     def model(self) -> ModelConfig:
         """The configuration of the preset, with the sizes and experts that the options change."""
         return self.sizes.of(preset_of(self.preset), self.preset, self.experts)
+
+    @property
+    def machine(self) -> hlo.Target | None:
+        """The machine to compile for; `None` for virtual CPU devices.
+
+        Raises:
+            ValueError: if `target` does not name one.
+        """
+        return None if self.target is None else hlo.parse_target(self.target, self.gpus_per_host)
+
+    @property
+    def network(self) -> hlo.Network | None:
+        """The links between hosts; `None` if the options do not describe them."""
+        rate = self.network_rate
+        return None if rate is None else hlo.Network(rate * 1e9, self.gpus_per_host)
 
     @property
     def title(self) -> str:
@@ -106,7 +142,8 @@ class Inspection:
         collectives: the collectives of the compiled step.
         flops: the floating-point operations of a step over all devices, without recomputation.
         order: the order of launches; `None` without a target.
-        timeline: the modelled times of the launches; `None` without a target.
+        timeline: the modelled times of the launches if NVLink joins all GPUs; `None` without a target.
+        over_network: the modelled times with the network between hosts; `None` if the options do not describe it.
         compile_s: the compile time in seconds.
     """
 
@@ -122,6 +159,7 @@ class Inspection:
     flops: int
     order: hlo.LaunchOrder | None
     timeline: hlo.Timeline | None
+    over_network: hlo.Timeline | None
     compile_s: float
 
 
@@ -132,7 +170,7 @@ def inspect(options: InspectOptions) -> Inspection:
         ValueError: if degrees, heads, sequence length and batch do not fit together; raised before compilation.
         ModuleNotFoundError: if a target needs packages that are not installed.
     """
-    target = None if options.target is None else hlo.parse_target(options.target)
+    target, network = options.machine, options.network
     execution, recipe = options.execution, options.quantization.to_recipe()
     config = dataclasses.replace(options.model, **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
@@ -187,6 +225,7 @@ def inspect(options: InspectOptions) -> Inspection:
         ),
         order=order,
         timeline=hlo.timeline(order, target.chip) if order and target else None,
+        over_network=hlo.timeline(order, target.chip, network) if order and target and network else None,
         compile_s=compile_s,
     )
 

@@ -47,12 +47,10 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     }
     if inspection.order is not None and inspection.timeline is not None:
         exposed = {e.name for e in inspection.order.exposed()}
-        line = inspection.timeline
         result["order"] = [_event(e, e.name in exposed) for e in inspection.order.events]
-        result["modelled"] = {
-            **{f.name: getattr(line, f.name)._asdict() for f in dataclasses.fields(line) if f.name != "spans"},
-            **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
-        }
+        result["modelled"] = _modelled(inspection.timeline)
+        if inspection.over_network is not None:
+            result["modelled_over_network"] = _modelled(inspection.over_network)
     return result
 
 
@@ -79,19 +77,19 @@ def _parameters(inspection: Inspection) -> str:
 
 
 def _capacity(inspection: Inspection) -> str:
-    if inspection.options.target is None:
+    target = inspection.options.machine
+    if target is None:
         return ""
-    chip = hlo.parse_target(inspection.options.target).chip
-    memory_bytes = hlo.fact(chip, "memory").value
+    memory_bytes = hlo.fact(target.chip, "memory").value
     share = inspection.memory.peak_bytes / memory_bytes
-    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's estimate"
+    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {target.chip}, by XLA's estimate"
 
 
 def _over_dp(inspection: Inspection) -> str:
     """Returns a table of what runs under each collective over dp; identical collectives share a line."""
     assert inspection.order is not None and inspection.timeline is not None
     groups: dict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
-    for span in inspection.timeline.spans:
+    for span in (inspection.over_network or inspection.timeline).spans:
         event, own = span.event, span.event.collective
         if own is None or "dp" not in own.axes:
             continue
@@ -105,7 +103,7 @@ def _over_dp(inspection: Inspection) -> str:
         cells = (times, kind, direction, ",".join(axes), dtype, quantity(sent, "B"), words)
         rows.append((*cells, seconds(lasts), seconds(exposed)))
     header = ("count", "kind", "pass", "over", "dtype", "sent each", "overlapped compute", "modelled", "exposed")
-    title = "collectives over dp, and what hides them"
+    title = "collectives over dp, and what hides them" + (", with the network" if inspection.over_network else "")
     return f"{title}\n\n{columns(header, rows, right=(0, 5, 7, 8)) if rows else 'none'}"
 
 
@@ -117,16 +115,39 @@ def _overlap(inspection: Inspection) -> str:
         asynchronous = sum(e.end > e.start for e in events)
         sent = sum(e.times * e.collective.wire_bytes for e in exposed if e.collective)
         rows.append((kind, len(events), asynchronous, len(exposed), quantity(sent, "B")))
-    line = inspection.timeline
+    line, network = inspection.timeline, inspection.over_network
+    modelled = columns(
+        ("modelled", "step", "compute", "communication", "exposed", ""),
+        [_times("NVLink between all GPUs", line)]
+        + ([] if network is None else [_times("NVLink within hosts, network between them", network)]),
+        right=(1, 2, 3, 4, 5),
+    )
     return (
         "exposed collectives: no compute runs while they are in flight\n\n"
         + columns(("kind", "launches", "async", "exposed", "exposed bytes"), rows, right=(1, 2, 3, 4))
-        + f"\n\nmodelled: compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
-        f"of which exposed {seconds(line.exposed_us)}\n"
+        + f"\n\n{modelled}\n\n"
         f"  matmuls and attention at {quantity(line.flop_rate.value, line.flop_rate.unit)}: {line.flop_rate.source}\n"
-        f"  collectives at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
-        "  elementwise work, launches, contention and slower links between hosts are left out: use this to compare "
-        "schedules, not to predict step times"
+        f"  NVLink at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
+        f"  {_network(inspection)}\n"
+        "  elementwise work, launches and contention are left out: use this to compare schedules, not to predict step "
+        "times"
+    )
+
+
+def _times(links: str, line: hlo.Timeline) -> tuple[str, ...]:
+    share = line.exposed_us / line.total_us if line.total_us else 0.0
+    times = (line.total_us, line.compute_us, line.communication_us, line.exposed_us)
+    return (links, *map(seconds, times), f"{share:.0%}")
+
+
+def _network(inspection: Inspection) -> str:
+    """Returns a line that says how hosts are joined in the model."""
+    network = inspection.options.network
+    if network is None:
+        return "slower links between hosts are left out; --network-rate describes them"
+    return (
+        f"network at {quantity(network.rate, 'B/s')} per GPU between hosts of {network.gpus_per_host}, as "
+        "--network-rate says; a ring leaves a host through the adapters of all its ranks there"
     )
 
 
@@ -194,6 +215,16 @@ def _collective(c: hlo.Collective) -> dict[str, Any]:
         "operand_bytes": c.operand_bytes,
         "result_bytes": c.result_bytes,
         "wire_bytes": c.wire_bytes,
+    }
+
+
+def _modelled(line: hlo.Timeline) -> dict[str, Any]:
+    network = line.network
+    return {
+        "flop_rate": line.flop_rate._asdict(),
+        "link_rate": line.link_rate._asdict(),
+        **({} if network is None else {"network": dataclasses.asdict(network)}),
+        **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
     }
 
 

@@ -53,9 +53,10 @@ def picture(line: Timeline, title: str) -> Any:
     loops = (
         "; a loop is drawn as one iteration, at its whole length" if any(s.event.times > 1 for s in line.spans) else ""
     )
+    beyond = "" if line.network is None else f", between hosts at {quantity(line.network.rate, 'B/s')}"
     figure.suptitle(
         f"{title}\nmodelled, not measured: matmuls and attention at {quantity(line.flop_rate.value, 'FLOP/s')}, "
-        f"collectives at {quantity(line.link_rate.value, 'B/s')}, elementwise work left out{loops}\n"
+        f"collectives at {quantity(line.link_rate.value, 'B/s')}{beyond}, elementwise work left out{loops}\n"
         f"compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
         f"exposed {seconds(line.exposed_us)}",
         fontsize="medium",

@@ -19,6 +19,7 @@ def test_target_names_a_chip_and_devices():
     assert hlo.parse_target("h200:8") == ("h200", 1, 8)
     assert hlo.parse_target("H100:4") == ("h100", 1, 4)
     assert hlo.parse_target("h200:512") == ("h200", 64, 512)
+    assert hlo.parse_target("h200:12", gpus_per_host=4) == ("h200", 3, 12)
 
 
 @pytest.mark.parametrize("text", ["h200", "h200:", "h200:0", "h200:x8", "8:h200:1", ""])
@@ -35,6 +36,8 @@ def test_unknown_chip_is_refused_with_those_known():
 def test_devices_that_do_not_fill_their_hosts_are_refused():
     with pytest.raises(ValueError, match="has 12 devices, which do not fill hosts of 8"):
         hlo.parse_target("h200:12")
+    with pytest.raises(ValueError, match="do not fill hosts of 5. Choose up to 5 devices, or a multiple of that."):
+        hlo.parse_target("h200:12", gpus_per_host=5)
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch):

@@ -18,7 +18,17 @@ def gather(start: int, end: int, us: float, times: int = 1) -> Event:
     whole = Shape("u8", (round(us * 1e-6 * LINK * 8 / 7),))
     part = Shape("u8", (whole.bytes // 8,))
     c = Collective(
-        f"gather.{start}", "all-gather", (part,), (whole,), 8, ("gtp",), end > start, times, True, "forward", ""
+        f"gather.{start}",
+        "all-gather",
+        (part,),
+        (whole,),
+        (tuple(range(8)),),
+        ("gtp",),
+        end > start,
+        times,
+        True,
+        "forward",
+        "",
     )
     return Event("all-gather", c.name, start, end, (whole,), 0, times, "forward", collective=c)
 

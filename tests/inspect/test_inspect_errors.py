@@ -35,6 +35,14 @@ def run(*arguments: str) -> int:
         (["--keep-gathered", "-1"], "`keep_gathered` is -1"),
         (["--target", "h200"], "`target` is 'h200'; expected CHIP:DEVICES"),
         (["--gtp", "1000"], "needs 1000 CPU devices, but jax already runs with .* Start a new process"),
+        (["--network-rate", "50"], "`network_rate` is 50.0, but there is no target, .*: give `--target`"),
+        (["--gpus-per-host", "4"], "`gpus_per_host` is 4, but there is no target, .*: give `--target`"),
+        (["--target", "h200:8", "--network-rate", "0"], "`network_rate` is 0.0; it must be a number above 0"),
+        (
+            ["--target", "h200:8", "--gpus-per-host", "0"],
+            "`gpus_per_host` is 0; it must be a whole number of at least 1",
+        ),
+        (["--target", "h200:8", "--gpus-per-host", "3"], "has 8 devices, which do not fill hosts of 3"),
         (["--png", "x.png"], "`--png` draws the schedule of a GPU program: give `--target`"),
     ],
 )

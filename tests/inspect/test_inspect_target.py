@@ -23,7 +23,18 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU need
 
 @pytest.fixture(scope="module")
 def found() -> Inspection:
-    return inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=8), seq=128))
+    """On two hosts of 4."""
+    options = InspectOptions(
+        target="h200:8", network_rate=20.0, gpus_per_host=4, parallelism=Parallelism(gtp=8), seq=128
+    )
+    return inspect(options)
+
+
+@pytest.fixture(scope="module")
+def alone(found) -> Inspection:
+    """The same without a network."""
+    options = dataclasses.replace(found.options, network_rate=None)
+    return dataclasses.replace(found, options=options, over_network=None)
 
 
 def test_the_launch_order_holds_every_matmul_and_attention_of_the_step(found):
@@ -43,7 +54,35 @@ def test_text_shows_the_order_and_what_is_exposed(found):
     row = next(line.split() for line in text.splitlines() if line.startswith("all-gather ") and "forward" not in line)
     gathers = found.order.collectives("all-gather")
     assert row[1:4] == [str(n) for n in (len(gathers), _asynchronous(gathers), len(found.order.exposed("all-gather")))]
-    assert "of the 151 GB of an h200" in text and "modelled: compute" in text
+    assert "of the 151 GB of an h200" in text and "NVLink between all GPUs  " in text
+
+
+def test_network_between_hosts_is_modelled_beside_nvlink_alone(found):
+    """A gtp group of 8 spans two hosts of 4, whose four adapters share a ring."""
+    data = json.loads(json.dumps(as_json(found)))
+    near, far = data["modelled"], data["modelled_over_network"]
+    assert far["network"] == {"rate": 20e9, "gpus_per_host": 4} and "network" not in near
+    assert far["compute_us"] == pytest.approx(near["compute_us"])
+    assert {c["kind"] for c in data["collectives"]} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    sent = sum(c["count"] * c["wire_bytes"] for c in data["collectives"])
+    assert near["communication_us"] == pytest.approx(sent / 326e3)
+    assert far["communication_us"] == pytest.approx(sent / 4 / 20e3)
+
+
+def test_text_and_picture_tell_both_models(found, alone):
+    line = found.over_network
+    rows = as_text(found).split("\n\nmodelled ")[1].splitlines()[2:4]
+    assert [row.split("  ")[0] for row in rows] == [
+        "NVLink between all GPUs",
+        "NVLink within hosts, network between them",
+    ]
+    assert rows[1].endswith(f"{line.exposed_us / line.total_us:.0%}") and rows[0].split()[4:] != rows[1].split()[6:]
+    assert "network at 20 GB/s per GPU between hosts of 4, as --network-rate says" in as_text(found)
+    assert "collectives over dp, and what hides them, with the network" in as_text(found)
+    assert "collectives at 326 GB/s, between hosts at 20 GB/s, elementwise" in picture(line, "a step").get_suptitle()
+    text = as_text(alone)
+    assert "network between them" not in text and "with the network" not in text
+    assert "--network-rate describes them" in text and "modelled_over_network" not in as_json(alone)
 
 
 def _asynchronous(events):

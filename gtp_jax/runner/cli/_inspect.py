@@ -46,4 +46,8 @@ def show(inspection: Inspection, *, json_output: bool = False, png: Path | None 
     if png is not None and inspection.timeline is not None:
         o = inspection.options
         mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
-        draw(inspection.timeline, f"{o.title} on {o.target}, {mesh}, {o.seq} tokens per sequence", png)
+        draw(
+            inspection.over_network or inspection.timeline,
+            f"{o.title} on {o.target}, {mesh}, {o.seq} tokens per sequence",
+            png,
+        )
