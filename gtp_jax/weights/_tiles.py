@@ -25,7 +25,7 @@ from ..formats import QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
 from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable
-from ._fused import Shards, bytes_of, fuse, fuse_kernels, part_of, whole_kernels
+from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, part_of, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import is_divided
 from ._wire import FusedWeights, Wire
@@ -111,7 +111,7 @@ def tile_all(
         part = part_of(stored, group.layouts, jnp.uint8)
         grid = jnp.concatenate([inverses(one) for one in grids], axis=-2)
         assert isinstance(group.wire, Tiled)
-        if group.order is None and group.ranks > 1 and count > 1:
+        if group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
             grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
         found.append(Tiles(part, grid, (name,), group.wire))
     return found

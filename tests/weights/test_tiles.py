@@ -20,6 +20,7 @@ PLACES = {
     "half a tile": ((256,), dict(gtp=4), {}),
     "parts of 28 rows": ((224,), dict(gtp=8), {}),
     "columns": ((7,), dict(gtp=4), {}),
+    "columns of kernels of whole tiles": ((128, 256), dict(gtp=3), {}),
     "kernels of whole tiles": ((256, 512), dict(gtp=2), {}),
     "kernels cut": ((256, 64, 32), dict(gtp=8), {}),
     "kernels of odd sizes": ((200, 72), dict(gtp=4), {}),
