@@ -5,13 +5,16 @@ from ._backward import backward as backward
 from ._events import Barrier as Barrier
 from ._events import Compute as Compute
 from ._events import Event as Event
+from ._events import Fetch as Fetch
 from ._events import Gather as Gather
 from ._events import Loop as Loop
+from ._events import Offload as Offload
 from ._events import Plan as Plan
 from ._events import Reduce as Reduce
 from ._forward import Forward as Forward
 from ._forward import forward as forward
 from ._plan import plan as plan
+from ._policy import OFFLOADED as OFFLOADED
 from ._policy import REMAT as REMAT
 from ._policy import Remat as Remat
 from ._policy import with_remat as with_remat

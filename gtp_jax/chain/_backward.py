@@ -12,9 +12,10 @@ from jax import lax
 
 from ..collectives import Turn, no_turn
 from ._collect import Piece, collect
-from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
+from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._forward import Residuals
-from ._stage import ByLayer, Stage, place, renumbered, tied_trees, together
+from ._host import to_device, with_activations
+from ._stage import ByLayer, Stage, in_loop, place, renumbered, tied_trees, together
 
 Tree = Any
 
@@ -51,8 +52,8 @@ def backward(
     """
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
-    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals.layers)
-    assert not carry.weights and not carry.pending, "gathered but never used"
+    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros(), {}), 0, residuals)
+    assert not carry.weights and not carry.pending and not carry.fetched, "gathered or fetched but never used"
     stacked = [stage.stacked for stage in stages]
     shards, params = (collect(_pieces(gradients, len(stages)), stacked) for gradients in done)
     return Gradients(shards, params, carry.gradient, walk.of_shared(carry.shared))
@@ -66,12 +67,14 @@ class _Carry(NamedTuple):
         weights: the gathered weights that have not been used yet.
         pending: the gradients of gathered weights that have not been reduced yet.
         shared: the gradients of the shared floats, summed so far.
+        fetched: the activations that have come from the host and have not been used yet.
     """
 
     gradient: Tree
     weights: ByLayer
     pending: ByLayer
     shared: list[jax.Array]
+    fetched: ByLayer
 
 
 class _Done(NamedTuple):
@@ -103,9 +106,9 @@ class _Backward:
             tree, [next(summed).astype(a.dtype) if _is_float(a) else np.zeros(a.shape, none) for a in leaves]
         )
 
-    def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: ByLayer) -> tuple[_Carry, _Done]:
-        gradient, weights, pending, shared = carry
-        weights, pending, reduced = dict(weights), dict(pending), {}
+    def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: Residuals) -> tuple[_Carry, _Done]:
+        gradient, weights, pending, shared, fetched = carry
+        weights, pending, fetched, reduced = dict(weights), dict(pending), dict(fetched), {}
         done = _Done({}, {})
         entered, turn = gradient, no_turn()
         for event in events:
@@ -118,28 +121,35 @@ class _Backward:
                     reduced[stage, layer] = self.stages[stage].reduce(gradients)
                 case Compute(stage, layer):
                     entered = gradient
-                    own, residual = weights.pop((stage, layer), ()), residuals[stage, layer]
+                    own, residual = weights.pop((stage, layer), ()), residuals.layers[stage, layer]
+                    residual = with_activations(residual, fetched.pop((stage, layer), []))
                     computed = self._compute(stage, place(origin, layer), residual, own, gradient)
                     gradient, pending[stage, layer], params, to_shared, turn = computed
                     done.params[stage, layer] = params, False
                     if to_shared:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
+                case Fetch(stage, layer):
+                    away = residuals.host[stage, layer]
+                    fetched[stage, layer] = to_device(away if in_loop(origin) else together(away, entered)[0])
                 case Barrier():
-                    # ends the gather and the reduction with this layer, and completes its weight gradient before the
-                    # next layer begins
-                    gradient, pending, reduced, weights, shared = together(gradient, pending, reduced, weights, shared)
+                    # ends the gather, the copy from the host and the reduction with this layer, and completes its
+                    # weight gradient before the next layer begins
+                    gradient, pending, reduced, weights, shared, fetched = together(
+                        gradient, pending, reduced, weights, shared, fetched
+                    )
                     entered, turn = gradient, no_turn()
                     done.shards.update(self._finished(reduced))
                     reduced = {}
                 case Loop():
-                    (gradient, weights, pending, shared), looped = self._loop(
-                        event, _Carry(gradient, weights, pending, shared), residuals
-                    )
+                    carry, looped = self._loop(event, _Carry(gradient, weights, pending, shared, fetched), residuals)
+                    gradient, weights, pending, shared, fetched = carry
                     entered = gradient
                     done.shards.update(looped.shards)
                     done.params.update(looped.params)
+                case Offload():
+                    raise AssertionError(f"{event} has no place in backward")
         done.shards.update(self._finished(reduced))
-        return _Carry(gradient, weights, pending, shared), done
+        return _Carry(gradient, weights, pending, shared, fetched), done
 
     def _gather(self, stage: int, layer: int, number: Any, entered: Tree, turn: Turn) -> Tree:
         """Gathers a layer's weights again, from what forward sent if that was kept."""
@@ -152,14 +162,16 @@ class _Backward:
         """Returns the gradients of shards, each marked as that of a single layer."""
         return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
-    def _loop(self, loop: Loop, carry: _Carry, residuals: ByLayer) -> tuple[_Carry, _Done]:
-        def body(carry: _Carry, step: tuple[jax.Array, Tree]) -> tuple[_Carry, _Done]:
-            layer, residual = step
-            carry, done = self.run(loop.body, carry, layer, {(loop.stage, 0): residual})
+    def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
+        def body(carry: _Carry, step: tuple[jax.Array, Tree, ByLayer]) -> tuple[_Carry, _Done]:
+            layer, residual, host = step
+            carry, done = self.run(loop.body, carry, layer, Residuals({(loop.stage, 0): residual}, {}, host))
             stacked = _Done(*({key: value for key, (value, _) in one.items()} for one in done))
             return _moved(carry, 1), stacked
 
-        steps = jnp.arange(loop.start, loop.stop), residuals[loop.stage, loop.start]
+        fetched = [event.layer for event in loop.body if isinstance(event, Fetch)]
+        host = {(loop.stage, layer): residuals.host[loop.stage, loop.start + layer] for layer in fetched}
+        steps = jnp.arange(loop.start, loop.stop), residuals.layers[loop.stage, loop.start], host
         carry = _moved(carry, 1 - loop.stop)
         carry, done = lax.scan(body, carry, steps, reverse=True, unroll=loop.unroll)
         stacked = ({key: (value, True) for key, value in renumbered(one, loop.start).items()} for one in done)
@@ -191,7 +203,8 @@ class _Backward:
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:
-    return carry._replace(weights=renumbered(carry.weights, shift), pending=renumbered(carry.pending, shift))
+    weights, pending, fetched = (renumbered(own, shift) for own in (carry.weights, carry.pending, carry.fetched))
+    return carry._replace(weights=weights, pending=pending, fetched=fetched)
 
 
 def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:

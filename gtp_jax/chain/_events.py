@@ -20,16 +20,34 @@ class Compute:
 
     Attributes:
         keep: whether the layer keeps its gathered weights from forward to backward.
+        away: whether the activations that the layer saves spend the time between the passes in the host's memory.
     """
 
     stage: int
     layer: int
     keep: bool
+    away: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
     """Reduce-scatters the gradient of a layer's gathered weights back to its shards."""
+
+    stage: int
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """Copies the activations that a layer saved to the host's memory."""
+
+    stage: int
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """Copies a layer's activations back from the host's memory, but not before the current gradient has arrived."""
 
     stage: int
     layer: int
@@ -58,15 +76,12 @@ class Loop:
     body: tuple[Event, ...]
 
 
-Event = Gather | Compute | Reduce | Barrier | Loop
+Event = Gather | Compute | Reduce | Offload | Fetch | Barrier | Loop
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The events of both passes. Prints as the text that `describe` returns.
-
-    Moving activations to the host and back (offload, fetch) would be two more kinds of events, which the planner would
-    place between a layer's `Compute` and the next `Barrier`.
 
     Attributes:
         forward: the events of the forward pass.

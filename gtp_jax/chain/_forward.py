@@ -12,8 +12,9 @@ from jaxtyping import PyTree, Shaped
 
 from ..collectives import Turn, turn_after
 from ._collect import Piece, collect
-from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
-from ._stage import ByLayer, Outputs, Stage, place, renumbered, together
+from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
+from ._host import to_host, without_activations
+from ._stage import ByLayer, Outputs, Stage, in_loop, place, renumbered, together
 
 Tree = Any
 
@@ -25,10 +26,13 @@ class Residuals(NamedTuple):
         layers: the residuals of each layer. Those of a loop's layers are stacked, under the number of the first layer.
         sent: what was prepared for sending, for each layer whose gathered weights are not kept; empty unless
             `Plan.keep_sent`.
+        host: the activations in the host's memory, which `layers` lacks. A loop's are stacked, under the number of the
+            first layer that it moves.
     """
 
     layers: ByLayer
     sent: ByLayer
+    host: ByLayer
 
 
 class Forward(NamedTuple):
@@ -57,14 +61,29 @@ def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan:
         shared: a pytree of arrays that is passed to every layer of the stages with `takes_shared`.
     """
     walk = _Forward(stages, shared, plan.keep_sent)
-    x, weights, done = walk.run(plan.forward, x, {}, 0)
+    (x, weights, saved), done, host = walk.run(plan.forward, _Carry(x, {}, {}), 0)
     assert not weights, f"gathered but never used: {sorted(weights)}"
+    assert not saved, f"saved for the host but never moved: {sorted(saved)}"
     pieces: list[list[Piece]] = [[] for _ in stages]
     for (stage, layer), (_, outputs, several) in done.items():
         pieces[stage].append((layer, outputs, several))
     outputs = collect(pieces, [stage.stacked for stage in stages])
     layers = {key: closure for key, (closure, _, _) in done.items()}
-    return Forward(x, outputs, Residuals(layers, walk.sent))
+    return Forward(x, outputs, Residuals(layers, walk.sent, host))
+
+
+class _Carry(NamedTuple):
+    """The values that are passed from layer to layer.
+
+    Attributes:
+        x: the activation.
+        weights: the gathered weights that have not been used yet.
+        saved: the activations that layers have saved and that have not been moved to the host yet.
+    """
+
+    x: Tree
+    weights: ByLayer
+    saved: ByLayer
 
 
 class _Forward:
@@ -74,10 +93,11 @@ class _Forward:
         self.keep_sent = keep_sent
         self.sent: ByLayer = {}
 
-    def run(self, events: Sequence[Event], x: Tree, weights: ByLayer, origin: Any) -> tuple[Tree, ByLayer, ByLayer]:
-        """Returns the activation, the weights in flight and, for each layer, its closure, its outputs, and whether
-        these are a stack of several layers."""
-        weights, done = dict(weights), {}
+    def run(self, events: Sequence[Event], carry: _Carry, origin: Any) -> tuple[_Carry, ByLayer, ByLayer]:
+        """Returns the carry; for each layer, its closure, its outputs, and whether these are a stack of several layers;
+        and what has been moved to the host."""
+        x, weights, saved = carry
+        weights, saved, done, host, moving = dict(weights), dict(saved), {}, {}, {}
         for event in events:
             match event:
                 case Gather(stage, layer):
@@ -86,32 +106,43 @@ class _Forward:
                     weights[stage, layer] = self.stages[stage].gather_layer(number, prepared, x)
                     if self.keep_sent:
                         self.sent[stage, layer] = prepared
-                case Compute(stage, layer, keep):
+                case Compute(stage, layer, keep, away):
                     own = weights.pop((stage, layer))
                     if keep:
                         self.sent.pop((stage, layer), None)
                     turn = turn_after(weights)
                     x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep, turn)
+                    if away:
+                        closure, saved[stage, layer] = without_activations(closure)
                     done[stage, layer] = closure, outputs, False
+                case Offload(stage, layer):
+                    moving[stage, layer] = to_host(saved.pop((stage, layer)))
                 case Barrier():
-                    x, weights = together(x, weights)
+                    if in_loop(origin):
+                        x, weights = together(x, weights)
+                    else:  # a copy to the host ends with this layer, so that the device's copy is not kept any longer
+                        x, weights, moving = together(x, weights, moving)
+                    host |= moving
+                    moving = {}
                 case Loop():
-                    x, weights, looped = self._loop(event, x, weights)
+                    (x, weights, saved), looped, moved = self._loop(event, _Carry(x, weights, saved))
                     done |= looped
-                case Reduce():
-                    raise AssertionError("forward has no gradient to reduce")
-        return x, weights, done
+                    host |= moved
+                case Reduce() | Fetch():
+                    raise AssertionError(f"{event} has no place in forward")
+        assert not moving, "moved to the host without a barrier"
+        return _Carry(x, weights, saved), done, host
 
-    def _loop(self, loop: Loop, x: Tree, weights: ByLayer) -> tuple[Tree, ByLayer, ByLayer]:
-        def body(carry: Tree, layer: jax.Array) -> tuple[Tree, Tree]:
-            x, weights = carry
-            x, weights, done = self.run(loop.body, x, weights, layer)
-            return (x, renumbered(weights, -1)), {key: value[:2] for key, value in done.items()}
+    def _loop(self, loop: Loop, carry: _Carry) -> tuple[_Carry, ByLayer, ByLayer]:
+        def body(carry: _Carry, layer: jax.Array) -> tuple[_Carry, Tree]:
+            carry, done, host = self.run(loop.body, carry, layer)
+            return _moved(carry, -1), ({key: value[:2] for key, value in done.items()}, host)
 
-        carry = x, renumbered(weights, -loop.start)
-        (x, weights), done = lax.scan(body, carry, jnp.arange(loop.start, loop.stop), unroll=loop.unroll)
+        carry, (done, host) = lax.scan(
+            body, _moved(carry, -loop.start), jnp.arange(loop.start, loop.stop), unroll=loop.unroll
+        )
         looped = {key: (*value, True) for key, value in renumbered(done, loop.start).items()}
-        return x, renumbered(weights, loop.stop), looped
+        return _moved(carry, loop.stop), looped, renumbered(host, loop.start)
 
     def _compute(
         self, stage: Stage, layer: Any, x: Tree, weights: Tree, keep: bool, turn: Turn
@@ -127,3 +158,7 @@ class _Forward:
         saved = (keep, True, True, True, False, False, False)
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
         return y, closure, Outputs(state, scalars, metrics)
+
+
+def _moved(carry: _Carry, shift: int) -> _Carry:
+    return carry._replace(weights=renumbered(carry.weights, shift), saved=renumbered(carry.saved, shift))

@@ -4,37 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
+from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._schedule import Schedule, Segment, segments
 
 
-def plan(lengths: Sequence[int], schedule: Schedule, *, travels: bool = True) -> Plan:
+def plan(
+    lengths: Sequence[int], schedule: Schedule, *, travels: bool = True, offload: Sequence[bool] | None = None
+) -> Plan:
     """Returns the events of a chain.
 
     With prefetching, forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers
     in reverse: while layer k computes, it gathers the weights of layer k - 1 again unless they were kept, and reduces
     the gradient of layer k + 1. Without prefetching, layers wait for each collective.
 
+    If a stage offloads, what layer k saves is copied to the host while layer k + 1 computes, and back while backward
+    processes layer k + 1. The chain's last layer keeps what it saves, because its backward directly follows.
+
     Args:
         lengths: the number of layers of each stage; 1 for a single module.
         schedule: the schedule to follow.
         travels: whether gathering any layer's weights involves communication or decoding.
+        offload: for each stage, whether what its layers save is moved to the host between the passes; by default, none.
     """
     total = sum(lengths)
     kept = schedule.layers_kept(total, travels=travels)
     offsets = [sum(lengths[:stage]) for stage in range(len(lengths))]
     found = segments(list(lengths), schedule, kept)
-    planner = _Planner(found, offsets, total - kept, schedule.prefetch)
+    planner = _Planner(found, offsets, total - kept, schedule.prefetch, offload or [False] * len(lengths))
     keep_sent = schedule.keep_gathered != 0 and not any(segment.loop for segment in found)
     return Plan(tuple(planner.forward()), tuple(planner.backward()), keep_sent)
 
 
 class _Planner:
-    def __init__(self, found: list[Segment], offsets: list[int], first_kept: int, prefetch: bool):
+    def __init__(
+        self, found: list[Segment], offsets: list[int], first_kept: int, prefetch: bool, offload: Sequence[bool]
+    ):
         self.segments = found
         self.offsets = offsets
         self.first_kept = first_kept
         self.prefetch = prefetch
+        self.offload = offload
+        self.last = found[-1].stage, found[-1].stop - 1
 
     def forward(self) -> list[Event]:
         first = self.segments[0]
@@ -42,12 +52,12 @@ class _Planner:
         for number, segment in enumerate(self.segments):
             stage = segment.stage
             if segment.loop:
-                body = self._forward(stage, 0, (stage, 1), self._keeps(stage, segment.start))
+                body = self._forward(stage, 0, (stage, 1), (stage, -1), self._keeps(stage, segment.start))
                 events.append(Loop(stage, segment.start, segment.stop, segment.loop, tuple(body)))
                 continue
             for layer in range(segment.start, segment.stop):
-                following = self._after(number, layer)
-                events += self._forward(stage, layer, following, self._keeps(stage, layer))
+                following, before = self._after(number, layer), self._before(number, layer)
+                events += self._forward(stage, layer, following, before, self._keeps(stage, layer))
         return events
 
     def backward(self) -> list[Event]:
@@ -62,25 +72,32 @@ class _Planner:
             if segment.loop:
                 # either all or none of a loop's layers keep their weights; the layer before the loop does the same
                 keep = self._keeps(stage, segment.start)
-                body = self._backward(stage, 0, None if keep else (stage, -1), (stage, 1), keep)
+                body = self._backward(stage, 0, (stage, -1), (stage, 1), keep, keep)
                 events.append(Loop(stage, segment.start, segment.stop, segment.loop, tuple(body)))
                 behind = stage, segment.start
                 continue
             for layer in reversed(range(segment.start, segment.stop)):
                 before = self._before(number, layer)
-                if before is not None and self._keeps(*before):
-                    before = None
-                events += self._backward(stage, layer, before, behind, self._keeps(stage, layer))
+                before_keeps = before is None or self._keeps(*before)
+                events += self._backward(stage, layer, before, behind, self._keeps(stage, layer), before_keeps)
                 behind = stage, layer
         if self.prefetch and behind is not None:
             events.append(Reduce(*behind))
         return events
 
-    def _forward(self, stage: int, layer: int, following: tuple[int, int] | None, keep: bool) -> list[Event]:
-        compute = Compute(stage, layer, keep)
+    def _forward(
+        self,
+        stage: int,
+        layer: int,
+        following: tuple[int, int] | None,
+        before: tuple[int, int] | None,
+        keep: bool,
+    ) -> list[Event]:
+        compute = Compute(stage, layer, keep, self._away(stage, layer))
         if not self.prefetch:
-            return [Gather(stage, layer), compute]
-        return [*([Gather(*following)] if following else []), compute, Barrier()]
+            return [Gather(stage, layer), compute, *([Offload(stage, layer), Barrier()] if compute.away else [])]
+        offload = [Offload(*before)] if before and self._away(*before) else []
+        return [*([Gather(*following)] if following else []), compute, *offload, Barrier()]
 
     def _backward(
         self,
@@ -89,16 +106,28 @@ class _Planner:
         before: tuple[int, int] | None,
         behind: tuple[int, int] | None,
         keep: bool,
+        before_keeps: bool,
     ) -> list[Event]:
-        compute = Compute(stage, layer, keep)
+        compute = Compute(stage, layer, keep, self._away(stage, layer))
         if not self.prefetch:
-            return [*([] if keep else [Gather(stage, layer)]), compute, Reduce(stage, layer), Barrier()]
-        gather = [Gather(*before)] if before else []
+            fetch = [Fetch(stage, layer)] if compute.away else []
+            return [*fetch, *([] if keep else [Gather(stage, layer)]), compute, Reduce(stage, layer), Barrier()]
+        fetch = [Fetch(*before)] if before and self._away(*before) else []
+        gather = [Gather(*before)] if before and not before_keeps else []
         reduce = [Reduce(*behind)] if behind else []
-        return [compute, *gather, *reduce, Barrier()]  # gather and reduce wait for the layer's exchange of tokens
+        return [
+            *fetch,
+            compute,
+            *gather,
+            *reduce,
+            Barrier(),
+        ]  # gather and reduce wait for the layer's exchange of tokens
 
     def _regather(self, place: tuple[int, int]) -> list[Event]:
         return [] if self._keeps(*place) else [Gather(*place)]
+
+    def _away(self, stage: int, layer: int) -> bool:
+        return self.offload[stage] and (stage, layer) != self.last
 
     def _keeps(self, stage: int, layer: int) -> bool:
         return self.offsets[stage] + layer >= self.first_kept

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 
 from ..ops import ACTIVATION, ROUTING, SAVED
 
-Remat = Literal["nothing", "matmuls", "activations", "everything"]
+Remat = Literal["nothing", "matmuls", "activations", "everything", "offload", "offload-matmuls"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
@@ -37,6 +37,10 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
     "everything": None,
 }
 
+# Policies whose saved values a chain keeps in the host's memory between the passes, each with the policy that saves the
+# same values on the device.
+OFFLOADED: Mapping[Remat, Remat] = {"offload": "nothing", "offload-matmuls": "matmuls"}
+
 
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Returns `function`, changed to save for backward only what the policy names.
@@ -49,13 +53,15 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `activations`: also saves those inputs of matmuls that an activation function computed (`ops.save_activation`), so
       that they are not recomputed. This costs one number per hidden feature and row.
     - `everything`: saves all that backward needs; only the tp axis's gathers of activations are run again.
+    - `offload`, `offload-matmuls`: save what `nothing` and `matmuls` save. In a chain, it is kept in pinned memory of
+      the host between the passes (`OFFLOADED`).
 
     Raises:
         ValueError: if there is no such policy.
     """
-    if remat not in _POLICIES:
-        raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(_POLICIES)}.")
+    if remat not in REMAT:
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(REMAT)}.")
     if remat == "everything":
         return function
     # The chain itself separates forward from backward ([Note: ties]); a second barrier would only prevent fusion.
-    return jax.checkpoint(function, policy=_POLICIES[remat], prevent_cse=False)
+    return jax.checkpoint(function, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=False)

@@ -63,7 +63,9 @@ def run(
         `shards` are residuals only for that purpose.
     """
     travels = any(stage.travels for stage in stages)
-    events = plan([stage.length for stage in stages], schedule, travels=travels)
+    lengths = [stage.length for stage in stages]
+    events = plan(lengths, schedule, travels=travels, offload=[stage.offload for stage in stages])
+    alone = plan(lengths, schedule, travels=travels)  # saves nothing, so there is nothing to move
     # JAX caches the rules below with the traces, so they receive all arrays as arguments and hold none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 
@@ -75,7 +77,7 @@ def run(
 
     @jax.custom_vjp
     def chain(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree) -> tuple[Tree, list[Outputs]]:
-        return forward(with_arrays(shards, params, given), x, events, shared)[:2]
+        return forward(with_arrays(shards, params, given), x, alone, shared)[:2]
 
     def fwd(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree):
         y, outputs, residuals = forward(with_arrays(shards, params, given), x, events, shared)

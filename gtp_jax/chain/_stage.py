@@ -64,6 +64,7 @@ class Stage:
             a weight whose key has a slot has no gradient of its own.
         takes_shared: whether `apply` receives the chain's shared inputs; otherwise it receives `()`.
         travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
+        offload: whether the activations that layers save are moved to the host's memory between the passes.
         frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients.
     """
 
@@ -82,6 +83,7 @@ class Stage:
     slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
     travels: bool = True
+    offload: bool = False
     frozen: frozenset[Any] = frozenset()
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
@@ -138,6 +140,15 @@ def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
 def place(origin: Any, layer: int) -> Any:
     """Returns the number of a layer. In a loop, `layer` is relative to the iteration's layer, `origin`."""
     return origin + layer if layer else origin
+
+
+def in_loop(origin: Any) -> bool:
+    """Returns whether `origin` is the layer of a loop's iteration.
+
+    There, copies to the host and back are not tied to the layer. Each iteration reads and writes its own part of an
+    array on the host, so that copies cannot leave it, and XLA accepts no barrier between the copy and that array.
+    """
+    return not isinstance(origin, int)
 
 
 def _is_apart(leaf: Any) -> bool:

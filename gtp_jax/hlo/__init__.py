@@ -12,6 +12,9 @@ from ._hlo import Instruction as Instruction
 from ._hlo import Module as Module
 from ._hlo import Shape as Shape
 from ._hlo import parse as parse
+from ._host_copies import FROM_HOST as FROM_HOST
+from ._host_copies import TO_HOST as TO_HOST
+from ._host_copies import host_copies as host_copies
 from ._launch_order import COMPUTE as COMPUTE
 from ._launch_order import Event as Event
 from ._launch_order import LaunchOrder as LaunchOrder

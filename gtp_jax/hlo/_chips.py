@@ -29,6 +29,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory": Fact(151_397_597_184, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(4.8e12, "B/s", _H200),
         "link_peak": Fact(450e9, "B/s", f"{_H200}: NVLink 900 GB/s, both directions together"),
+        "host_link_peak": Fact(64e9, "B/s", f"{_H200}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(326e9, "B/s", f"{_MEASURED}: all-gather of 512 MB; 114e9 at 64 MB, 14e9 at 8 MB"),
     },
     "h100": {
@@ -37,6 +38,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory": Fact(84_942_979_072, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(3.35e12, "B/s", _H100),
         "link_peak": Fact(450e9, "B/s", f"{_H100}: NVLink 900 GB/s, both directions together"),
+        "host_link_peak": Fact(64e9, "B/s", f"{_H100}: PCIe Gen5, 128 GB/s, both directions together"),
     },
 }
 

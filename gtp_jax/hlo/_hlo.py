@@ -25,7 +25,7 @@ BITS = {
 }
 
 _COMMENT = re.compile(r"/\*.*?\*/")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^{}]*?(S\(5\))?\})?")  # 5 is the host's memory
 _COMPUTATION = re.compile(r"(ENTRY )?%([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
@@ -36,10 +36,12 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The element type of an array, by XLA's name, and its dimensions on one device."""
+    """The element type of an array, by XLA's name, its dimensions on one device, and whether it is in the memory of the
+    host."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def elements(self) -> int:
@@ -222,8 +224,8 @@ def mesh_sizes(text: str) -> dict[str, int]:
 def shapes(text: str) -> tuple[Shape, ...]:
     """Returns the array shapes in a printed type, in order. For example, `(f32[2,3]{1,0}, s32[])` has two."""
     return tuple(
-        Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
-        for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text))
+        Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), bool(space))
+        for dtype, dims, space in _SHAPE.findall(_COMMENT.sub("", text))
     )
 
 

@@ -7,7 +7,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..chain import REMAT, Remat
+from ..chain import OFFLOADED, REMAT, Remat
 from ..mesh import (
     Roles,
     axes_of,
@@ -80,7 +80,7 @@ def shard[M: nnx.Module](
         min_size: the minimum number of elements of a sharded weight.
         specs: the stored partition of weights, by pattern of their paths; `None` for weights that stay whole. A weight
             of a shared module has several paths. The first pattern that matches any of them applies.
-        remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`.
+        remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`, but without moving it to the host.
         keep_last: whether to keep the gathered weights of the unit that no other unit follows, so that backward does
             not begin by waiting for them. Pass `False` for a model that is called in a loop, which would keep them in
             every iteration.
@@ -132,8 +132,14 @@ def _check_arguments(model: Any, min_size: Any, remat: Any) -> None:
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
     if not isinstance(min_size, int) or min_size < 1:
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
+    if remat in OFFLOADED:
+        raise ValueError(
+            f"`remat` is {remat!r}, which moves activations between the layers of a `gtp_jax.Stack`; `gtp_jax.shard` "
+            f"cannot. Use {OFFLOADED[remat]!r}, which saves the same on the device."
+        )
     if remat not in REMAT:
-        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, get_args(Remat)))}.")
+        allowed = [name for name in REMAT if name not in OFFLOADED]
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_roles(roles: Any) -> None:

@@ -144,6 +144,9 @@ class Inspection:
         order: the order of launches; `None` without a target.
         timeline: the modelled times of the launches if NVLink joins all GPUs; `None` without a target.
         over_network: the modelled times with the network between hosts; `None` if the options do not describe it.
+        host_copies: the copies between the memories of a device and of its host; empty without a target.
+        host_bytes: the bytes that the step takes in the memory of the host, per device.
+        layer_flops: the floating-point operations of a layer's forward pass, per device and microbatch.
         compile_s: the compile time in seconds.
     """
 
@@ -160,6 +163,9 @@ class Inspection:
     order: hlo.LaunchOrder | None
     timeline: hlo.Timeline | None
     over_network: hlo.Timeline | None
+    host_copies: tuple[hlo.Event, ...]
+    host_bytes: int
+    layer_flops: float
     compile_s: float
 
 
@@ -205,6 +211,10 @@ def inspect(options: InspectOptions) -> Inspection:
         compile_s = time.perf_counter() - began
     module = hlo.parse(str(compiled.as_text()))
     order = hlo.launch_order(module) if target else None
+    sizes: Any = {"seq": options.seq, "heads": config.num_heads, "head_dim": config.head_dim}
+    tokens_per_step, in_head = batch * options.seq, config.vocab_size * config.hidden_size
+    in_layer = (config.matmul_params() - in_head) // config.num_layers
+    of_layer = hlo.step_flops(matmul_params=in_layer, tokens=tokens_per_step, layers=1, **sizes)
     return Inspection(
         options=options,
         degrees=dict(mesh.shape),
@@ -216,16 +226,14 @@ def inspect(options: InspectOptions) -> Inspection:
         memory=hlo.memory(compiled, params=state.params, opt_state=state.opt_state, frozen=state.frozen),
         collectives=tuple(hlo.collectives(module)),
         flops=hlo.step_flops(
-            matmul_params=config.matmul_params(),
-            tokens=batch * options.seq,
-            layers=config.num_layers,
-            seq=options.seq,
-            heads=config.num_heads,
-            head_dim=config.head_dim,
+            matmul_params=config.matmul_params(), tokens=tokens_per_step, layers=config.num_layers, **sizes
         ),
         order=order,
         timeline=hlo.timeline(order, target.chip) if order and target else None,
         over_network=hlo.timeline(order, target.chip, network) if order and target and network else None,
+        host_copies=hlo.host_copies(module) if target else (),
+        host_bytes=compiled.memory_analysis().host_temp_size_in_bytes if target else 0,  # pyright: ignore[reportOptionalMemberAccess]
+        layer_flops=of_layer / 3 / math.prod(degrees.values()) / execution.microbatches,  # backward takes the other 2/3
         compile_s=compile_s,
     )
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from .. import hlo
+from ..chain import OFFLOADED
 from ..hlo import COMPUTE, columns, quantity
 from ..runner.flags import settings_of
 from ._inspection import Inspection
@@ -21,6 +22,7 @@ def as_text(inspection: Inspection) -> str:
         f"how weights are sent, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
         *([_exchanges(inspection)] if inspection.exchanges else []),
         inspection.memory.table() + _capacity(inspection),
+        *([_on_host(inspection)] if inspection.options.execution.remat in OFFLOADED else []),
         "collectives of one step\n\n" + hlo.table(inspection.collectives),
     ]
     if inspection.order is not None:
@@ -43,6 +45,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "exchanges": [{**dataclasses.asdict(one), "rounds": one.rounds} for one in inspection.exchanges],
         "untouched": list(inspection.wire.untouched),
         "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
+        "host_bytes": inspection.host_bytes,
         "collectives": [{"count": count, **_collective(c)} for c, count in hlo.summary(inspection.collectives)],
     }
     if inspection.order is not None and inspection.timeline is not None:
@@ -83,6 +86,34 @@ def _capacity(inspection: Inspection) -> str:
     memory_bytes = hlo.fact(target.chip, "memory").value
     share = inspection.memory.peak_bytes / memory_bytes
     return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {target.chip}, by XLA's estimate"
+
+
+def _on_host(inspection: Inspection) -> str:
+    """Returns a table of the copies to the host and back, and whether a layer computes longer than its copies take."""
+    remat, target = inspection.options.execution.remat, inspection.options.target
+    title = f"activations in the host's memory, remat {remat}"
+    if target is None or inspection.order is None or inspection.timeline is None:
+        return f"{title}\n\na CPU has one memory, so nothing is copied; --target compiles for GPUs"
+    link, rate = hlo.fact(hlo.parse_target(target).chip, "host_link_peak"), inspection.timeline.flop_rate
+    rows, of_layer = [], 0.0
+    microbatches = inspection.options.execution.microbatches
+    for kind in (hlo.TO_HOST, hlo.FROM_HOST):
+        copies = [copy for copy in inspection.host_copies if copy.kind == kind]
+        moved = sum(copy.times * copy.shapes[0].bytes for copy in copies)
+        of_layer = moved / inspection.options.model.num_layers / microbatches
+        bare = sum(copy.times for copy in copies if not inspection.order.under(copy))
+        times = sum(copy.times for copy in copies)
+        rows.append((kind, times, quantity(moved, "B"), seconds(1e6 * moved / link.value), bare))
+    table = columns(("copies", "count", "bytes", "take", "no compute under"), rows, right=(1, 2, 3, 4))
+    copying, computing = of_layer / link.value, inspection.layer_flops / rate.value
+    verdict = "which hides them" if copying <= computing else f"which hides {computing / copying:.0%} of them"
+    return (
+        f"{title}: {quantity(inspection.host_bytes, 'B')} per device\n\n{table}\n\n"
+        f"break-even: a layer's {quantity(of_layer, 'B')} take {seconds(1e6 * copying)} each way; its forward computes "
+        f"for {seconds(1e6 * computing)}, {verdict}\n"
+        f"  copies at {quantity(link.value, link.unit)}: {link.source}\n"
+        f"  matmuls and attention at {quantity(rate.value, rate.unit)}: {rate.source}"
+    )
 
 
 def _over_dp(inspection: Inspection) -> str:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
+from ..chain import OFFLOADED, Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Turn, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import slotted
@@ -246,6 +246,7 @@ class _Template:
             constants=constants,
             takes_shared=shared is not None,
             travels=any(group.travels for group in groups.values()),
+            offload=remat in OFFLOADED,
             frozen=frozenset(groups) - frozenset(trained),
         )
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax.chain import Barrier, Compute, Gather, Loop, Reduce, Schedule, plan, run
+from gtp_jax.chain import Barrier, Compute, Fetch, Gather, Loop, Offload, Reduce, Schedule, plan, run
 
 from .stages import AXIS, FEATURES, arrays, shared_inputs, stage
 
@@ -99,6 +99,41 @@ def test_each_gather_and_reduction_runs_under_the_neighbouring_layer(lengths, sc
         assert not [kind for kind, _, _ in group if kind is not Reduce]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_what_layers_save_goes_to_the_host_and_back_once_under_the_layer_that_follows(lengths, schedule):
+    offload = [stage % 2 == 0 for stage in range(len(lengths))]
+    found, order = plan(lengths, schedule, offload=offload), layers(lengths)
+    wanted = [place for place in order[:-1] if offload[place[0]]]
+    host, late = [], 1 if schedule.prefetch else 0  # how many layers after its own a layer's copy runs
+    computed = -1
+    for event in _without_barriers(found.forward):
+        if event[0] is Compute:
+            computed += 1
+        elif event[0] is Offload:
+            assert order[computed - late] == event[1]
+            host.append(event[1])
+    assert host == wanted
+    computed, back = len(order), []
+    for event in written_out(found.backward, reverse=True):
+        if isinstance(event, Barrier):
+            continue
+        if event[0] is Compute:
+            computed -= 1
+            assert order[computed] == event[1]
+            assert (event[1] in back) is (event[1] in wanted)
+        elif event[0] is Fetch:
+            assert order[computed - 1 - late] == event[1]
+            back.append(event[1])
+    assert back == wanted[::-1]
+
+
+def test_nothing_is_copied_to_the_host_unless_a_stage_offloads():
+    found = plan([1, 6, 1], Schedule())
+    kinds = {kind for events in (found.forward, found.backward) for kind, *_ in _without_barriers(events)}
+    assert kinds == {Gather, Compute, Reduce}
+
+
 def test_a_loop_stands_for_all_layers_but_the_first_and_the_last():
     found = plan([1, 12, 1], Schedule(unroll=2, keep_gathered=1))
     for events in (found.forward, found.backward):
@@ -131,6 +166,29 @@ backward
   compute blocks[3] | gather blocks[2] | reduce head[0]
   for i in reversed(blocks[1:3])
     compute blocks[i] | gather blocks[i-1] | reduce blocks[i+1]
+  compute blocks[0] | gather embed[0] | reduce blocks[1]
+  compute embed[0] | reduce blocks[0]
+  reduce embed[0]"""
+    )
+
+
+def test_a_plan_prints_copies_to_the_host_and_back_with_what_hides_them():
+    text = plan([1, 4, 1], Schedule(unroll=1), offload=[False, True, True]).describe(["embed", "blocks", "head"])
+    assert (
+        text
+        == """\
+forward
+  gather embed[0] | gather blocks[0] | compute embed[0]
+  gather blocks[1] | compute blocks[0]
+  for i in blocks[1:3]
+    gather blocks[i+1] | compute blocks[i] | offload blocks[i-1]
+  gather head[0] | compute blocks[3] | offload blocks[2]
+  compute head[0], keep weights | offload blocks[3]
+backward
+  fetch blocks[3] | compute head[0], keep weights | gather blocks[3]
+  fetch blocks[2] | compute blocks[3] | gather blocks[2] | reduce head[0]
+  for i in reversed(blocks[1:3])
+    fetch blocks[i-1] | compute blocks[i] | gather blocks[i-1] | reduce blocks[i+1]
   compute blocks[0] | gather embed[0] | reduce blocks[1]
   compute embed[0] | reduce blocks[0]
   reduce embed[0]"""

@@ -42,6 +42,11 @@ CASES = {
         r"pattern 'embed\.kernel', which matches no weight that this `min_size` shards.*embed\.embedding",
     ),
     "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
+    "remat of a stack": (
+        lambda: gtp.shard(make(), remat="offload-matmuls"),
+        "`remat` is 'offload-matmuls', which moves activations between the layers of a `gtp_jax.Stack`; "
+        "`gtp_jax.shard` cannot. Use 'matmuls', which saves the same on the device.",
+    ),
     "min_size": (lambda: gtp.shard(make(), min_size=0), "`min_size` is 0"),
 }
 

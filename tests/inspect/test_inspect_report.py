@@ -30,6 +30,13 @@ def found() -> Inspection:
     return inspection
 
 
+def test_a_cpu_copies_nothing_to_its_host_and_the_text_says_so():
+    found = inspect(InspectOptions(parallelism=Parallelism(gtp=8), execution=Execution(remat="offload"), seq=64))
+    assert found.host_copies == () and found.host_bytes == as_json(found)["host_bytes"] == 0
+    text = as_text(found)
+    assert "activations in the host's memory, remat offload\n\na CPU has one memory, so nothing is copied" in text
+
+
 def test_every_parameter_is_listed_with_its_logical_shape(found):
     elements = 0
     for p in found.parameters:

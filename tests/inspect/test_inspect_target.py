@@ -13,7 +13,7 @@ from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.inspect._timeline import picture
 from gtp_jax.runner.cli._inspect import show
-from gtp_jax.runner.flags import Parallelism
+from gtp_jax.runner.flags import Execution, Parallelism
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -83,6 +83,23 @@ def test_text_and_picture_tell_both_models(found, alone):
     text = as_text(alone)
     assert "network between them" not in text and "with the network" not in text
     assert "--network-rate describes them" in text and "modelled_over_network" not in as_json(alone)
+
+
+@pytest.mark.slow
+def test_text_compares_the_copies_of_a_layer_with_its_compute():
+    offloading = Execution(remat="offload", unroll=1)
+    found = inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=8), seq=128, execution=offloading))
+    layer = 128 * 128 * 2  # tokens of a rank x width, in bfloat16
+    assert found.host_bytes == 4 * layer == as_json(found)["host_bytes"]
+    for kind in (hlo.TO_HOST, hlo.FROM_HOST):
+        copies = [copy for copy in found.host_copies if copy.kind == kind]
+        assert sum(copy.times * copy.shapes[0].bytes for copy in copies) == 4 * layer
+    text = as_text(found).split("activations in the host's memory, remat offload: 131 kB per device")[1]
+    assert text.split()[:2] == ["copies", "count"]
+    assert "to host        4  131 kB" in text and "from host      4  131 kB" in text
+    # 32.8 kB at 64 GB/s; the forward FLOPs of the layer at 787 TFLOP/s
+    assert f"break-even: a layer's 32.8 kB take {layer / 64e3:.0f} ns each way" in text
+    assert f"which hides {found.layer_flops / 787e12 * 64e9 / layer:.0%} of them" in text
 
 
 def _asynchronous(events):

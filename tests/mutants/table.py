@@ -192,8 +192,8 @@ MUTANTS = (
     # order and layers
     Mutant(
         "the next layer's gather is not tied to this layer",
-        "return [*([Gather(*following)] if following else []), compute, Barrier()]",
-        "return [*([Gather(*following)] if following else []), compute]",
+        "return [*([Gather(*following)] if following else []), compute, *offload, Barrier()]",
+        "return [*([Gather(*following)] if following else []), compute, *offload]",
         ("tests/chain/test_plan_events.py",),
     ),
     Mutant(

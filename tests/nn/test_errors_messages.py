@@ -86,7 +86,7 @@ WITHOUT_A_MESH = {
     ),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
-        r"`remat` is 'some'; it must be one of \['activations', 'everything', 'matmuls', 'nothing'\]",
+        r"`remat` is 'some'; it must be one of \['activations', 'everything', 'matmuls', 'nothing', 'offload'",
     ),
     "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` got no modules; pass at least one"),
     "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'"),

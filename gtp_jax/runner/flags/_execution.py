@@ -51,7 +51,13 @@ class Execution:
         kind=str,
         choices=REDUCE_OVER_DP,
     )
-    remat: Remat = knob("matmuls", "execution", "what a layer keeps for backward", kind=str, choices=REMAT)
+    remat: Remat = knob(
+        "matmuls",
+        "execution",
+        "what a layer keeps for backward; with offload, in the host's memory",
+        kind=str,
+        choices=REMAT,
+    )
 
     def __post_init__(self) -> None:
         check_knobs(self)

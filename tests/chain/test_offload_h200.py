@@ -1,0 +1,51 @@
+"""What XLA makes of activations in the host's memory, for two H200s. Needs no GPU."""
+
+import functools
+
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.models import LlamaConfig
+from gtp_jax.train import compile_options
+
+from .programs import lowered_step
+
+LAYERS, SEQ, HIDDEN = 6, 2048, 512
+SIZES = dict(
+    vocab_size=256,
+    hidden_size=HIDDEN,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    intermediate_size=1024,
+)
+
+missing = hlo.missing_packages()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}"),
+]
+
+
+@functools.cache
+def compiled(remat: str, unroll, layers: int = LAYERS):
+    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    config = LlamaConfig(**SIZES, num_layers=layers, remat=remat, unroll=unroll)
+    step = lowered_step(config, mesh, batch=2, seq=SEQ, compiler_options=options).compile()
+    return hlo.parse(step.as_text()), step.memory_analysis()
+
+
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_the_inputs_of_layers_are_copied_to_the_host_and_back_in_the_background(unroll):
+    module, memory = compiled("offload", unroll)
+    copies, order = hlo.host_copies(module), hlo.launch_order(module)
+    for kind in (hlo.TO_HOST, hlo.FROM_HOST):
+        own = [copy for copy in copies if copy.kind == kind]
+        assert sum(copy.times for copy in own) == LAYERS
+        assert {copy.shapes[0].bytes for copy in own} == {SEQ * HIDDEN * 2}
+        assert all(copy.end > copy.start for copy in own)
+        hidden = sum(copy.times for copy in own if order.under(copy))
+        assert hidden >= LAYERS - 1  # nothing but the head runs above the last layer
+    assert memory.host_temp_size_in_bytes == LAYERS * SEQ * HIDDEN * 2
