@@ -149,7 +149,7 @@ def plan_faults(
     dp: int,
     gtp: int = 1,
     tp: int,
-    failed: Sequence[int] = (),
+    failed: Sequence[int | tuple[int, int, int]] = (),
     batch: int,
     microbatches: int = 1,
     batches: Sequence[int] | None = None,
@@ -171,7 +171,8 @@ def plan_faults(
         dp: the number of replicas of the healthy run.
         gtp: the number of shards of a weight, in every replica.
         tp: the tensor-parallel degree of a healthy replica.
-        failed: the slots whose devices are lost: their places in the grid dp x gtp x tp, counted row by row.
+        failed: the devices that are lost, each by its slot, the place in the grid dp x gtp x tp, counted row by row, or
+            by its coordinates in that grid, `(dp, gtp, tp)`.
         batch: the number of rows of a batch, over all replicas; must be a multiple of gtp * microbatches.
         microbatches: the number of microbatches into which each replica's rows are divided.
         batches: the number of rows of each replica that continues; by default in proportion to the degrees, so that
@@ -249,8 +250,8 @@ def apportion(parts: int, degrees: Sequence[int], rows: int = 1) -> list[int]:
     return [count * rows for count in counts]
 
 
-def _checked_slots(failed: Sequence[int], dp: int, gtp: int, tp: int) -> list[int]:
-    slots = list(failed)
+def _checked_slots(failed: Sequence[int | tuple[int, int, int]], dp: int, gtp: int, tp: int) -> list[int]:
+    slots: list[int] = [_slot_of(one, dp, gtp, tp) if isinstance(one, tuple | list) else one for one in failed]
     total = dp * gtp * tp
     for slot in slots:
         if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < total:
@@ -262,6 +263,19 @@ def _checked_slots(failed: Sequence[int], dp: int, gtp: int, tp: int) -> list[in
     if twice:
         raise ValueError(f"`failed` names {twice[0]} twice. Name each slot once.")
     return sorted(slots)
+
+
+def _slot_of(coordinates: Sequence[Any], dp: int, gtp: int, tp: int) -> int:
+    """Returns the slot of a device that is named by its coordinates."""
+    sizes = dp, gtp, tp
+    whole = [isinstance(c, int) and not isinstance(c, bool) for c in coordinates]
+    if len(whole) != 3 or not all(whole) or not all(0 <= c < n for c, n in zip(coordinates, sizes, strict=True)):
+        raise ValueError(
+            f"`failed` names {tuple(coordinates)!r}, which is no place in the grid: coordinates are (dp, gtp, tp), "
+            f"from (0, 0, 0) to {(dp - 1, gtp - 1, tp - 1)}."
+        )
+    place, column, rank = coordinates
+    return (place * gtp + column) * tp + rank
 
 
 def _grid(number: int, gtp: int, tp: int, degree: int, lost: Sequence[int]) -> Grid:

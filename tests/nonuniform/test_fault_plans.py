@@ -35,6 +35,7 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -161,6 +162,16 @@ def test_rows_of_gtp_fill_up_from_each_other():
     assert plan.replicas[0].slots == ((0, 2, 3), (4, 5, 6)) and plan.idle == (7,)
 
 
+def test_coordinates_name_the_devices_that_slots_do():
+    sizes = dict(dp=2, gtp=3, tp=4)
+    grid = np.arange(24).reshape(2, 3, 4)
+    for slot in range(24):
+        place = tuple(int(c[0]) for c in np.nonzero(grid == slot))
+        assert plan_faults(**sizes, failed=[place], batch=12) == plan_faults(**sizes, failed=[slot], batch=12)
+    mixed = plan_faults(**sizes, failed=[(1, 2, 3), 0], batch=12)
+    assert mixed.failed == (0, 23)
+
+
 def test_four_and_three_share_the_batch_in_proportion():
     plan = plan_faults(dp=2, tp=4, failed=(5,), batch=14)
     assert [replica.batch for replica in plan.replicas] == [8, 6]
@@ -198,6 +209,14 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
         ({"failed": (8,)}, "`failed` names 8, which is not a slot: dp 2 x gtp 1 x tp 4 has the slots 0 to 7"),
         ({"failed": (-1,)}, "`failed` names -1, which is not a slot"),
         ({"failed": (1, 1)}, "`failed` names 1 twice"),
+        ({"failed": (7, (1, 0, 3))}, "`failed` names 7 twice"),
+        (
+            {"failed": ((1, 3),)},
+            r"`failed` names \(1, 3\), which is no place in the grid: coordinates are \(dp, gtp, tp\)",
+        ),
+        ({"failed": ((2, 0, 0),)}, r"\(2, 0, 0\), which is no place in the grid: .*, from \(0, 0, 0\) to \(1, 0, 3\)"),
+        ({"failed": ((0, 0, -1),)}, r"\(0, 0, -1\), which is no place in the grid"),
+        ({"failed": ((0, 0, True),)}, r"\(0, 0, True\), which is no place in the grid"),
         ({"tp": 0}, "`tp` is 0; it must be a whole number of at least 1"),
         ({"failed": tuple(range(8))}, "no replica is left: with 8 of 8 devices failed"),
         ({"failed": (0, 4), "min_tp": 4}, "none of 2 replicas has gtp 1 x tp 4 devices"),
