@@ -29,11 +29,11 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(remat: str, unroll, layers: int = LAYERS):
+def compiled(remat: str, unroll, seq: int = SEQ):
     mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
     options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
-    config = LlamaConfig(**SIZES, num_layers=layers, remat=remat, unroll=unroll)
-    step = lowered_step(config, mesh, batch=2, seq=SEQ, compiler_options=options).compile()
+    config = LlamaConfig(**SIZES, num_layers=LAYERS, remat=remat, unroll=unroll)
+    step = lowered_step(config, mesh, batch=2, seq=seq, compiler_options=options).compile()
     return hlo.parse(step.as_text()), step.memory_analysis()
 
 
@@ -49,3 +49,11 @@ def test_the_inputs_of_layers_are_copied_to_the_host_and_back_in_the_background(
         hidden = sum(copy.times for copy in own if order.under(copy))
         assert hidden >= LAYERS - 1  # nothing but the head runs above the last layer
     assert memory.host_temp_size_in_bytes == LAYERS * SEQ * HIDDEN * 2
+
+
+def test_device_memory_shrinks_by_what_is_on_the_host_but_for_the_layers_in_flight():
+    module, before = compiled("matmuls", "full", 4 * SEQ)  # long enough that saved activations are the peak
+    _, after = compiled("offload-matmuls", "full", 4 * SEQ)
+    assert not hlo.host_copies(module) and before.host_temp_size_in_bytes == 0
+    layer = after.host_temp_size_in_bytes / LAYERS
+    assert before.temp_size_in_bytes - after.temp_size_in_bytes > (LAYERS - 3) * layer
