@@ -55,18 +55,22 @@ def test_copies_of_every_kind_compute_the_same(x64):
         assert nnx.split(nnx.clone(model))[0] == nnx.split(model)[0]  # so that both use one program
 
 
+def assert_sharded(model, optimizer):
+    for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if leaf.size >= 64:
+                assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
+
+
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
     with scope(MESHES[mesh]):
         model = sharded()
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
         step = nnx.jit(lambda model, optimizer, t: optimizer.update(model, nnx.grad(mean_of("plain"))(model, t)))
-        for _ in range(2):  # before and after a step
-            for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-                    if leaf.size >= 64:
-                        assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
-            step(model, optimizer, tokens())
+        assert_sharded(model, optimizer)
+        step(model, optimizer, tokens())
+        assert_sharded(model, optimizer)
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
