@@ -130,8 +130,8 @@ def parse_target(text: str, gpus_per_host: int = GPUS_PER_HOST) -> Target:
 
 def missing_packages() -> dict[str, str]:
     """Returns the packages that compiling for a GPU needs and that are not installed, with the purpose of each."""
-    installed = {d.metadata["Name"].lower().replace("_", "-") for d in importlib.metadata.distributions()}
-    return {name: use for name, use in REQUIRED.items() if name not in installed}
+    found = importlib.metadata.Distribution.discover
+    return {name: use for name, use in REQUIRED.items() if not any(found(name=name))}
 
 
 @functools.cache
