@@ -12,7 +12,8 @@ output, and its second zero once the next unit's gradients are reduced. If a tok
 gather starts late or early, but no value changes.
 
 Under a recipe, a unit's matrices are quantized once per call (`_codes`), both passes gather the codes (`_weights`), and
-products with weights may be computed in its formats (`_products`).
+products with weights may be computed in its formats (`_products`). If gradients are summed in float32, products found
+there give them to slots. Keys of stochastic rounding come beside variables (`_keys`).
 """
 
 from ._codes import Coded as Coded
@@ -26,6 +27,7 @@ from ._facts import largest_unit as largest_unit
 from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
+from ._keys import with_keys as with_keys
 from ._movement import scatter as scatter
 from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ def call_unit(
     remat: Remat,
     keep_last: bool,
     batch: tuple[str, ...],
+    wide: bool,
 ) -> Any:
     """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in forward and in backward.
 
@@ -44,14 +45,16 @@ def call_unit(
             sharded.
         TypeError: if the call is differentiated in forward mode.
     """
+    _refuse_parts(unit, [node for _, node in nnx.iter_graph(unit) if isinstance(node, nnx.Variable)])
     if hook_is_off() or not _checked(unit, _sharded_in(unit)):
         return method(unit, *args, **kwargs)
     call = traced(method, unit, args, kwargs)
     keep_last = keep_last and is_under_way()
     with _explained(unit):
-        outputs, token, multiplied = run(*call[:3], take(unit), remat=remat, keep_last=keep_last, batch=batch)
+        options: Any = {"keys": call.keys, "remat": remat, "keep_last": keep_last, "batch": batch, "wide": wide}
+        outputs, token, products = run(*call[:3], take(unit), **options)
     leave(token)
-    note_weights(call.names, [tuple(shard.shape) for shard in call.weights], multiplied)
+    note_weights(call.names, [tuple(shard.shape) for shard in call.weights], products.multiplied, products.narrow)
     return call.finish(outputs)
 
 
@@ -60,6 +63,7 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
+    _refuse_parts(holder, own_variables(holder))
     own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []):
         return method(holder, *args, **kwargs)
@@ -72,6 +76,19 @@ def _sharded_in(unit: nnx.Module) -> Sharded:
     """Returns the sharded weights of a unit and of the modules within it."""
     nodes = (node for _, node in nnx.iter_graph(unit))
     return [(node, p) for node in nodes if (p := moving(node)) is not None]
+
+
+def _refuse_parts(owner: nnx.Module, variables: Iterable[nnx.Variable]) -> None:
+    """Refuses, in local view, parameters that their author has partitioned and that are too small to be gathered: the
+    call would compute with a part of them."""
+    for variable in variables if current_view() != "global" else ():
+        if axes := variable.get_metadata().get("parted"):
+            raise ValueError(
+                f"a parameter of {type(owner).__name__} is partitioned over {', '.join(axes)}, as annotated, and has "
+                "fewer elements than `min_size` of `gtp_jax.shard`, so that no call gathers it: in local view, ranks "
+                f"would compute with parts of shape {variable.get_raw_value().shape}. Pass a smaller `min_size`, or "
+                "use the global view."
+            )
 
 
 def _checked(owner: nnx.Module, weights: Sharded) -> bool:

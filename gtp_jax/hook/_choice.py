@@ -67,7 +67,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         told = _told(blocks)
         chosen = _outermost([path for path, m in modules.items() if any(told(name, m) for name in names[id(m)])])
     if not chosen:
-        raise ValueError(_none_matches(blocks, modules))
+        raise ValueError(_none_matches(blocks, modules, _longest_lists(heavy, names)))
     chosen_modules = {id(modules[path]) for path in chosen}
     blocks_names = [name for path in chosen for name in names[id(modules[path])]]
     outside = {
@@ -195,7 +195,7 @@ def _told(blocks: Blocks) -> Callable[[ModulePath, nnx.Module], bool]:
     )
 
 
-def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module]) -> str:
+def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module], listed: list[ModulePath]) -> str:
     paths = [name_of(path) for path in modules if path]
     shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
     if blocks is None:
@@ -203,4 +203,5 @@ def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module]) -> str:
             "the model has no list of similar modules with weights, whose members would be its blocks. Name them with "
             f"`blocks`: a pattern such as 'layers.*', or a class. Its modules are {shown or 'none'}."
         )
-    return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}."
+    default = f" By default, blocks are {', '.join(map(name_of, listed[:3]))}, ...: leave it out." if listed else ""
+    return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}.{default}"

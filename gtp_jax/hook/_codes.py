@@ -25,11 +25,11 @@ from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
 from ..ops import linear_blocks, linear_fp8
 from ..recipes import Recipe, matches
-from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
+from ..weights import CallKeys, ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
 from ._movement import form_in_use
 from ._path import paths_of
 from ._placement import Placement, features_in, placement_of
-from ._products import Factor, Runs
+from ._products import Array, Factor, Runs
 from ._scope import recipe_in_scope
 
 
@@ -125,14 +125,11 @@ def decide(
     inputs, layout = found
     if not isinstance(chosen.wire, Format):
         return Coded(chosen.wire, None, inputs, layout)
-    if chosen.operands is not None and layout.tensor.ranks > 1 and current_view() != "global":
-        asked = "`matmuls=True` in local view, for a weight that is partitioned in use"
-        raise ValueError(_refused(asked, paths[0], "Exclude it, or use the global view"))
     return _cut(layout, chosen.wire) or Coded(chosen.wire, chosen.operands, inputs, _in_order(layout, chosen.wire))
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Raises an error if a recipe asks for more than quantized weights and matmuls without random bits."""
+    """Raises an error if a recipe asks for more than quantized weights and matmuls."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
@@ -145,9 +142,6 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
             f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"
         )
         instead = "Multiply in the format of the wire"
-    elif operands is not None and operands.stochastic:
-        asked = "`stochastic=True`, for which a call of another author's module has no random bits of its own"
-        instead = "Pass `stochastic=False`"
     elif chosen.reduction is not None:
         asked = f"`grad_wire={chosen.grad_wire!r}`, as gradients are summed in the dtype in which the model computes"
         instead = "Leave it out"
@@ -284,7 +278,9 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
     return _in_order_of(coded, factor) or (_turned(coded, factor) and (block is None or block[0] == block[1]))
 
 
-def product(x: jax.Array, weight: jax.Array, coded: Coded, factor: Factor, batch: tuple[str, ...]) -> jax.Array:
+def product(
+    x: jax.Array, weight: Array, coded: Coded, factor: Factor, batch: tuple[str, ...], key: jax.Array
+) -> jax.Array:
     """Returns `x @ weight.T` with operands rounded to a recipe's formats, in the view in scope.
 
     Args:
@@ -294,6 +290,8 @@ def product(x: jax.Array, weight: jax.Array, coded: Coded, factor: Factor, batch
         coded: the weight's format, of which `multiplies` is true.
         factor: the weight's place in the product.
         batch: the mesh axes that shard the batch.
+        key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with other parts of the operands use
+            other bits.
     """
     operands, (inner, outer) = coded.operands, tuple(coded.used)
     assert operands is not None
@@ -302,16 +300,19 @@ def product(x: jax.Array, weight: jax.Array, coded: Coded, factor: Factor, batch
     names = tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
     divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
     tokens = (names if divided else None, *[None] * (x.ndim - 2)) if x.ndim > 1 else ()
+    parted = (*(names if divided else ()), *(axis for axis in (inner, outer) if axis is not None))
+    by_rank = parted if current_view() == "global" and operands.stochastic else ()
 
-    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array, weight: Array, key: jax.Array) -> jax.Array:
         if operands.weight.block is None:
             y = linear_fp8(x, weight, operands.gradient)
         else:
-            y = linear_blocks(x, weight, jnp.zeros(2, jnp.uint32), operands)  # nothing is rounded stochastically
+            key = CallKeys(key).of_rank(lax.axis_index(by_rank).astype(jnp.uint32)).next() if by_rank else key
+            y = linear_blocks(x, weight, key, operands)
         return y if inner is None else lax.psum(y, inner)
 
-    parts = PartitionSpec(*tokens, inner), PartitionSpec(outer, inner)
-    return in_view(multiply, lambda *_: parts, PartitionSpec(*tokens, outer))(x, weight)
+    parts = PartitionSpec(*tokens, inner), PartitionSpec(outer, inner), PartitionSpec()
+    return in_view(multiply, lambda *_: parts, PartitionSpec(*tokens, outer))(x, weight, key)
 
 
 def _in_order_of(coded: Coded, factor: Factor) -> bool:

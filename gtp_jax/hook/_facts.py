@@ -82,6 +82,8 @@ class UnitCall:
         weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
             shape of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
+        narrow: the paths of the weights whose gradients should be summed in float32 and are not, because the call has
+            no product with them.
     """
 
     module: str
@@ -89,6 +91,7 @@ class UnitCall:
     reason: str
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     multiplied: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
 
 def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitFact, ...]:
@@ -130,6 +133,7 @@ class ShardedWeight:
         placement: its placement, for an array of this shape.
         coded: the format in which it travels; if it is not quantized, the reason in words.
         ahead: whether a unit gathers it, ahead of its call; otherwise a module that contains units does.
+        wide: whether products give it its gradient in at least float32.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -139,6 +143,7 @@ class ShardedWeight:
     placement: Placement
     coded: Coded | str
     ahead: bool
+    wide: bool
 
     @property
     def bytes(self) -> int:
@@ -161,7 +166,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         ValueError: if the recipe asks for something that sharded models do not support.
     """
     units = [module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit)]
-    within = {id(node) for unit in units for _, node in nnx.iter_graph(unit)}
+    within = {id(node): kind_of(unit) for unit in units for _, node in nnx.iter_graph(unit)}
     found, seen = [], _shapes(calls)
     for _, variable in nnx.iter_graph(model):
         if (placement := placement_of(variable)) is None:
@@ -170,15 +175,18 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         placement, slices = placement.of_slice(shape), math.prod(value.shape) // math.prod(shape)
         paths = paths_of(variable)
         coded = decide(recipe, paths, shape, placement)
-        dtype, ahead = np.dtype(value.dtype), id(variable) in within
-        found.append(ShardedWeight(paths, shape, slices, dtype, placement, coded, ahead))
+        kind = within.get(id(variable))
+        wide = isinstance(kind, Unit) and kind.wide
+        dtype, ahead = np.dtype(value.dtype), kind is not None
+        found.append(ShardedWeight(paths, shape, slices, dtype, placement, coded, ahead, wide))
     return tuple(found)
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the largest number of gradient elements that a rank stores for any unit; 0 without units."""
-    units = (module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit))
-    return max(map(_elements, units), default=0)
+    """Returns the largest number of bytes in which a rank's part of any unit's gradients is reduced, if the model
+    computes in 16 bits; 0 without units."""
+    units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
+    return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 
 
 def _elements(unit: nnx.Module) -> int:
@@ -237,6 +245,7 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
             step.reason,
             step.weights,
             step.multiplied,
+            step.narrow,
         )
         for step in steps
     )

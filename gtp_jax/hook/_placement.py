@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..mesh import Roles, axes_of, degree, degrees
+from ..mesh import Roles, axes_of, current_view, degree, degrees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +91,15 @@ class Placement:
 
 
 def placement_of(variable: Any) -> Placement | None:
-    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole or has not seen it."""
+    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole or has not seen it.
+
+    In local view, a weight is gathered over all its axes. The code of a stock layer does not sum over tensor ranks, so
+    that each of them computes with whole weights.
+    """
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     if placement is None or type(variable) is not placement.kind:
         return None
+    placement = placement if current_view() == "global" else dataclasses.replace(placement, used=PartitionSpec())
     shape = getattr(variable.get_raw_value(), "shape", None)
     return placement if shape is None else placement.of_slice(shape)
 

@@ -6,6 +6,9 @@ operands is a view of a weight, which is the gathered weight up to casts, reshap
 result has the dtype of its operands, a float of at least 16 bits. All other operations that read a weight read the
 values of its codes.
 
+If a weight has a slot (`SlottedWeight`), its views have one too, and products found give the slot their gradient. Casts
+leave a slot in its dtype.
+
 [Note: order of a view]
 Blocks of a format run along a dimension of the weight, so a product in blocks must contract that dimension, in order. A
 view therefore knows where its elements are in the weight: each of its dimensions is a list of runs `(stride, size)`,
@@ -22,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Var
+
+from ..ops import SlottedWeight
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -54,14 +59,12 @@ class Factor(NamedTuple):
 
 # For each input, the weight of which it is a view; `None` if it is a view of no weight.
 Views = Sequence[View | None]
+Array = jax.Array | SlottedWeight
 # Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
-Times = Callable[[jax.Array, jax.Array], jax.Array]
+Times = Callable[[jax.Array, Array], jax.Array]
 # Arguments: a weight; a function of a `Times`, of `x` and of a view of the weight; `x`; and that view. Returns the
-# function's result for a `Times` that computes in the weight's format; `None` if the weight is not multiplied in a
-# format.
-Multiply = Callable[
-    [Factor, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None
-]
+# function's result for a `Times` that computes the product in another way; `None` to compute it as the jaxpr does.
+Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
 _NESTED = ("pjit", "jit", "closed_call")
@@ -69,18 +72,28 @@ _NESTED = ("pjit", "jit", "closed_call")
 
 def views_of(before: Jaxpr) -> tuple[View | None, ...]:
     """Returns the weight of which each output of a jaxpr is a view; the inputs are the weights."""
-    known: dict[Any, View | None] = {v: View(i, _whole(v)) for i, v in enumerate(before.invars)}
+    known: dict[Any, View | None] = dict(zip(before.invars, inputs_of(before), strict=True))
     for eqn in before.eqns:
         if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
             known[eqn.outvars[0]] = _through(eqn, known.get(eqn.invars[0]))
     return tuple(known.get(v) for v in before.outvars)
 
 
+def inputs_of(before: Jaxpr) -> list[View | None]:
+    """Returns the inputs of a jaxpr, which are the weights, as views of themselves."""
+    return [View(i, _whole(v)) for i, v in enumerate(before.invars)]
+
+
+def values_of(array: Any) -> Any:
+    """Returns an array without its slot, if it has one."""
+    return array.values if isinstance(array, SlottedWeight) else array
+
+
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
     """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the weight of which each
-    output is a view."""
+    output is a view. Views of weights that have slots have slots."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     known: dict[Any, View | None] = dict(zip(jaxpr.invars, views, strict=True))
 
@@ -102,8 +115,10 @@ def evaluate(
         if found is None:
             variables = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-            found = eval_jaxpr(alone, [], *map(value, variables))
+            found = eval_jaxpr(alone, [], *(values_of(value(v)) for v in variables))
             own = [_through(eqn, own[0])] if name in _VIEWS else []
+            if name in _VIEWS and isinstance(read[0], SlottedWeight):
+                found = [SlottedWeight(found[0], _slot_through(eqn, read[0].slot))]
         values.update(zip(eqn.outvars, found, strict=True))
         known.update(zip(eqn.outvars, own, strict=False))
     return [value(v) for v in jaxpr.outvars], [view(v) for v in jaxpr.outvars]
@@ -115,19 +130,24 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
     (contracted, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     if (views[0] is None) == (views[1] is None) or any(batch):
         return None
-    if any(a.dtype != out.dtype for a in read) or not jnp.issubdtype(out.dtype, jnp.floating) or out.dtype.itemsize < 2:
+    if (
+        any(values_of(a).dtype != out.dtype for a in read)
+        or not jnp.issubdtype(out.dtype, jnp.floating)
+        or out.dtype.itemsize < 2
+    ):
         return None
     at = 0 if views[1] is None else 1  # the weight's side
     (x, w), (of_x, of_w) = ([pair[1 - at], pair[at]] for pair in (read, contracted))
     if not of_x:  # an outer product
         return None
-    rows, cols = ([d for d in range(a.ndim) if d not in dims] for a, dims in ((x, of_x), (w, of_w)))
-    shapes = [x.shape[d] for d in rows], [w.shape[d] for d in cols]
+    rows, cols = ([d for d in range(values_of(a).ndim) if d not in dims] for a, dims in ((x, of_x), (w, of_w)))
+    shapes = [x.shape[d] for d in rows], [values_of(w).shape[d] for d in cols]
     features = math.prod(x.shape[d] for d in of_x)
 
-    def in_matrices(times: Times, x: jax.Array, w: jax.Array) -> jax.Array:
+    def in_matrices(times: Times, x: jax.Array, w: Array) -> jax.Array:
         x = jnp.reshape(jnp.transpose(x, (*rows, *of_x)), (*shapes[0], features))
-        w = jnp.reshape(jnp.transpose(w, (*cols, *of_w)), (math.prod(shapes[1]), features))
+        to_matrix = lambda a: jnp.reshape(jnp.transpose(a, (*cols, *of_w)), (math.prod(shapes[1]), features))  # noqa: E731
+        w = jax.tree.map(to_matrix, w)
         y = jnp.reshape(times(x, w), (*shapes[0], *shapes[1]))
         return y if at else jnp.moveaxis(y, range(len(rows)), range(-len(rows), 0))
 
@@ -150,6 +170,11 @@ def _through(eqn: Any, view: View | None) -> View | None:
     if eqn.primitive.name == "transpose":
         return View(view.number, tuple(view.dims[dim] for dim in eqn.params["permutation"]))
     return View(view.number, _reshaped(view.dims, eqn.outvars[0].aval.shape))
+
+
+def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
+    """Returns the slot of the view that an operation makes of a view with this slot."""
+    return slot if eqn.primitive.name == "convert_element_type" else eqn.primitive.bind(slot, **eqn.params)
 
 
 def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] | None:

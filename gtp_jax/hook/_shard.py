@@ -7,7 +7,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ def shard[M: nnx.Module](
     remat: Remat = "matmuls",
     keep_last: bool = True,
     methods: tuple[str, ...] = ("__call__", "attend"),
+    grad_reduce: Literal["float32"] | None = None,
     roles: Roles | None = None,
 ) -> M:
     """Shards the weights of any NNX model in place, without changes to its code, and returns the model.
@@ -85,6 +86,10 @@ def shard[M: nnx.Module](
             not begin by waiting for them. Pass `False` for a model that is called in a loop, which would keep them in
             every iteration.
         methods: the names of the methods of units that gather their weights. In other methods, XLA gathers them.
+        grad_reduce: how the gradients of weights are summed. By default, products return them in the dtype in which the
+            model computes, and ranks sum them in that dtype; with `"float32"`, both in at least float32, like
+            gtp_jax's layers. Weights that a block uses in no product keep the default; `gtp_jax.explain` with `call`
+            names them.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
@@ -92,7 +97,7 @@ def shard[M: nnx.Module](
             large enough, or the model is sharded already and none of its arrays has been replaced.
         TypeError: if `model` is not an `nnx.Module`.
     """
-    _check_arguments(model, min_size, remat)
+    _check_arguments(model, min_size, remat, grad_reduce)
     check_mesh_in_scope()
     if jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
@@ -119,15 +124,15 @@ def shard[M: nnx.Module](
         placements = {paths: _placement(paths, v, specs, roles) for paths, v in weights.items()}
     _warn_of_whole(placements, variables, specs, roles)
     for paths, variable in variables.items():
-        _put(paths, variable, placements.get(paths))
+        _put(paths, variable, placements.get(paths), own=id(variable) in own)
     for module in choice.units.values():
-        make(module, Unit(remat, keep_last, methods, roles.batch))
+        make(module, Unit(remat, keep_last, methods, roles.batch, grad_reduce is not None))
     for module in choice.holders.values():
         make(module, Holder())
     return model
 
 
-def _check_arguments(model: Any, min_size: Any, remat: Any) -> None:
+def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
     if not isinstance(min_size, int) or min_size < 1:
@@ -140,6 +145,11 @@ def _check_arguments(model: Any, min_size: Any, remat: Any) -> None:
     if remat not in REMAT:
         allowed = [name for name in REMAT if name not in OFFLOADED]
         raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
+    if grad_reduce not in (None, "float32"):
+        raise ValueError(
+            f"`grad_reduce` is {grad_reduce!r}; it must be 'float32', or `None` to sum gradients in the dtype in which "
+            "the model computes. 'bf16' and 'bf16-wire' are for gtp_jax's own layers."
+        )
 
 
 def _check_roles(roles: Any) -> None:
@@ -275,8 +285,9 @@ def _without(entry: Any, axes: set[str]) -> Any:
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None) -> None:
-    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata."""
+def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
+    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata; without
+    a placement, the axes that divide it nevertheless, unless it is of one of gtp_jax's own layers."""
     if placement is not None:
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
@@ -288,6 +299,9 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None) -> N
     named = _annotation(variable) or ()
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
     spec = PartitionSpec(*named) if known else PartitionSpec()
+    parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
+    if placement is None and parts and not own:
+        variable.set_metadata(parted=parts)
     value = variable.get_raw_value()
     variable.set_raw_value(jax.tree.map(lambda array: _on_mesh(array, spec), value))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,31 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
+from ..ops import SlottedWeight, linear
+from ..weights import CallKeys
 from ._codes import multiplies, product
 from ._parts import in_parts
-from ._products import Factor, views_of
+from ._products import Array, Factor, evaluate, inputs_of, values_of, views_of
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
 from ._weights import Weights
 
 Arrays = list[Any]
+Keys = list[CallKeys | None]
+
+
+class Products(NamedTuple):
+    """How products with weights are computed in a call.
+
+    Attributes:
+        multiplied: the numbers of the weights that are multiplied in a recipe's format.
+        narrow: the numbers of the weights whose gradients should be summed in float32 and are not, because no product
+            with them was found.
+    """
+
+    multiplied: frozenset[int]
+    narrow: frozenset[int]
 
 
 @jax.tree_util.register_static
@@ -44,50 +61,76 @@ def run(
     rest: Arrays,
     token: Token,
     *,
+    keys: Sequence[CallKeys | None],
     remat: Remat,
     keep_last: bool,
     batch: tuple[str, ...],
-) -> tuple[Arrays, Token, frozenset[int]]:
-    """Returns the outputs of a call, the token for the next unit, and the numbers of the weights that are multiplied
-    in a format.
+    wide: bool,
+) -> tuple[Arrays, Token, Products]:
+    """Returns the outputs of a call, the token for the next unit, and how products with weights are computed.
 
     Args:
         program: the traced call.
         shards: the shards of the weights.
         rest: the other input arrays.
         token: the token of the previous unit.
+        keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Gathered weights are not saved, nor is
             what is computed from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
             follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
         batch: the mesh axes that shard the batch.
+        wide: whether products give weights their gradients in at least float32, and ranks sum them in that dtype.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, parts.casts)
-    codes, wires = jax.tree.flatten(weights_of.encode(shards))
+    codes, sent = jax.tree.flatten((weights_of.encode(shards), list(keys)))
     first, last = program.arguments
-    views, multiplied = views_of(parts.before), set[int]()
-    any_product = any(one is not None and one.operands is not None for one in program.coded)
+    views, multiplied, summed = views_of(parts.before), set[int](), set[int]()
+    any_product = wide or any(one is not None and one.operands is not None for one in program.coded)
 
-    def multiply(factor: Factor, in_matrices: Any, x: jax.Array, weight: jax.Array) -> jax.Array | None:
+    def multiply(of_weights: Keys, factor: Factor, in_matrices: Any, x: jax.Array, weight: Array) -> jax.Array | None:
         coded = program.coded[factor.number]
-        if coded is None or not multiplies(coded, factor):
+        slotted = wide and _is_narrow(values_of(weight).dtype)
+        weight = weight if slotted else values_of(weight)
+        if coded is not None and multiplies(coded, factor):
+            own = of_weights[factor.number]
+            key = jnp.zeros(2, jnp.uint32) if own is None else own.next()
+            times = lambda x, weight: product(x, weight, coded, factor, batch, key)  # noqa: E731
+            multiplied.add(factor.number)
+        elif slotted:
+            times = linear
+        else:
             return None
-        multiplied.add(factor.number)
-        apply = functools.partial(in_matrices, lambda x, weight: product(x, weight, coded, factor, batch))
+        summed.update([factor.number] if slotted else [])
+        apply = functools.partial(in_matrices, times)
         # otherwise backward would keep the operand that is made from the gathered weight
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)
 
     def gathered(zero: jax.Array, shards: Arrays, codes: Arrays) -> Arrays:
         """Returns the gathered weights; the gathers wait for `zero`."""
-        return weights_of.gather(zero, shards, jax.tree.unflatten(wires, codes))
+        return weights_of.gather(zero, shards, jax.tree.unflatten(sent, codes)[0])
 
-    def before(weights: Arrays) -> Arrays:
-        return eval_jaxpr(parts.before, [], *weights)
+    def before(weights: Arrays, slots: Arrays) -> Arrays:
+        """Returns what is computed from weights alone; views of weights with slots have slots."""
+        if all(slot is None for slot in slots):
+            return eval_jaxpr(parts.before, [], *weights)
+        given = [w if slot is None else SlottedWeight(w, slot) for w, slot in zip(weights, slots, strict=True)]
+        return evaluate(parts.before, [], given, inputs_of(parts.before), lambda *_: None)[0]
 
-    def compute(own: Arrays, rest: Arrays) -> Arrays:
-        return program.evaluate(parts.after, own, rest, views, multiply if any_product else None)
+    def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
+        """Returns zeros that receive the gradient of each weight; `None` for a weight that needs none."""
+        dtypes = [jnp.promote_types(weight.dtype, jnp.float32) for weight in weights]
+        return [
+            jnp.zeros(weight.shape, dtype) if wide and own else None
+            for weight, dtype, own in zip(weights, dtypes, wanted.weights, strict=True)
+        ]
+
+    def compute(codes: Arrays, own: Arrays, rest: Arrays) -> Arrays:
+        _, keys = jax.tree.unflatten(sent, codes)  # which count products from 0
+        times = functools.partial(multiply, keys) if any_product else None
+        return program.evaluate(parts.after, own, rest, views, times)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
         """Returns a zero for the next unit, and the inputs, tied to it.
@@ -101,7 +144,8 @@ def run(
     @jax.custom_vjp
     def step(shards: Arrays, codes: Arrays, rest: Arrays, token: Token) -> tuple[Arrays, Token]:
         zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
-        return mapped_with((compute(before(weights), ready), Token(zero, token.reduced)), [*shards, *rest, *token])
+        own = before(weights, [None] * len(weights))
+        return mapped_with((compute(codes, own, ready), Token(zero, token.reduced)), [*shards, *rest, *token])
 
     def forward(shards: Any, codes: Any, rest: Any, token: Any) -> Any:
         wanted = _Wanted(*(tuple(leaf.perturbed for leaf in leaves) for leaves in (shards, rest)))
@@ -109,7 +153,9 @@ def run(
         token = Token(*(leaf.value for leaf in token))
         zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
         kept = keep_last and all(isinstance(weight, Tracer) for weight in weights)
-        y, closure = jax.vjp(with_remat(compute, remat), before(weights), ready, saveable_args=(False, True))
+        own = before(weights, slots_of(weights, wanted))
+        computed = with_remat(functools.partial(compute, codes), remat)
+        y, closure = jax.vjp(computed, own, ready, saveable_args=(False, True))
         outputs = mapped_with((y, Token(zero, token.reduced)), [*shards, *rest, *token])
         return outputs, (closure, shards, codes, weights if kept else None, wanted)
 
@@ -122,11 +168,15 @@ def run(
             weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards, codes)
         handed, ready = stamped([*weights, *dy])
         weights, dy = ready[: len(weights)], ready[len(weights) :]
-        own, through = jax.vjp(before, weights)
+        own, through = jax.vjp(before, weights, slots_of(weights, wanted))
         closure, dy = _together(closure, dy)
-        kept = [new if _is_mark(old) else old for new, old in zip(own, closure.args_res[0], strict=True)]
+        saved = jax.tree.leaves(closure.args_res[0], is_leaf=_is_mark)
+        kept = [new if _is_mark(old) else old for new, old in zip(jax.tree.leaves(own), saved, strict=True)]
         to_own, to_rest = closure.replace(args_res=[kept, *closure.args_res[1:]])(dy)
-        (to_weights,) = through(to_own)
+        to_weights, to_slots = through(to_own)
+        for i in summed:
+            if to_slots[i] is not None:
+                to_weights[i] = to_weights[i].astype(to_slots[i].dtype) + to_slots[i]
         trained = [i for i, own in enumerate(wanted.weights) if own]
         late = zip(trained, _late(ordered.reduced, [to_weights[i] for i in trained]), strict=True)
         found = [weights_of.scatter(i, gradient).astype(shards[i].dtype) for i, gradient in late]
@@ -139,7 +189,12 @@ def run(
 
     step.defvjp(forward, backward, symbolic_zeros=True)
     outputs, token = step(shards, codes, rest, token)
-    return outputs, token, frozenset(multiplied)
+    narrow = [
+        view.number
+        for view, made in zip(views, parts.before.outvars, strict=True)
+        if wide and view is not None and _is_narrow(made.aval.dtype) and view.number not in summed  # pyright: ignore[reportAttributeAccessIssue]
+    ]
+    return outputs, token, Products(frozenset(multiplied), frozenset(narrow))
 
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:
@@ -159,6 +214,10 @@ def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
     return jax.tree.unflatten(tree, together(leaves))
 
 
+def _is_narrow(dtype: np.dtype) -> bool:
+    return jnp.promote_types(dtype, jnp.float32) != dtype
+
+
 def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero)
 
@@ -171,5 +230,5 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _is_mark(leaf: Any) -> bool:
-    """Returns whether a residual was not saved and must be supplied again."""
-    return type(leaf).__name__ == "NotSaveable"
+    """Returns whether a residual was not saved: because it must be supplied again, or is not needed."""
+    return type(leaf).__name__ in ("NotSaveable", "NotNeeded")

@@ -12,12 +12,14 @@ from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
+from ..weights import CallKeys
 from ._codes import Coded, coded, moving
+from ._keys import keys_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
 from ._path import path_of
 from ._placement import Placement
-from ._products import Multiply, Views, evaluate
+from ._products import Multiply, Views, evaluate, values_of
 from ._scope import without_hook
 from ._ties import is_float
 
@@ -52,14 +54,16 @@ class Program:
             weights: what is computed from weights alone.
             rest: the other input arrays.
             views: for each of `weights`, the number of the weight of which it is a view.
-            multiply: the function that computes products with weights; `None` to compute them as the jaxpr does.
+            multiply: the function that computes products with weights; `None` to compute them as the jaxpr does, if no
+                weight has a slot.
         """
         end = self.arguments[1]
         captured = iter(rest[end:])
         consts = [next(captured) if const is _CAPTURED else const for const in self.consts]
         if multiply is None:
             return eval_jaxpr(jaxpr, consts, *weights, *rest[:end])
-        return evaluate(jaxpr, consts, (*weights, *rest[:end]), (*views, *[None] * end), multiply)[0]
+        found, _ = evaluate(jaxpr, consts, (*weights, *rest[:end]), (*views, *[None] * end), multiply)
+        return [values_of(one) for one in found]
 
 
 class Traced(NamedTuple):
@@ -72,6 +76,7 @@ class Traced(NamedTuple):
         names: the paths of the weights in the model.
         finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
             attributes, and returns the result of the call.
+        keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
     """
 
     program: Program
@@ -79,6 +84,7 @@ class Traced(NamedTuple):
     rest: list[Any]
     names: tuple[str, ...]
     finish: Rebuild
+    keys: list[CallKeys | None]
 
 
 # Primitives that evaluate their jaxpr once.
@@ -138,7 +144,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
     program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
     names = tuple(".".join(path_of(owners[i])) for i in at_weights)
-    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1])
+    keys = [keys_of_call(owners[i]) for i in at_weights]
+    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1], keys)
 
 
 def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:

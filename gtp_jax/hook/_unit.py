@@ -24,12 +24,14 @@ class Unit:
         keep_last: whether its gathered weights are saved too if no unit follows.
         methods: the names of the methods that gather.
         batch: the mesh axes that shard the batch.
+        wide: whether gradients of its weights are summed in at least float32.
     """
 
     remat: Remat
     keep_last: bool
     methods: tuple[str, ...]
     batch: tuple[str, ...]
+    wide: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kind, Unit):
-            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "batch": kind.batch}
+            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "batch": kind.batch, "wide": kind.wide}
             return call_unit(method, self, args, kwargs, **options)
         return call_holder(method, self, args, kwargs)
 

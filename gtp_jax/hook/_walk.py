@@ -50,6 +50,7 @@ class Step(NamedTuple):
         weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
             shape of a slice.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
+        narrow: the paths of the weights whose gradients should be summed in float32 and are not.
     """
 
     unit: Any
@@ -57,6 +58,7 @@ class Step(NamedTuple):
     reason: str
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     multiplied: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
 
 # Set only while a call of a model runs, so that no tracer outlives its trace.
@@ -112,17 +114,21 @@ def leave(token: Token) -> None:
         _walk.get().token = token  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def note_weights(names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int]) -> None:
-    """Records the weights of the last call of a unit, and which of them are multiplied in a recipe's format.
+def note_weights(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int], narrow: Iterable[int]
+) -> None:
+    """Records the weights of the last call of a unit, and how they are multiplied.
 
     Args:
         names: the paths of the weights.
         shapes: the shapes of the weights.
         multiplied: the indices of the weights that are multiplied in a recipe's format.
+        narrow: the indices of the weights whose gradients should be summed in float32 and are not.
     """
     if (steps := _steps.get()) is not None:
-        weights = tuple(zip(names, shapes, strict=True))
-        steps[-1] = steps[-1]._replace(weights=weights, multiplied=tuple(names[i] for i in sorted(multiplied)))
+        paths = {"multiplied": multiplied, "narrow": narrow}
+        found = {field: tuple(names[i] for i in sorted(numbers)) for field, numbers in paths.items()}
+        steps[-1] = steps[-1]._replace(weights=tuple(zip(names, shapes, strict=True)), **found)
 
 
 def is_under_way() -> bool:

@@ -132,6 +132,12 @@ class Explanation:
         found = {name for call in self.calls for name in call.multiplied}
         return tuple(w.weight for w in self.weights if self.calls and w.multiplied and w.weight not in found)
 
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """Returns the sharded weights whose gradients should be summed in float32 (`grad_reduce` of `gtp_jax.shard`),
+        and which a call sums in the dtype in which it computes, because it has no product with them."""
+        return tuple(dict.fromkeys(name for call in self.calls for name in call.narrow))
+
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "per layer", "B/element", "matmul", "gradient")
         rows = [
@@ -179,6 +185,11 @@ class Explanation:
             parts.append(columns(("call of", "gathered", "why"), rows))
         if self.unmultiplied:
             parts.append(f"used in no product that the recipe's format supports: {', '.join(self.unmultiplied)}")
+        if self.narrow:
+            parts.append(
+                "used in no product, so that gradients are summed in the dtype in which the model computes: "
+                + ", ".join(self.narrow)
+            )
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
             parts.append(columns(("module", "attention", "why"), rows))

@@ -195,6 +195,7 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
 
 def _sharded_life(weight: ShardedWeight) -> WeightLife:
     """Returns the life of a weight that the hook gathers: of one slice if calls gather slices of a stacked weight."""
+    use = "float32 at least, where products make it" if weight.wide else "the dtype of the weight's use"
     placement, coded = weight.placement, weight.coded
     axes = {dim: placement.axes(dim) for dim in range(len(weight.shape))}
     sizes = dict(placement.degrees)
@@ -228,7 +229,7 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
         ready,
         sent,
         LifeState("gathered", when, gathered, _name(hook.Weights.gather)),
-        LifeState("gradient", "once per backward", "in the dtype of the weight's use, not yet summed over ranks", ""),
+        LifeState("gradient", "once per backward", f"in {use}, not yet summed over ranks", ""),
         LifeState("reduced", "once per backward", f"{reduced} in that dtype", _name(hook.scatter)),
         LifeState("gradient of shards", "once per backward", f"{dtype}, in the stored shape", ""),
     ]

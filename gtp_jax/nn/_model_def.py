@@ -41,7 +41,7 @@ class ModelDef:
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
-        largest_unit: the number of gradient elements that a rank stores for that unit of `gtp_jax.shard` for which it
+        largest_unit: the number of bytes of gradients that a rank reduces for that unit of `gtp_jax.shard` for which it
             stores most; 0 without units.
     """
 

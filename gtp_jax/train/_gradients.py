@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
-from ..hook import recipe_of_step
+from ..hook import recipe_of_step, with_keys
 from ..mesh import Roles, degrees, use_roles, with_paths
 from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
@@ -266,6 +266,7 @@ def _model_of(
     ) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = plain_model(params, model_state, dropout)
+        model = model if key is None else with_keys(model, key)
         return with_groups(model, decided, prepared, keys, placeholders=whole_gradients, rounded=request.rounded)
 
     return model_of

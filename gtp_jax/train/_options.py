@@ -57,10 +57,6 @@ GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without it, no matmul overlaps the reduce-scatters of backward"),
 }
 
-# For a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is computed,
-# before any tie. Without a limit it reduces those of two units together, late and exposed (docs/experiments.md).
-_BYTES_OF_GRADIENT = 2
-
 # What differs if NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
 GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
     COLLECTIVE_KERNELS: Option(
@@ -81,14 +77,16 @@ def compile_options(
         own: options that take precedence over these.
         tp: the degree of the tp axis.
         fp8: whether matmuls run in FP8.
-        largest_unit: for a model that `gtp_jax.shard` has sharded and that runs in global view, the number of gradient
-            elements that a rank stores for the largest unit; 0 for other models.
+        largest_unit: for a model that `gtp_jax.shard` has sharded and that runs in global view, the number of bytes
+            in which a rank's part of the largest unit's gradients is reduced; 0 for other models.
     """
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     if platform == "gpu" and largest_unit:
-        limit = _BYTES_OF_GRADIENT * largest_unit * 17 // 16
-        chosen[_SCATTERS] = Option(limit, "launches the gradients of one unit, and no more, as one")
+        # For a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is
+        # computed, before any tie. Without a limit it reduces those of two units together, late and exposed
+        # (docs/experiments.md).
+        chosen[_SCATTERS] = Option(largest_unit * 17 // 16, "launches the gradients of one unit, and no more, as one")
     theirs = flags_in_environment()
     if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():
         chosen |= GPU_OPTIONS_WITH_OLD_NCCL

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax import hlo
+from gtp_jax.hook import largest_unit
 from gtp_jax.recipes import Recipe
 from gtp_jax.train import compile_options
 
@@ -52,6 +53,11 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
 
 
+def options_of(model: nnx.Module, *, hook: bool, **options: Any) -> dict[str, Any]:
+    """Returns the XLA options with which `gtp_jax.train_step` compiles a step of the model."""
+    return compile_options("gpu", largest_unit=largest_unit(model) if hook else 0, **options)
+
+
 @functools.cache
 def compiled(
     hook: bool = True,
@@ -84,6 +90,6 @@ def compiled(
             )
         fp8 = recipe is not None and recipe.operands is not None
         built = lowered.compile(
-            {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=dict(degrees).get("tp", 1), fp8=fp8)}
+            {**hlo.COMPILE_OPTIONS, **options_of(model, tp=dict(degrees).get("tp", 1), fp8=fp8, hook=hook)}
         )
     return built.as_text(), built.memory_analysis().temp_size_in_bytes

@@ -126,3 +126,41 @@ def test_weights_are_gathered_and_reduced_over_their_axis_alone():
     # all-reduces sum activations over tp, and biases over all ranks
     summed = [shape for e in found.collectives("all-reduce") for shape in e.shapes]
     assert all(shape.dims == (16, 1024, width) or shape.elements <= 4 * width for shape in summed)
+
+
+class Parallel(nnx.Module):
+    """A column-parallel layer and a row-parallel one, as their author annotated them."""
+
+    def __init__(self, rngs, bias=64):
+        up, down = (
+            nnx.with_partitioning(nnx.initializers.lecun_normal(), names) for names in ((None, "tp"), ("tp", None))
+        )
+        normal = nnx.with_partitioning(nnx.initializers.normal(), ("tp",))
+        self.up = nnx.Linear(32, bias, kernel_init=up, bias_init=normal, rngs=rngs)
+        self.down = nnx.Linear(bias, 32, kernel_init=down, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def summed(model, x):
+    return jnp.sin(model(x)).sum(), jnp.float32(x.size)
+
+
+def parallel(rngs, min_size=64):
+    return gtp.shard(nnx.Sequential(*[Parallel(rngs) for _ in range(2)]), Parallel, min_size=min_size)
+
+
+@pytest.mark.parametrize("recipe", [None, gtp.NVFP4(matmuls=True, stochastic=False)], ids=["none", "NVFP4"])
+def test_in_local_view_tensor_ranks_gather_whole_weights(recipe):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        errors = gtp.check(
+            summed, parallel, jnp.ones((16, 32)), view="local", recipe=recipe, tolerance=1e-2 if recipe else 1e-5
+        )
+    assert len(errors) == 7
+
+
+def test_in_local_view_a_part_that_no_call_gathers_is_refused():
+    message = "a parameter of Parallel is partitioned over tp, as annotated, and has fewer elements than `min_size`"
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), pytest.raises(ValueError, match=message):
+        gtp.check(summed, lambda rngs: parallel(rngs, 128), jnp.ones((16, 32)), view="local")

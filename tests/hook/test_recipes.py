@@ -1,6 +1,8 @@
 """Recipes for models of stock layers: sharded weights travel as codes, and have the values of the codes."""
 
 import contextlib
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -429,7 +431,6 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
 
 
 REFUSED = {
-    "stochastic": (gtp.NVFP4(matmuls=True), r"stochastic.*Pass `stochastic=False`"),
     "matmuls in tiles": (gtp.FP8Blocks(), r"asks for `FP8Blocks`; its products are.*Pass `gtp_jax.FP8\(\)`"),
     "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
     "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
@@ -544,6 +545,83 @@ def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
         assert np.abs(c - b).max() > 1e-2 * np.abs(b).max()
 
 
+class Named(nnx.Module):
+    """A layer of gtp_jax's own, whose weight has the path that a stock layer's has."""
+
+    def __init__(self, *sizes, **options):
+        self.kernel = gtp.Dense(*sizes, **options)
+
+    def __call__(self, x):
+        return self.kernel(x)
+
+
+class Rounding(nnx.Module):
+    """Two blocks, and with `twice` another call of the first, which has keys of its own."""
+
+    def __init__(self, rngs, own, tp=False, twice=True):
+        self.twice = twice
+        init = lambda _, shape, dtype: jax.random.normal(jax.random.key(shape[0]), shape, dtype) / 8  # noqa: E731
+        self.blocks = nnx.List([])
+        for sizes, names in (((64, 128), (None, "tp")), ((128, 64), ("tp", None))):
+            common = dict(use_bias=False, dtype=jnp.float32, rngs=rngs)
+            if own:
+                parallel = dict(parallel="row" if names[0] else "column") if tp else {}
+                self.blocks.append(Named(*sizes, kernel_init=init, **parallel, **common))
+            else:
+                own_init = nnx.with_partitioning(init, names) if tp else init
+                self.blocks.append(nnx.Linear(*sizes, kernel_init=own_init, **common))
+        if not own:
+            gtp.shard(self, "blocks.*", min_size=64)
+
+    def __call__(self, x):
+        up, down = self.blocks
+        x = jnp.tanh(down(jnp.tanh(up(x))))
+        return jnp.tanh(up(x)) if self.twice else x
+
+
+def rounded_gradients(mesh, own, recipe, seed=0, steps=0, **options):
+    def loss(model, x):
+        return jnp.sin(3 * model(x)).sum(), jnp.float32(x.size)
+
+    with scope(ALL_MESHES[mesh]):
+        state = gtp.TrainState.create(
+            gtp.init(lambda rngs: Rounding(rngs, own, "tp" in mesh, twice="view" not in options), nnx.Rngs(0)),
+            optax.sgd(1.0),
+        )
+        state = dataclasses.replace(state, step=state.step + steps)
+        run = lambda state, x: gtp.loss_and_gradients(loss, state, x, recipe=recipe, seed=seed, **options)  # noqa: E731
+        x = jax.random.normal(jax.random.key(0), (BATCH, 4, 64))
+        return list(flat(jax.jit(run)(state, x)[1]).values())
+
+
+@pytest.mark.parametrize(
+    "mesh, options", [("gtp 8", {}), ("gtp 4, tp 2", dict(microbatches=2)), ("dp 2, gtp 4", dict(view="local"))]
+)
+def test_gradients_are_rounded_with_the_bits_of_gtp_jax_own_layers(mesh, options):
+    recipe = gtp.NVFP4(matmuls=True)
+    found, wanted = (rounded_gradients(mesh, own, recipe, **options) for own in (False, True))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+def test_a_block_within_remat_and_a_weight_of_the_models_own_are_rounded_too():
+    found = trained("gtp 8", recipe=gtp.NVFP4(matmuls=True))
+    nearest = trained("gtp 8", recipe=gtp.NVFP4(matmuls=True, stochastic=False))
+    assert found["losses"][2] < found["losses"][0]
+    assert abs(found["losses"][2] - nearest["losses"][2]) > 1e-6
+    assert_near({"losses": found["losses"]}, {"losses": nearest["losses"]}, 2e-2)
+
+
+def test_bits_differ_by_seed_and_step_and_are_the_same_if_both_are():
+    run = functools.partial(rounded_gradients, "gtp 8", False)
+    recipe = gtp.NVFP4(matmuls=True)
+    first, again, other, later = run(recipe), run(recipe), run(recipe, seed=1), run(recipe, steps=1)
+    nearest = run(gtp.NVFP4(matmuls=True, stochastic=False))
+    for one, same, *others in zip(first, again, other, later, nearest, strict=True):
+        np.testing.assert_array_equal(one, same)
+        assert all(np.abs(one - two).max() > 1e-3 * np.abs(one).max() for two in others)
+
+
 def test_a_product_across_blocks_of_one_row_stays_as_it_is_and_is_reported():
     x = jax.random.normal(jax.random.key(0), (BATCH, 64))
     with scope(MESHES["gtp 8"]):
@@ -642,15 +720,6 @@ def test_explain_names_the_weights_whose_products_stay_as_they_are():
     assert sorted(found.unmultiplied) == names
     assert found.calls[0].multiplied == ("blocks.0.heads.kernel",)
     assert f"that the recipe's format supports: {', '.join(found.unmultiplied)}" in str(found)
-
-
-def test_matmuls_of_weights_that_tensor_ranks_divide_are_refused_in_local_view():
-    factory = lambda rngs: gtp.shard(Dense(rngs, own=False, tp=True), "blocks.*", min_size=64)  # noqa: E731
-    loss = lambda model, x: (model(x).sum(), jnp.float32(x.size))  # noqa: E731
-    with scope(ALL_MESHES["gtp 4, tp 2"]):
-        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(0.1))
-        with pytest.raises(ValueError, match=r"`matmuls=True` in local view, for a weight that is partitioned in use"):
-            gtp.train_step(loss, optax.sgd(0.1), recipe=FP8, view="local")(state, jnp.ones((BATCH, 64)))
 
 
 def test_second_derivatives_of_fp8_matmuls_are_refused():

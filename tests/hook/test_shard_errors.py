@@ -21,7 +21,7 @@ def make():
 CASES = {
     "no pattern matches": (
         lambda: gtp.shard(make(), "layers.*", min_size=64),
-        r"`blocks` is 'layers\.\*', which matches no module.*blocks\.0",
+        r"`blocks` is 'layers\.\*', which matches no module.*blocks\.0.*blocks are blocks\.0, blocks\.1, .*: leave it",
     ),
     "no class matches": (lambda: gtp.shard(make(), nnx.Conv, min_size=64), "matches no module"),
     "no list": (

@@ -1,0 +1,168 @@
+"""`grad_reduce="float32"`: products return gradients of weights in float32, and ranks sum them in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+
+from .programs import compiled
+from .steps import scope
+from .test_overlap_h200 import ELEMENTS, TABLE, elements
+from .test_recipes import ALL_MESHES, BATCH, MATMULS, flat
+
+BF16 = jnp.bfloat16
+
+
+def normal(_, shape, dtype):
+    return jax.random.normal(jax.random.key(shape[0]), shape, dtype) / 8
+
+
+class Dense(nnx.Module):
+    """Two blocks that compute in bfloat16, of stock layers or of gtp_jax's own."""
+
+    def __init__(self, rngs, own, tp=False):
+        self.blocks = nnx.List([])
+        for sizes, names in (((64, 192), (None, "tp")), ((192, 64), ("tp", None))):
+            options = dict(use_bias=False, dtype=BF16, rngs=rngs, kernel_init=normal)
+            if own:
+                options |= dict(parallel="row" if names[0] else "column") if tp else {}
+            elif tp:
+                options |= dict(kernel_init=nnx.with_partitioning(normal, names))
+            self.blocks.append((gtp.Dense if own else nnx.Linear)(*sizes, **options))
+
+    def __call__(self, x):
+        up, down = self.blocks
+        return x + jnp.tanh(down(jnp.tanh(up(x.astype(BF16)))))
+
+
+def loss(model, x):
+    return jnp.sin(3 * model(x).astype(jnp.float32)).sum(), jnp.float32(x.size)
+
+
+def batch():
+    return jax.random.normal(jax.random.key(0), (BATCH, 4, 64))
+
+
+def gradients(factory, mesh, **options):
+    """Returns the gradients of one step, by name, and whether they hold more than bfloat16 can."""
+    with scope(ALL_MESHES[mesh]):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
+        _, found = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options))(state, batch())
+        found = flat(found)
+    return found, any((g != g.astype(BF16).astype(np.float32)).any() for g in found.values())
+
+
+def sharded(rngs, tp=False, **options):
+    return gtp.shard(Dense(rngs, own=False, tp=tp), "blocks.*", min_size=64, **options)
+
+
+CASES = [
+    (None, "gtp 8", "global"),
+    (None, "dp 2, gtp 4", "local"),
+    (None, "gtp 4, tp 2", "global"),
+    ("NVFP4", "gtp 8", "global"),
+    ("FP8", "dp 2, gtp 4", "local"),
+]
+
+
+@pytest.mark.parametrize("name, mesh, view", CASES)
+def test_gradients_are_those_of_gtp_jax_own_layers(name, mesh, view):
+    recipe, tp = MATMULS.get(name), "tp" in mesh
+    options = dict(recipe=recipe, view=view)
+    wanted, _ = gradients(lambda rngs: Dense(rngs, own=True, tp=tp), mesh, **options)
+    found, wide = gradients(lambda rngs: sharded(rngs, tp, grad_reduce="float32"), mesh, **options)
+    rounded, too_wide = gradients(lambda rngs: sharded(rngs, tp), mesh, **options)
+    assert wide and not too_wide
+    for name, gradient in wanted.items():
+        size = np.abs(gradient).max()
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-5 * size)
+        assert np.abs(rounded[name] - gradient).max() > 5e-4 * size
+
+
+class Mixed(nnx.Module):
+    """Blocks with a convolution, heads, a weight in float32, and a table that is looked up and multiplied."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, dtype=BF16, rngs=rngs)
+        self.heads = nnx.LinearGeneral(32, (4, 8), use_bias=False, dtype=BF16, rngs=rngs)
+        self.conv = nnx.Conv(32, 32, (3,), use_bias=False, dtype=BF16, rngs=rngs)
+        self.exact = nnx.Linear(32, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.conv(self.heads(self.embed(tokens)).reshape(*tokens.shape, 32))
+        return self.exact(x.astype(jnp.float32))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Mixed(rngs)])
+
+    def __call__(self, tokens):
+        return self.blocks[0](tokens)
+
+
+def test_explain_names_the_weights_whose_gradients_keep_the_dtype_of_the_computation():
+    tokens = jnp.ones((BATCH, 4), jnp.int32)
+    with scope(ALL_MESHES["gtp 8"]):
+        model = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=64, grad_reduce="float32")
+        found = gtp.explain(model, call=lambda model: model(tokens))
+        plain = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=64)
+        assert gtp.explain(plain, call=lambda model: model(tokens)).narrow == ()
+        life = str(gtp.explain(model, path="blocks.0.heads.kernel"))
+    assert "in float32 at least, where products make it, not yet summed over ranks" in life
+    assert found.narrow == ("blocks.0.conv.kernel", "blocks.0.embed.embedding")
+    assert (
+        f"in no product, so that gradients are summed in the dtype in which the model computes: {found.narrow[0]}"
+        in (str(found))
+    )
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_remat_and_frozen_weights_change_no_gradient(remat):
+    def of_up(model, x, **options):
+        with scope(ALL_MESHES["gtp 8"]):
+            model = gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32", **options)
+            mean = lambda model, x: loss(model, x)[0] / x.size  # noqa: E731
+            only = nnx.DiffState(0, nnx.PathContains(0)) if options else 0
+            return next(iter(flat(nnx.jit(nnx.grad(mean, argnums=only))(model, x)).values()))
+
+    wanted = of_up(Dense(nnx.Rngs(0), own=False), batch())
+    found = of_up(Dense(nnx.Rngs(0), own=False), batch(), remat=remat)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_second_derivatives_are_those_without_a_slot():
+    def penalty(model, x):
+        inner = lambda x: loss(model, x)[0]  # noqa: E731
+        return (jax.grad(inner)(x) ** 2).mean()
+
+    found = []
+    for grad_reduce in (None, "float32"):
+        with scope(ALL_MESHES["gtp 8"]):
+            model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64, grad_reduce=grad_reduce)
+            found.append(flat(nnx.jit(nnx.grad(penalty))(model, batch())))
+    for name, gradient in found[0].items():
+        assert np.linalg.norm(found[1][name] - gradient) < 2e-2 * np.linalg.norm(gradient)
+
+
+def test_other_sums_are_refused():
+    with (
+        scope(ALL_MESHES["gtp 8"]),
+        pytest.raises(ValueError, match="`grad_reduce` is 'bf16'; it must be 'float32', or"),
+    ):
+        gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", grad_reduce="bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing := hlo.missing_packages()), reason=f"compiling for H200 needs {', '.join(missing)}")
+def test_each_matrix_is_reduced_once_and_in_float32():
+    scattered = hlo.launch_order(compiled(grad_reduce="float32")[0]).collectives("reduce-scatter")
+    sizes = {"f32": 0, "bf16": 0}
+    for e in scattered:
+        sizes[e.collective.dtype] += elements(e.collective.operands)
+    assert sizes == {"f32": ELEMENTS - TABLE, "bf16": TABLE}  # the table is looked up, which is no product
