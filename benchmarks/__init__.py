@@ -14,6 +14,7 @@ from ._checkpoint import state_shapes as state_shapes
 from ._checkpoint import verdicts as verdicts
 from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contenders import CONTENDERS as CONTENDERS
+from ._contenders import ENGINES as ENGINES
 from ._contenders import PARTITIONERS as PARTITIONERS
 from ._contenders import STOCK_MODELS as STOCK_MODELS
 from ._contenders import Contender as Contender

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
 
-OURS, STOCK, PARTITIONER, FSDP2, BOUND = "gtp_jax", "stock", "partitioner", "fsdp2", "bound"
+OURS, STOCK, PARTITIONER, FSDP2, TE, BOUND = "gtp_jax", "stock", "partitioner", "fsdp2", "te", "bound"
 
 # Weights are gathered again in backward, or kept for it. The two are never compared with each other.
 POLICIES = ("regather", "keep")
@@ -28,7 +29,7 @@ class Contender:
     """A program that runs the step.
 
     Attributes:
-        family: `gtp_jax`, `stock`, `partitioner`, `fsdp2` or `bound`.
+        family: `gtp_jax`, `stock`, `partitioner`, `fsdp2`, `te` or `bound`.
         variant: a recipe, a way of writing the program, or a precision.
         policy: `regather` or `keep`; empty for a bound, which gathers nothing.
         script: the name of the script in the folder `contenders`.
@@ -142,23 +143,44 @@ STOCK_MODELS: tuple[Contender, ...] = tuple(
 )
 
 
+# The partitioner's step with FP8 matmuls of TransformerEngine, the norm, and the guard by a selection or a branch.
+ENGINES: tuple[Contender, ...] = tuple(
+    Contender(
+        TE,
+        f"current {variant}",
+        policy,
+        "partitioner.py",
+        ("--te=current", "--combine", f"--grad-norm={guard}", *_FLAGS_OF_POLICY[policy]),
+        tp="1",
+        matmuls="fp8",
+        guards=True,
+    )
+    for variant, guard in (("grad-norm", "where"), ("grad-norm-cond", "cond"))
+    for policy in POLICIES
+)
+
+
 def contender_named(name: str) -> Contender:
-    """Returns the contender of `CONTENDERS`, `PARTITIONERS` or `STOCK_MODELS` with this name.
+    """Returns the contender of `CONTENDERS`, `PARTITIONERS`, `STOCK_MODELS` or `ENGINES` with this name.
 
     Raises:
         KeyError: if no contender has this name.
     """
-    return {c.name: c for c in (*STOCK_MODELS, *PARTITIONERS, *CONTENDERS)}[name]
+    return {c.name: c for c in (*STOCK_MODELS, *ENGINES, *PARTITIONERS, *CONTENDERS)}[name]
 
 
 def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
-    """Returns the contenders of `CONTENDERS` that take part at a tp degree and whose names contain all the words of one
-    entry of `only`; all that take part if `only` is empty.
+    """Returns the contenders that take part at a tp degree and whose names contain all the words of one entry of
+    `only`; all that take part if `only` is empty.
+
+    They are those of `CONTENDERS`, and those of `ENGINES` if TransformerEngine is installed or `only` names `te`.
 
     Raises:
         ValueError: if no contender matches.
     """
-    return by_words([c for c in CONTENDERS if c.tp in ("any", "above 1" if tp > 1 else "1")], only, "contender")
+    with_engines = importlib.util.find_spec("transformer_engine") or any(TE in words.lower().split() for words in only)
+    every = (*CONTENDERS, *ENGINES) if with_engines else CONTENDERS
+    return by_words([c for c in every if c.tp in ("any", "above 1" if tp > 1 else "1")], only, "contender")
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:

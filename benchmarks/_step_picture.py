@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._contenders import BOUND, FSDP2, OURS, PARTITIONER
+from ._contenders import BOUND, FSDP2, OURS, PARTITIONER, TE
 from ._step import Row
 
-_COLOURS = {OURS: "#2a6f97", FSDP2: "#dd8452", PARTITIONER: "#8c8c8c", BOUND: "#d9d9d9"}
+_COLOURS = {OURS: "#2a6f97", FSDP2: "#dd8452", PARTITIONER: "#8c8c8c", TE: "#55a868", BOUND: "#d9d9d9"}
 _PANELS = {"regather": "weights gathered again in backward", "keep": "weights kept for backward"}
 _TEXT = "#333333"
 

@@ -62,6 +62,7 @@ def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
             "flops_a_second_and_device": flops / work.devices / row.median_s,
             "ratio_to_fsdp2": ratio(row, rows, "fsdp2"),
             "ratio_to_partitioner": ratio(row, rows, "partitioner"),
+            "ratio_to_te": ratio(row, rows, "te"),
         }
 
     return {

@@ -26,6 +26,8 @@ examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
   gtp-jax bench step --contenders "gtp_jax regather" "fsdp2 bf16" --tokens 2048 --seq 2048
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls against FP8 matmuls of torchao
+  gtp-jax bench step --contenders "gtp_jax fp8-matmuls" te --preset 1b --seq 4096 --tokens 8192 --gtp 1
+                                                        ... and of TransformerEngine
   gtp-jax bench step --preset 70b --num-layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders nvfp4-matmuls --high-precision-last 2 --microbatches 4 --pregathered-layers all
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more gains
@@ -38,11 +40,13 @@ examples:
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
-Select contenders by words of their names: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
-unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; bf16, fp8) and a
-policy (regather, keep). Flags about recipes apply to gtp_jax's contenders, in addition to the recipe in their name.
-Each is a script in benchmarks/contenders that can be run on its own. FSDP2 needs PyTorch, and its float8 contenders
-also need torchao.
+Select contenders by words of their names: a family (gtp_jax, partitioner, fsdp2, te, bound), a variant (a recipe; scan,
+unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; current
+grad-norm, current grad-norm-cond; bf16, fp8) and a policy (regather, keep). Flags about recipes apply to gtp_jax's
+contenders, in addition to the recipe in their name. Each is a script in benchmarks/contenders that can be run on its
+own. FSDP2 needs PyTorch, and its float8 contenders also need torchao. The contenders called te are the partitioner's
+with FP8 matmuls of TransformerEngine; they run if it is installed, as docs/benchmarks.md says, or if --contenders names
+te.
 """
 
 _FORMULA = (
@@ -51,8 +55,8 @@ _FORMULA = (
 )
 
 _LEGEND = (
-    "grads: dtype in which weight gradients are sent and summed over the ranks. x fsdp2, x XLA: times as fast as the "
-    "fastest of PyTorch FSDP2 and of XLA's partitioner with the same matmuls and weights"
+    "grads: dtype in which weight gradients are sent and summed over the ranks. x fsdp2, x XLA, x te: times as fast "
+    "as the fastest of PyTorch FSDP2, of XLA's partitioner and of TransformerEngine with the same matmuls and weights"
 )
 
 
@@ -60,7 +64,7 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "step",
-        help="a training step through gtp_jax, XLA's partitioner, PyTorch FSDP2, and the bound",
+        help="a training step through gtp_jax, XLA's partitioner, PyTorch FSDP2, TransformerEngine, and the bound",
         description="Runs the same Llama, batch, precision and optimizer through every contender, each in its own "
         "process. Ratios compare contenders that make the same choice: to gather weights again in "
         f"backward, or to keep them for it. {_FORMULA}.",
@@ -172,7 +176,7 @@ def _run(args: argparse.Namespace) -> int:
             rows.append(row)
             progress.set_description(chosen[min(len(rows), len(chosen) - 1)].name)
             progress.update()
-    families = list(dict.fromkeys(c.family for c in benchmarks.CONTENDERS))
+    families = list(dict.fromkeys(c.family for c in (*benchmarks.CONTENDERS, *benchmarks.ENGINES)))
     rows.sort(key=lambda row: families.index(row.contender.family))
     record = benchmarks.record(rows, work, device)
     title = benchmarks.describe(work, device)
@@ -195,6 +199,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _table(rows: list[benchmarks.Row], work: benchmarks.Workload) -> str:
+    rivals = {"fsdp2": "x fsdp2", "partitioner": "x XLA"}
+    if any(row.contender.family == "te" for row in rows):
+        rivals["te"] = "x te"
     header = (
         "contender",
         "matmuls",
@@ -206,8 +213,7 @@ def _table(rows: list[benchmarks.Row], work: benchmarks.Workload) -> str:
         "TFLOP/s",
         "GiB",
         "compile s",
-        "x fsdp2",
-        "x XLA",
+        *rivals.values(),
     )
     flops = benchmarks.workload_flops(work) / work.devices
     cells = []
@@ -217,7 +223,7 @@ def _table(rows: list[benchmarks.Row], work: benchmarks.Workload) -> str:
             cells.append((name, row.contender.matmuls, row.contender.policy, "", "-", *[""] * (len(header) - 5)))
             continue
         s, peak, compile_s = row.median_s, row.facts.get("peak_bytes"), row.facts.get("compile_s")
-        ratios = (benchmarks.ratio(row, rows, family) for family in ("fsdp2", "partitioner"))
+        ratios = (benchmarks.ratio(row, rows, family) for family in rivals)
         cells.append(
             (
                 name,

@@ -5,15 +5,18 @@ Run it with `python partitioner.py --gtp 8 --sequences 8 --combine`; `--keep-gat
 
 `--grad-norm` makes the step do the same work as gtp_jax's: it also computes the norm of all gradients, and leaves the
 state as it is if the loss or the norm is not finite. `--gtp-options` compiles with the XLA options that gtp_jax sets.
+`--te current` multiplies in FP8 by TransformerEngine (engine.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import engine
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,6 +33,7 @@ from gtp_jax.train import compile_options
 
 Tree = Any
 Guard = Literal["where", "cond"]
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 WEIGHT = "gathered weight"
 
 # The sharding of weights, before and after the gather. Query, key and value are grouped by key-value head, and gate and
@@ -120,6 +124,7 @@ def loss(
     keep_gathered: bool,
     dtype: Any,
     attention: Literal["cudnn", "xla"],
+    matmuls: engine.Matmuls | None = None,
 ) -> jax.Array:
     """Returns the mean loss of `(sequence, token)` arrays.
 
@@ -132,9 +137,12 @@ def loss(
         keep_gathered: whether backward uses the gathered weights of forward instead of gathering them again.
         dtype: the compute dtype.
         attention: the implementation of attention.
+        matmuls: how the linear layers of blocks multiply; by default, XLA's products in the compute dtype.
     """
 
-    def saves(primitive: Any, *_: Any, **known: Any) -> bool:
+    def saves(primitive: Any, *operands: Any, **known: Any) -> bool:
+        if matmuls and matmuls.saves(primitive, *operands, **known):
+            return True
         if primitive.name == "name":
             return known["name"] in experts.KEPT or (keep_gathered and known["name"] == WEIGHT)
         if primitive.name == "dot_general":
@@ -142,8 +150,9 @@ def loss(
         return "dot_product_attention_fwd" in primitive.name
 
     def layer(x: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
-        return _constrained(_layer(work, attention, x, weights), BETWEEN), None
+        return _constrained(_layer(work, attention, multiply, x, weights), BETWEEN), None
 
+    multiply = matmuls.multiply if matmuls else _multiplied
     # without a loop, only a barrier keeps XLA from reusing the gathers of forward in backward
     layer = jax.checkpoint(layer, policy=saves, prevent_cse=not unroll)
     table: Any = _gathered(EMBED, params["embed"].astype(dtype))
@@ -163,12 +172,14 @@ def loss(
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
 
 
-def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, weights: Tree) -> jax.Array:
+def _layer(
+    work: Workload, attention: Literal["cudnn", "xla"], multiply: Multiply, x: jax.Array, weights: Tree
+) -> jax.Array:
     w = {name: checkpoint_name(_gathered(how, weights[name]), WEIGHT) for name, how in gathers(work).items()}
     batch, seq, _ = x.shape
     group = work.num_heads // work.num_kv_heads
     h = _norm(x, weights["norm1"], work.epsilon)
-    fused = jnp.einsum("bsd,dke->bske", h, w["qkv"])
+    fused = multiply(h, w["qkv"])
     q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
     q = jnp.reshape(q, (batch, seq, work.num_heads, work.head_dim))
     if work.qk_norm:
@@ -176,17 +187,21 @@ def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, wei
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
     q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention needs whole sequences
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
+    x = x + _constrained(multiply(jnp.reshape(mixed, (batch, seq, -1)), w["out"]), BETWEEN)
     h = _norm(x, weights["norm2"], work.epsilon)
     if not work.has_experts:
-        return x + _mlp(h, w["up"], w["down"])
+        return x + _mlp(multiply, h, w["up"], w["down"])
     y = x + experts.mixture(work, h, weights, WEIGHT)
-    return y + _mlp(h, w["shared_up"], w["shared_down"]) if work.shared_hidden else y
+    return y + _mlp(multiply, h, w["shared_up"], w["shared_down"]) if work.shared_hidden else y
 
 
-def _mlp(h: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    hidden = jnp.einsum("bsd,dcf->bscf", h, up)
-    return (jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]) @ down
+def _mlp(multiply: Multiply, h: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    hidden = multiply(h, up)
+    return multiply(jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+
+
+def _multiplied(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, w, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -230,6 +245,7 @@ def make_step(
     grad_norm: Guard | None = None,
     dtype: Any = jnp.bfloat16,
     xla: dict[str, Any] | None = None,
+    matmuls: engine.Matmuls | None = None,
 ) -> tuple[Callable[..., Any], Callable[[jax.Array], Tree], Tree]:
     """Returns the jitted step `(state, tokens, targets) -> (state, loss)`, a function that makes the state from a key,
     and the shardings of the state.
@@ -253,7 +269,15 @@ def make_step(
     shardings = (sharded, moments)
     attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
     value_and_grad = jax.value_and_grad(
-        functools.partial(loss, work, unroll=unroll, keep_gathered=keep_gathered, dtype=dtype, attention=attention)
+        functools.partial(
+            loss,
+            work,
+            unroll=unroll,
+            keep_gathered=keep_gathered,
+            dtype=dtype,
+            attention=attention,
+            matmuls=matmuls,
+        )
     )
 
     def step(state: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[Tree, jax.Array]:
@@ -325,6 +349,7 @@ def main() -> None:
         help="compute the norm of all gradients, and update only if it is finite, by a selection or a branch",
     )
     flags.add_argument("--gtp-options", action="store_true", help="compile with the XLA options that gtp_jax sets")
+    flags.add_argument("--te", choices=engine.SCALINGS, help="multiply in FP8 by TransformerEngine, at tp 1")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
@@ -333,6 +358,8 @@ def main() -> None:
     devices = devices_of(args.target, work)
     mesh = jax.make_mesh((work.gtp * work.ep, work.tp), ("gtp", "tp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
+    engine.check(args.te, tp=work.tp, experts=work.has_experts, cuda=platform == "gpu")
+    matmuls = engine.matmuls(args.te, keep_weights=args.keep_gathered) if args.te else None
     xla = options(work, platform=platform, combine=args.combine, of_gtp=args.gtp_options)
     step, make_state, shardings = make_step(
         work,
@@ -341,8 +368,9 @@ def main() -> None:
         keep_gathered=args.keep_gathered,
         grad_norm=args.grad_norm,
         xla={**xla, **dict(map(parsed, args.xla))} or None,
+        matmuls=matmuls,
     )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), matmuls.context if matmuls else contextlib.nullcontext():
         shape = (work.microbatches, work.sequences // work.microbatches, work.seq)
         if args.target:
             sharded = jax.tree.map(
@@ -366,6 +394,7 @@ def main() -> None:
             trace=args.trace,
             parameters=sum(p.size for p in jax.tree.leaves(state[0])),
             reduce_dtype=REDUCE_DTYPE,  # the compute dtype, because the gradient is scattered before it is cast
+            versions={engine.PACKAGE: engine.version()} if matmuls else None,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ def time_and_report(
     trace: str | None,
     parameters: int,
     reduce_dtype: str,
+    versions: Mapping[str, str] | None = None,
 ) -> None:
     """Compiles a step, runs it as many times as the workload says, and reports the times.
 
@@ -33,6 +34,7 @@ def time_and_report(
         trace: the folder for a trace of one more step; `None` for no trace.
         parameters: the number of parameters of the model.
         reduce_dtype: the dtype in which weight gradients are summed.
+        versions: the versions of other packages than JAX, by their names.
     """
     begin = time.perf_counter()
     step = lowered.compile()
@@ -60,7 +62,7 @@ def time_and_report(
         parameters=parameters,
         reduce_dtype=reduce_dtype,
         embedding_dtype=embedding_dtype(str(step.as_text()), work),
-        versions={"jax": jax.__version__},
+        versions={"jax": jax.__version__, **(versions or {})},
     )
 
 

@@ -1,5 +1,6 @@
 """`gtp-jax bench step`: the contenders run the same step, make the choice they are named after, and are reported."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -35,7 +36,7 @@ def partitioner(monkeypatch):
     """The script, imported as if from its own folder."""
     monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
     yield importlib.import_module("partitioner")
-    for name in ("partitioner", "partitioned_experts", "deviceless", "workload"):
+    for name in ("partitioner", "partitioned_experts", "engine", "timed", "deviceless", "workload"):
         sys.modules.pop(name, None)
 
 
@@ -110,6 +111,73 @@ def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
     with pytest.raises(SystemExit, match="error: torchao's grouped FP8 matmuls are GPU kernels; remove --float8 or"):
         float8.check("rowwise", tp=1, experts=True, cuda=False)
     sys.modules.pop("float8")
+
+
+def test_contenders_of_transformer_engine_take_part_if_it_is_installed_or_named(monkeypatch):
+    def chosen(*only: str, tp: int = 1) -> list[str]:
+        return [c.name for c in benchmarks.chosen_contenders(only, tp=tp) if c.family == "te"]
+
+    named = [f"te current {guard} {policy}" for policy in CHAIN for guard in ("grad-norm", "grad-norm-cond")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (chosen(), chosen("regather"), sorted(chosen("te", "gtp_jax bf16"))) == ([], [], sorted(named))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert (sorted(chosen()), chosen(tp=2)) == (sorted(named), [])
+    assert benchmarks.contender_named("te current grad-norm keep").matmuls == "fp8"
+
+
+def test_matmuls_of_transformer_engine_end_with_what_to_do_where_they_cannot_run(partitioner, monkeypatch):
+    check = partitioner.engine.check
+    check(None, tp=2)
+    with pytest.raises(SystemExit, match="error: --te shards only over gtp, but tp is 2; remove --te or --tp"):
+        check("current", tp=2)
+    with pytest.raises(SystemExit, match="error: --te multiplies only in dense layers; remove --te or the experts"):
+        check("current", tp=1, experts=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="error: --te needs TransformerEngine, .*; run `pip install --no-build-isol"):
+        check("current", tp=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(SystemExit, match="error: TransformerEngine's matmuls are GPU kernels; remove --te"):
+        check("current", tp=1, cuda=False)
+
+
+def test_the_command_says_why_transformer_engine_did_not_run(capsys):
+    step = ["--num-layers", "1", "--seq", "32", "--steps", "1", "--gtp", "1"]
+    assert main(["bench", "step", *step, "--contenders", "te grad-norm keep"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^te current grad-norm +fp8 +keep +-", printed, re.MULTILINE) and " x te" in printed
+    assert re.search(
+        r"te current grad-norm keep: error: (--te needs TransformerEngine|TransformerEngine's matmuls)", printed
+    )
+
+
+def test_the_partitioner_multiplies_and_saves_as_it_is_told(partitioner, key):
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=2, gtp=2)
+    tokens = jax.random.randint(key, (2, 32), 0, work.vocab_size)
+    params = partitioner.init(work, key)
+    seen, asked = [], set()
+
+    def doubled(x, w):
+        seen.append(w.shape)
+        return 2 * jnp.tensordot(x, w, 1)
+
+    def saves(primitive, *_, **known):
+        asked.add(primitive.name)
+        return False
+
+    def gradient(matmuls, weights):
+        fixed = {"unroll": 0, "keep_gathered": False, "dtype": jnp.float32, "attention": "xla", "matmuls": matmuls}
+        return jax.jit(jax.grad(lambda p: partitioner.loss(work, p, tokens, tokens, **fixed)))(weights)
+
+    with jax.set_mesh(mesh_of(2, 1)):
+        told = gradient(partitioner.engine.Matmuls(doubled, saves, contextlib.nullcontext()), params)
+        layers = params["layers"]
+        twice = {name: 2 * w if name in partitioner.LAYER else w for name, w in layers.items()}
+        usual = gradient(None, params | {"layers": twice})
+    assert set(seen) == {layers[name].shape[1:] for name in partitioner.LAYER}
+    assert {"dot_general", "name"} <= asked
+    for name in partitioner.LAYER:
+        np.testing.assert_allclose(told["layers"][name], 2 * usual["layers"][name], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(told["embed"], usual["embed"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("others", [{}, {"num_experts": 8, "top_k": 2, "shared_hidden": 32, "qk_norm": True}])
