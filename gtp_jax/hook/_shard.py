@@ -7,7 +7,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
