@@ -98,7 +98,7 @@ def test_text_compares_the_copies_of_a_layer_with_its_compute():
     assert text.split()[:2] == ["copies", "count"]
     assert "to host        4  131 kB" in text and "from host      4  131 kB" in text
     # 32.8 kB at 64 GB/s; the forward FLOPs of the layer at 787 TFLOP/s
-    assert f"break-even: a layer's 32.8 kB take {layer / 64e3:.0f} ns each way" in text
+    assert f"break-even: a layer's 32.8 kB take {layer / 64:.0f} ns each way" in text
     assert f"which hides {found.layer_flops / 787e12 * 64e9 / layer:.0%} of them" in text
 
 
