@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def call_unit(
             sharded.
         TypeError: if the call is differentiated in forward mode.
     """
-    _refuse_parts(unit, [node for _, node in nnx.iter_graph(unit) if isinstance(node, nnx.Variable)])
+    _refuse_parts(unit)
     if hook_is_off() or not _checked(unit, _sharded_in(unit)):
         return method(unit, *args, **kwargs)
     call = traced(method, unit, args, kwargs)
@@ -63,7 +63,7 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
-    _refuse_parts(holder, own_variables(holder))
+    _refuse_parts(holder)
     own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []):
         return method(holder, *args, **kwargs)
@@ -78,16 +78,17 @@ def _sharded_in(unit: nnx.Module) -> Sharded:
     return [(node, p) for node in nodes if (p := moving(node)) is not None]
 
 
-def _refuse_parts(owner: nnx.Module, variables: Iterable[nnx.Variable]) -> None:
-    """Refuses, in local view, parameters that their author has partitioned and that are too small to be gathered: the
-    call would compute with a part of them."""
-    for variable in variables if current_view() != "global" else ():
-        if axes := variable.get_metadata().get("parted"):
+def _refuse_parts(owner: nnx.Module) -> None:
+    """Refuses, in local view, parameters that their author has partitioned and that no call gathers, in a module or in
+    those within it: ranks would compute with a part of them."""
+    for path, variable in nnx.iter_graph(owner) if current_view() != "global" else ():
+        if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
-                f"a parameter of {type(owner).__name__} is partitioned over {', '.join(axes)}, as annotated, and has "
-                "fewer elements than `min_size` of `gtp_jax.shard`, so that no call gathers it: in local view, ranks "
-                f"would compute with parts of shape {variable.get_raw_value().shape}. Pass a smaller `min_size`, or "
-                "use the global view."
+                f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
+                f"{', '.join(axes)}, as annotated, and no call gathers it, because it has fewer elements than "
+                "`min_size` of `gtp_jax.shard`, or `specs` leaves it whole: in local view, ranks would compute with "
+                f"parts of shape {variable.get_raw_value().shape}. Pass a smaller `min_size`, leave it out of `specs`, "
+                "or use the global view."
             )
 
 

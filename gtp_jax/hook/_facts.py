@@ -82,8 +82,8 @@ class UnitCall:
         weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
             shape of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32 and are not, because the call has
-            no product with them.
+        narrow: the paths of the weights whose gradients should be summed in float32 and are not, because no
+            product with them was found in the call.
     """
 
     module: str

@@ -18,7 +18,7 @@ outermost first, whose strides count elements of the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +87,42 @@ def inputs_of(before: Jaxpr) -> list[View | None]:
 def values_of(array: Any) -> Any:
     """Returns an array without its slot, if it has one."""
     return array.values if isinstance(array, SlottedWeight) else array
+
+
+def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
+    """Returns the numbers of the weights from which a jaxpr, or one within it, computes floats that are narrower than
+    float32, from weights alone.
+
+    Args:
+        jaxpr: the jaxpr.
+        owners: for each of its inputs, the numbers of the weights from which alone it is computed.
+    """
+    known, found = dict(zip(jaxpr.invars, owners, strict=True)), set[int]()
+    for v, own in known.items():
+        found |= own if is_narrow(v.aval.dtype) else frozenset()  # pyright: ignore[reportAttributeAccessIssue]
+    for eqn in jaxpr.eqns:
+        read = [frozenset() if isinstance(v, Literal) else known.get(v, frozenset()) for v in eqn.invars]
+        own = frozenset[int]().union(*read)
+        if not own:
+            continue
+        for inner in _jaxprs_in(eqn.params):
+            last = read[len(read) - len(inner.invars) :]  # the index of a branch comes before its operands
+            found |= narrowed(inner, last) if len(last) == len(inner.invars) else own
+        if all(isinstance(v, Literal) or one for v, one in zip(eqn.invars, read, strict=True)):
+            known.update((v, own) for v in eqn.outvars)
+            found |= own if any(is_narrow(v.aval.dtype) for v in eqn.outvars) else frozenset()  # pyright: ignore[reportAttributeAccessIssue]
+    return found
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype is a float narrower than float32."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, jnp.float32) != dtype
+
+
+def _jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
+    """Returns the jaxprs among the parameters of an operation."""
+    each = [one for value in params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
 
 
 def evaluate(

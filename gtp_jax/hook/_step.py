@@ -18,7 +18,7 @@ from ..ops import SlottedWeight, linear
 from ..weights import CallKeys
 from ._codes import multiplies, product
 from ._parts import in_parts
-from ._products import Array, Factor, evaluate, inputs_of, values_of, views_of
+from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
@@ -91,7 +91,7 @@ def run(
 
     def multiply(of_weights: Keys, factor: Factor, in_matrices: Any, x: jax.Array, weight: Array) -> jax.Array | None:
         coded = program.coded[factor.number]
-        slotted = wide and _is_narrow(values_of(weight).dtype)
+        slotted = wide and is_narrow(values_of(weight).dtype)
         weight = weight if slotted else values_of(weight)
         if coded is not None and multiplies(coded, factor):
             own = of_weights[factor.number]
@@ -189,11 +189,9 @@ def run(
 
     step.defvjp(forward, backward, symbolic_zeros=True)
     outputs, token = step(shards, codes, rest, token)
-    narrow = [
-        view.number
-        for view, made in zip(views, parts.before.outvars, strict=True)
-        if wide and view is not None and _is_narrow(made.aval.dtype) and view.number not in summed  # pyright: ignore[reportAttributeAccessIssue]
-    ]
+    count = len(program.placements)
+    owners = [frozenset([i] if i < count else []) for i in range(len(program.jaxpr.invars))]
+    narrow = narrowed(program.jaxpr, owners) - summed if wide else ()
     return outputs, token, Products(frozenset(multiplied), frozenset(narrow))
 
 
@@ -212,10 +210,6 @@ def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
     recomputation into forward."""
     leaves, tree = jax.tree.flatten((closure, dy))
     return jax.tree.unflatten(tree, together(leaves))
-
-
-def _is_narrow(dtype: np.dtype) -> bool:
-    return jnp.promote_types(dtype, jnp.float32) != dtype
 
 
 def _is_zero(cotangent: Any) -> bool:

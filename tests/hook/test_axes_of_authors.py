@@ -160,7 +160,30 @@ def test_in_local_view_tensor_ranks_gather_whole_weights(recipe):
     assert len(errors) == 7
 
 
-def test_in_local_view_a_part_that_no_call_gathers_is_refused():
-    message = "a parameter of Parallel is partitioned over tp, as annotated, and has fewer elements than `min_size`"
+class Tailed(nnx.Module):
+    """Blocks, and a module outside of them whose parameters are all small."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Parallel(rngs, 128)])
+        self.tail = nnx.Sequential(Parallel(rngs, 2))
+
+    def __call__(self, x):
+        return self.tail(self.blocks[0](x))
+
+
+def tailed(rngs, **options):
+    return gtp.shard(Tailed(rngs), "blocks.*", **options)
+
+
+SMALL = [
+    (parallel, dict(min_size=128), "layers.0.up.bias of Sequential"),
+    (tailed, dict(min_size=65), "tail.layers.0.down.kernel of Tailed"),
+    (tailed, dict(min_size=64, specs={"blocks.0.up.kernel": None}), "blocks.0.up.kernel of Tailed"),
+]
+
+
+@pytest.mark.parametrize("factory, options, name", SMALL, ids=["in a block", "outside of blocks", "specs"])
+def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name):
+    message = f"the parameter {name} is partitioned over tp, as annotated, and no call gathers it"
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), pytest.raises(ValueError, match=message):
-        gtp.check(summed, lambda rngs: parallel(rngs, 128), jnp.ones((16, 32)), view="local")
+        gtp.check(summed, lambda rngs: factory(rngs, **options), jnp.ones((16, 32)), view="local")

@@ -85,16 +85,21 @@ def test_gradients_are_those_of_gtp_jax_own_layers(name, mesh, view):
 
 
 class Mixed(nnx.Module):
-    """Blocks with a convolution, heads, a weight in float32, and a table that is looked up and multiplied."""
+    """Blocks with a convolution, heads, a weight in float32, a table that is looked up, and weights whose products are
+    not found: one that is scaled, and layers of a scan."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 32, dtype=BF16, rngs=rngs)
         self.heads = nnx.LinearGeneral(32, (4, 8), use_bias=False, dtype=BF16, rngs=rngs)
         self.conv = nnx.Conv(32, 32, (3,), use_bias=False, dtype=BF16, rngs=rngs)
         self.exact = nnx.Linear(32, 32, use_bias=False, rngs=rngs)
+        self.scaled = nnx.Param(jnp.ones((32, 32)))
+        self.scanned = nnx.Param(jnp.ones((2, 32, 32)))
 
     def __call__(self, tokens):
         x = self.conv(self.heads(self.embed(tokens)).reshape(*tokens.shape, 32))
+        x = x @ (self.scaled[...] / 2).astype(BF16)
+        x, _ = jax.lax.scan(lambda x, layer: (x @ layer.astype(BF16), None), x, self.scanned[...])
         return self.exact(x.astype(jnp.float32))
 
 
@@ -115,7 +120,7 @@ def test_explain_names_the_weights_whose_gradients_keep_the_dtype_of_the_computa
         assert gtp.explain(plain, call=lambda model: model(tokens)).narrow == ()
         life = str(gtp.explain(model, path="blocks.0.heads.kernel"))
     assert "in float32 at least, where products make it, not yet summed over ranks" in life
-    assert found.narrow == ("blocks.0.conv.kernel", "blocks.0.embed.embedding")
+    assert found.narrow == tuple(f"blocks.0.{name}" for name in ("conv.kernel", "embed.embedding", "scaled", "scanned"))
     assert (
         f"in no product, so that gradients are summed in the dtype in which the model computes: {found.narrow[0]}"
         in (str(found))
