@@ -89,7 +89,7 @@ def shard[M: nnx.Module](
         grad_reduce: how the gradients of weights are summed. By default, products return them in the dtype in which the
             model computes, and ranks sum them in that dtype; with `"float32"`, both in at least float32, like
             gtp_jax's layers. Weights that a block uses in no product keep the default; `gtp_jax.explain` with `call`
-            names them.
+            names them. Weights that a module around blocks holds itself keep it too.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:

@@ -77,6 +77,19 @@ def test_hosts_of_another_size_change_what_leaves_them():
     assert NETWORK.ranks_per_host(gather) == 8 and Network(50e9, 16).ranks_per_host(gather) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(rate=0.0), "`rate` is 0.0; it must be a finite number of bytes per second above 0"),
+        (dict(rate=float("nan")), "`rate` is nan; it must be"),
+        (dict(rate=1e9, gpus_per_host=0), "`gpus_per_host` is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_impossible_networks_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Network(**given)
+
+
 def test_timeline_with_a_network_exposes_what_the_matmul_does_not_hide():
     """A gather of 63 MB takes 193 us over NVLink, and 1260 us over the network, under a matmul of 1000 us."""
     gather = sent("all-gather", apart(512, 8), 0.064)
