@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -104,7 +104,9 @@ def shard[M: nnx.Module](
             "`gtp_jax.shard` found no mesh in scope to shard the model over. Call it, and the model, under "
             "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
         )
-    if any(kind_of(module) is not None for _, module in nnx.iter_modules(model)):
+    kinds = [kind for _, module in nnx.iter_modules(model) if (kind := kind_of(module)) is not None]
+    if kinds:
+        _check_unchanged([kind for kind in kinds if isinstance(kind, Unit)], remat, grad_reduce)
         return _put_back(model)
     roles = current_roles() if roles is None else roles
     _check_roles(roles)
@@ -322,6 +324,20 @@ def _mesh() -> Any:
         return jax.sharding.get_mesh()
     except ValueError:  # in a trace
         return jax.sharding.get_abstract_mesh()
+
+
+def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> None:
+    """Raises an error if arrays are to be put back into a model that was sharded with other options."""
+    for unit in units:
+        for name, asked, used, default in (
+            ("remat", remat, unit.remat, "matmuls"),
+            ("grad_reduce", grad_reduce, "float32" if unit.wide else None, None),
+        ):
+            if asked not in (used, default):
+                raise ValueError(
+                    f"`{name}` is {asked!r}, but the model is sharded already, with {used!r}. Leave it out to put "
+                    "arrays back as shards; to shard the model differently, build it again."
+                )
 
 
 def _put_back[M: nnx.Module](model: M) -> M:

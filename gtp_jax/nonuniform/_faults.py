@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Integral
 from typing import Any
 
 # Slots, indexed by the rank of gtp and then by the rank of tp.
@@ -251,7 +252,7 @@ def apportion(parts: int, degrees: Sequence[int], rows: int = 1) -> list[int]:
 
 
 def _checked_slots(failed: Sequence[int | tuple[int, int, int]], dp: int, gtp: int, tp: int) -> list[int]:
-    slots: list[int] = [_slot_of(one, dp, gtp, tp) if isinstance(one, tuple | list) else one for one in failed]
+    slots: list[Any] = [_slot_of(one, dp, gtp, tp) if isinstance(one, tuple | list) else _int(one) for one in failed]
     total = dp * gtp * tp
     for slot in slots:
         if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < total:
@@ -268,14 +269,20 @@ def _checked_slots(failed: Sequence[int | tuple[int, int, int]], dp: int, gtp: i
 def _slot_of(coordinates: Sequence[Any], dp: int, gtp: int, tp: int) -> int:
     """Returns the slot of a device that is named by its coordinates."""
     sizes = dp, gtp, tp
-    whole = [isinstance(c, int) and not isinstance(c, bool) for c in coordinates]
-    if len(whole) != 3 or not all(whole) or not all(0 <= c < n for c, n in zip(coordinates, sizes, strict=True)):
+    at = [_int(c) for c in coordinates]
+    whole = [isinstance(c, int) and not isinstance(c, bool) for c in at]
+    if len(whole) != 3 or not all(whole) or not all(0 <= c < n for c, n in zip(at, sizes, strict=True)):
         raise ValueError(
             f"`failed` names {tuple(coordinates)!r}, which is no place in the grid: coordinates are (dp, gtp, tp), "
             f"from (0, 0, 0) to {(dp - 1, gtp - 1, tp - 1)}."
         )
-    place, column, rank = coordinates
+    place, column, rank = at
     return (place * gtp + column) * tp + rank
+
+
+def _int(number: Any) -> Any:
+    """Returns a whole number of NumPy as one of Python, and anything else unchanged."""
+    return int(number) if isinstance(number, Integral) and not isinstance(number, bool) else number
 
 
 def _grid(number: int, gtp: int, tp: int, degree: int, lost: Sequence[int]) -> Grid:

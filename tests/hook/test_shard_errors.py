@@ -106,6 +106,14 @@ class Odd(nnx.Module):
         self.layers = nnx.List([nnx.Linear(1031, 1033, rngs=nnx.Rngs(0)) for _ in range(2)])
 
 
+@pytest.mark.parametrize("name, value", [("remat", "nothing"), ("grad_reduce", "float32")])
+def test_arrays_are_put_back_only_as_the_model_was_sharded(name, value, x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), min_size=64)
+        with pytest.raises(ValueError, match=f"`{name}` is '{value}', but the model is sharded already.*build it"):
+            gtp.shard(model, **{name: value})
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_large_weight_that_stays_whole_is_worth_a_warning():
     with (

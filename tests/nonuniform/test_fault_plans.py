@@ -168,6 +168,8 @@ def test_coordinates_name_the_devices_that_slots_do():
     for slot in range(24):
         place = tuple(int(c[0]) for c in np.nonzero(grid == slot))
         assert plan_faults(**sizes, failed=[place], batch=12) == plan_faults(**sizes, failed=[slot], batch=12)
+        of_numpy = plan_faults(**sizes, failed=[tuple(np.int64(c) for c in place)], batch=12)
+        assert of_numpy == plan_faults(**sizes, failed=[np.int64(slot)], batch=12)
     mixed = plan_faults(**sizes, failed=[(1, 2, 3), 0], batch=12)
     assert mixed.failed == (0, 23)
 

@@ -114,7 +114,7 @@ def operand(rng, rows, depth, block, *, one_sign):
 @pytest.mark.parametrize("block", [(128, 128), (1, 128)], ids=["1D x 2D", "1D x 1D"])
 @pytest.mark.parametrize("shape", [(32, 48, 16384), (130, 140, 300)], ids=str)
 def test_products_are_the_sums_of_what_was_quantized(implementation, block, shape):
-    # Tensor cores keep some 14 bits of a sum of at most 128 products: 5e-5. Of 16,384 products of one sign, sums that
+    # Tensor cores keep few bits of a sum of at most 128 products: 5e-5 here. Of 16,384 products of one sign, sums that
     # are not promoted to float32 would lose more than 1e-3.
     most = 2e-6 if implementation == "reference" else 1e-4
     rng = np.random.default_rng(0)
