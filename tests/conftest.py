@@ -19,7 +19,6 @@ else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
 
-import executables  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
@@ -38,7 +37,6 @@ else:
     # before anything imports them; shapes are the same on GPUs, whose machines may lack beartype
     jaxtyping.install_import_hook(CHECKED, "annotations.checked")
     jax.config.update("jax_num_cpu_devices", 8)
-    executables.share_executables()
 
 
 # For `benchmarks`; after all else, so that an installed gtp_jax, or the one of PYTHONPATH, is the one that is tested.
