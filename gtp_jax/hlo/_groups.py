@@ -27,7 +27,7 @@ def axes_named(attributes: str) -> tuple[str, ...] | None:
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Returns the ranks that take part together, as positions in the mesh of the program, one row per group. Of a
+    """Returns the ranks that take part together, as positions in the mesh of the program, one row per group. For a
     permutation, these are the ranks that its pairs connect.
 
     Args:

@@ -13,7 +13,7 @@ gather starts late or early, but no value changes.
 
 Under a recipe, a unit's matrices are quantized once per call (`_codes`), both passes gather the codes (`_weights`), and
 products with weights may be computed in its formats (`_products`). If gradients are summed in float32, products found
-there give them to slots. Keys of stochastic rounding come beside variables (`_keys`).
+there give them to slots. Keys of stochastic rounding come with the variables (`_keys`).
 """
 
 from ._codes import Coded as Coded

@@ -1,4 +1,4 @@
-"""Gives sharded weights the keys of stochastic rounding, beside their variables."""
+"""Gives sharded weights the keys of stochastic rounding, in the metadata of their variables."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_outputs_of_matmuls_move_and_weights_do_not(unroll):
     away, back = differentiated(config, lambda f, *given: moves(jax.make_jaxpr(f)(*given).jaxpr))
     assert sorted(map(str, away)) == sorted(map(str, back))
     assert len(away) % LAYERS == 0 and len(away) > LAYERS and away.count((INPUT, jnp.bfloat16)) >= LAYERS
-    for shape, dtype in away:  # every one has a row a token, or a head's sum a token
+    for shape, dtype in away:  # every one has a row per token, or a sum per head and token
         assert dtype in (jnp.bfloat16, jnp.float32) and np.prod(shape) % (BATCH // 4 * SEQ // 2) == 0, (shape, dtype)
 
 
