@@ -11,9 +11,15 @@ from jaxtyping import Float
 
 from .. import native
 from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, Format, QuantizedArray
-from ..mesh import platform, runs_kernels, supports_grouped_matmul
+from ..mesh import platform, supports_grouped_matmul
 from . import reference
-from ._implementation import Implementation, check_replication_is_unchecked, runs_native, without_gradient
+from ._implementation import (
+    Implementation,
+    check_replication_is_unchecked,
+    missing_kernel,
+    runs_native,
+    without_gradient,
+)
 
 RUN = 128
 
@@ -113,13 +119,11 @@ def dequantize_blocked(
 def _lacks_quantize(x: jax.Array, format: Format) -> str:
     if platform() != "gpu":
         return "there are kernels for GPUs only"
-    if not runs_kernels():
-        return "kernels require compute capability 8.0 (A100) or later"
     if format != FP8_BLOCKS_1D:
         return f"{format.name} has no kernel"
     if x.ndim != 2 or 0 in x.shape:
         return "the kernel takes one matrix that is not empty"
-    return "" if native.has("gtp_quantize_runs", "CUDA") else native.describe()
+    return missing_kernel("quantize_runs")
 
 
 def _native(x: jax.Array, *, rows: bool, columns: bool) -> list[tuple[jax.Array, jax.Array]]:

@@ -64,11 +64,11 @@ def call(operation: str, implementation: Implementation | None, *operands: Any, 
             silently.
     """
     # with `None`, the choice is made for each platform when the program is compiled
-    runs_native(operation, implementation, _missing(operation) if implementation == "native" else "")
+    runs_native(operation, implementation, missing_kernel(operation) if implementation == "native" else "")
     return _run(operands, operation=operation, implementation=implementation, attributes=tuple(attributes.items()))
 
 
-def _missing(operation: str) -> str:
+def missing_kernel(operation: str) -> str:
     """Returns why this library has no kernel for an operation on the current platform; an empty string if it has."""
     registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
     if not runs_kernels():
