@@ -21,7 +21,7 @@ SCALINGS = ("current",)
 
 PACKAGE = "transformer_engine"
 
-# What the codes of inputs and of weights are called for rematerialization.
+# Names of the codes of inputs and of weights, by which rematerialization saves them.
 _INPUTS, _KERNELS = "input codes", "weight codes"
 
 

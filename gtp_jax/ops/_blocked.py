@@ -68,6 +68,10 @@ def blocked_product(
         dtype: the dtype of the result.
         implementation: `"native"` runs on Hopper, by cuBLASLt of CUDA 12.9 or later; `"reference"` multiplies float32
             values; `None` uses the best available.
+
+    Raises:
+        NotImplementedError: if `implementation` is `"native"`, and `lacks_blocked_product` gives a reason, or `dtype`
+            is float64.
     """
     assert a.scales is not None and b.scales is not None
     double = "float64 has no kernel" if jnp.dtype(dtype) == jnp.float64 else ""
