@@ -42,14 +42,15 @@ def blocked_product(
     tiles: bool,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Returns `left @ right.T` of e4m3 codes, with sums promoted to float32 every 128 elements. Hopper only, by
+    """Returns `left @ right.T` of e4m3 codes, with sums promoted to float32 every 128 elements. Hopper only, with
     cuBLASLt of CUDA 12.9 or later.
 
     Args:
         left: codes `(rows, depth)`. All sizes are multiples of 128.
         left_scales: float32 `(depth / 128, rows)`, the inverses of the scales of its runs.
         right: codes `(columns, depth)`.
-        right_scales: float32 `(depth / 128, columns)`; those of tiles, `(columns / 128, depth / 128 rounded up to 4)`.
+        right_scales: float32 `(depth / 128, columns)`. The scales of tiles are `(columns / 128, width)`, where width is
+            `depth / 128` rounded up to a multiple of 4.
         tiles: whether the scales of `right` are those of 128 x 128 tiles.
         dtype: the dtype of the result, bfloat16 or float32.
     """

@@ -70,8 +70,7 @@ def grouped_outer(
     right_e5m2: bool = False,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Multiplies, for each group, its rows of `left` and `right`, contracted over the rows from its start to its stop.
-    Hopper only.
+    """Returns, for each group, the product of its rows of `left` and `right`, contracted over these rows. Hopper only.
 
     Args:
         left: codes `(high, rows)`, with a multiple of 128 rows per group, or values `(rows, high)`.

@@ -108,9 +108,10 @@ def rebuild_for(capability: str) -> str:
 def code_for(capability: str) -> Code:
     """Returns the form in which a GPU can run the kernels.
 
-    Machine code runs on GPUs with the same major capability and the same or a later minor one. A driver can translate
-    PTX for GPUs of its own capability and all later ones. With the suffix `a`, both run only on GPUs of exactly their
-    own capability; with `f`, only on those with the same major capability and the same or a later minor one.
+    Machine code runs on GPUs with the same major capability and the same or a later minor one. PTX, which a driver
+    translates, runs on GPUs of the capability it was built for and of all later ones. With the suffix `a`, both run
+    only on GPUs of exactly their own capability; with `f`, only on those with the same major capability and the same or
+    a later minor one.
 
     Args:
         capability: the GPU's compute capability, such as `"9.0"`.
