@@ -2,14 +2,15 @@
 
 Forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers in reverse, gathers
 again what was not kept, and reduce-scatters the gradient of layer k + 1 while layer k computes. Between the two passes,
-a weight exists only as a shard. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
-(TransformerEngine #3005), expressed as one `custom_vjp` around two passes that interpret a list of events.
+a weight exists only as a shard, unless it is kept. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized
+Tensor Parallelism (TransformerEngine #3005), expressed as one `custom_vjp` around two passes that interpret a list of
+events.
 
 [Note: ties]
 XLA is free to run a gather as soon as its operands exist. Left alone, it merges the backward gathers with the forward
 gathers, which keeps every gathered weight alive, and starts others so early that nothing hides them. So optimization
-barriers tie each gather to the input and the output of the layer that runs before it: the gather starts no sooner than
-that layer does, and ends with it. The scatters are tied in the same way. Since this prevents XLA from combining
+barriers tie each gather to the input and the output of the layer that computes meanwhile: the gather starts no sooner
+than that layer does, and ends with it. The scatters are tied in the same way. Since this prevents XLA from combining
 collectives of different layers, it may be told to combine all it can, which leaves one gather and one scatter per
 layer.
 
