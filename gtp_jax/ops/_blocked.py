@@ -66,7 +66,7 @@ def blocked_product(
         a: a copy in `FP8_BLOCKS_1D`, with codes `(M, K)`.
         b: a copy in `FP8_BLOCKS_1D` or `FP8_BLOCKS`, with codes `(N, K)`.
         dtype: the dtype of the result.
-        implementation: `"native"` runs on Hopper, by cuBLASLt of CUDA 12.9 or later; `"reference"` multiplies float32
+        implementation: `"native"` runs on Hopper, with cuBLASLt of CUDA 12.9 or later; `"reference"` multiplies float32
             values; `None` uses the best available.
 
     Raises:

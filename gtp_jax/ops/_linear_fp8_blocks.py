@@ -50,8 +50,8 @@ def linear_fp8_blocks(
     | wgrad | gradient and input in 1 x 128 along tokens, each rounded from the values |
 
     Scales are powers of two, rounded down, so that nothing saturates. Sums are promoted to float32 every 128 elements;
-    see `blocked_product`. On Hopper, codes are multiplied by cuBLASLt; elsewhere float32 values are, which is for
-    studying numerics, not for speed.
+    see `blocked_product`. On Hopper, cuBLASLt multiplies the codes. Elsewhere, their values are multiplied in float32,
+    which serves to study numerics, not speed.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.

@@ -1,8 +1,9 @@
 """Attention of packed rows in cuDNN's kernels, where each document costs only its own length.
 
 Whether segments are runs, and how many there are, is known only when the program runs. So the program contains several
-ways, and takes the first that fits the ids: rows of one document each; cuDNN's packed layout with room for 4, 16 or 64
-documents per row, on average over the batch; or an array of (queries, keys), which is correct for any ids.
+ways to compute the attention, and takes the first that fits the ids: a kernel for rows of one document each; cuDNN's
+packed layout, with room for 4, 16 or 64 documents per row on average over the batch; or a mask of (queries, keys),
+which is correct for any ids.
 
 Room is not free: for every document that there is room for, cuDNN starts thread blocks, and allocates a workspace in
 backward, for the full length of a row. So a call has room for only four times the tokens of the batch, and documents of
@@ -53,11 +54,11 @@ class Documents(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The documents of one call of a way.
+    """The documents that one call of cuDNN computes; a way makes one or more such calls.
 
     Attributes:
         length: the maximum length of its documents.
-        documents: the positions of its documents.
+        documents: where its documents are.
         slot: `(batch, sequence)`, the index of a token's document among them.
         mine: `(batch, sequence)`, whether a token's document is among them.
     """

@@ -19,8 +19,8 @@ _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def quantize_fused(x: Float[jax.Array, "rows columns"], format: Format, amax: jax.Array) -> QuantizedArray:
-    """Returns `quantize(x, format, amax=amax)`, row-wise and bit for bit on GPUs. CPUs treat subnormal float32 numbers
-    as 0; there, the same holds for all other numbers.
+    """Returns the row-wise copy of `quantize(x, format, amax=amax)`, bit for bit on GPUs. On CPUs, the results differ
+    for subnormal float32 numbers, which CPUs treat as 0.
 
     Args:
         x: bfloat16, float16 or float32.
