@@ -205,13 +205,13 @@ class StackedLayers(Layer):
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
-    Their variables hold arrays, about which more may be known (`Stored`); in a chain, the first variable holds a
-    `Gathered`.
+    Their variables hold arrays, possibly with the decisions about them (`Stored`). In a chain, the first variable holds
+    a `Gathered`.
 
     Attributes:
         dtype: the dtype of the weight on the wire and in use.
         grad_reduce: how its gradient is summed over the ranks, unless a recipe decides otherwise.
-        codes_multiply: whether codes can be multiplied as they travel, with a single scale or in tiles.
+        codes_multiply: whether the module can multiply the gathered codes directly, with a single scale or in tiles.
     """
 
     codes_multiply: ClassVar[bool] = False
