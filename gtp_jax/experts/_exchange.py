@@ -96,8 +96,8 @@ def exchange(
     """Returns each token's sum of its experts' outputs, weighted by its shares, with experts divided among ranks.
 
     Called in local view. A token is sent once to each rank that has experts it chose; choices and shares are
-    all-gathered. Each rank sorts the rows that arrive by expert, multiplies, weights and sums them, and partial sums
-    travel back. No token is dropped. If experts multiply in FP8 or MXFP8, tokens are sent as codes, from which the
+    all-gathered. Each rank sorts the arriving rows by expert, multiplies, weights and sums them, and sends the partial
+    sums back. No token is dropped. If experts multiply in FP8 or MXFP8, tokens are sent as codes, from which the
     operands of forward and of wgrad are made; partial sums and gradients travel in the dtype of `x`.
 
     [Note: chunks]
