@@ -82,7 +82,7 @@ def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
     """Returns how a sharded weight travels under the recipe in scope; `None` if it is not quantized.
 
     Raises:
-        ValueError: as `decide`.
+        ValueError: for the same reasons as `decide`.
     """
     recipe, value = recipe_in_scope(), variable.get_raw_value()
     if recipe is None or not hasattr(value, "shape"):

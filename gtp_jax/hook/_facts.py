@@ -183,7 +183,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the largest number of bytes in which a rank's part of any unit's gradients is reduced, if the model
+    """Returns the number of bytes in which a rank's part of the gradients of the largest unit is reduced, if the model
     computes in 16 bits; 0 without units."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)

@@ -71,7 +71,8 @@ _NESTED = ("pjit", "jit", "closed_call")
 
 
 def views_of(before: Jaxpr) -> tuple[View | None, ...]:
-    """Returns the weight of which each output of a jaxpr is a view; the inputs are the weights."""
+    """Returns, for each output of a jaxpr whose inputs are weights, the weight of which it is a view; `None` if it is a
+    view of none."""
     known: dict[Any, View | None] = dict(zip(before.invars, inputs_of(before), strict=True))
     for eqn in before.eqns:
         if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):

@@ -271,13 +271,14 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     if len(set(used)) < len(used):
         raise ValueError(
             f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, which names an "
-            "axis twice. Take another: `specs`."
+            "axis twice. Choose another partition with `specs`."
         )
     for dim, entry in enumerate(axes):
         if shape[dim] % degrees(entry):
             raise ValueError(
                 f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and "
-                f"{degrees(entry)} ranks of {' x '.join(entry)} do not divide dimension {dim}. Take another: `specs`."
+                f"{degrees(entry)} ranks of {' x '.join(entry)} do not divide dimension {dim}. Choose another "
+                "partition with `specs`."
             )
     return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in axes))
 
@@ -288,8 +289,8 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 
 def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
-    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata; without
-    a placement, the axes that divide it nevertheless, unless it is of one of gtp_jax's own layers."""
+    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata. If it
+    has no placement, records the axes that divide it nevertheless, unless it belongs to one of gtp_jax's own layers."""
     if placement is not None:
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)

@@ -224,5 +224,5 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _is_mark(leaf: Any) -> bool:
-    """Returns whether a residual was not saved: because it must be supplied again, or is not needed."""
+    """Returns whether a residual was not saved, because it must be supplied again or is not needed."""
     return type(leaf).__name__ in ("NotSaveable", "NotNeeded")

@@ -53,7 +53,7 @@ class Program:
             jaxpr: its inputs are what is computed from weights alone, then the other arrays.
             weights: what is computed from weights alone.
             rest: the other input arrays.
-            views: for each of `weights`, the number of the weight of which it is a view.
+            views: for each of `weights`, the weight of which it is a view; `None` if it is a view of none.
             multiply: the function that computes products with weights; `None` to compute them as the jaxpr does, if no
                 weight has a slot.
         """
