@@ -309,7 +309,7 @@ def _rows(batch: int, unit: int, degrees: list[int], batches: Sequence[int] | No
         rows = apportion(batch // unit, degrees, unit)
         if not min(rows):
             raise ValueError(
-                f"`batch` is {batch}, {batch // unit} parts of gtp * microbatches = {unit} rows, too few for "
+                f"`batch` is {batch}, which is {batch // unit} parts of gtp * microbatches = {unit} rows, too few for "
                 f"{len(degrees)} replicas of degrees {degrees}. Use a larger batch or fewer microbatches, or leave "
                 "replicas out with `min_tp`."
             )

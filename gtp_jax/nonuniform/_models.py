@@ -68,8 +68,8 @@ def check_parameters_only(model_def: ModelDef) -> None:
         )
     if model_def.frozen_specs:
         raise ValueError(
-            "the model has frozen weights, which are stored as codes and cannot be moved between layouts of unequal "
-            "degree. Leave out `freeze`, or train on one mesh, without `replicas`."
+            "the model has frozen weights, which cannot be moved between layouts of unequal degree, because they may "
+            "be stored as codes. Leave out `freeze`, or train on one mesh, without `replicas`."
         )
 
 

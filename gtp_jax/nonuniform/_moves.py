@@ -44,7 +44,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Everything that one device sends to another of arrays of one dtype.
+    """All data of one dtype that one device sends to another.
 
     Attributes:
         sender: the number of the sending device.

@@ -34,7 +34,7 @@ class ReplicaStep:
         model_def: the definition of the model on that mesh.
         state: the state on the core: arrays, or their shapes and dtypes.
         wires: the dtypes in which weights and gradients travel.
-        options: returns the XLA options for the mesh in scope.
+        options: a function that returns the XLA options for the mesh in scope.
         donates: whether the weights may be overwritten, because the core stores its own.
     """
 

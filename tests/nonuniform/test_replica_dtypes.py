@@ -114,5 +114,5 @@ def test_frozen_weights_are_refused_by_message():
     mesh, _, step = begin(factory())
     with jax.set_mesh(mesh), gtp.use_roles(gtp.Roles()):
         model = abstract_model(lambda rngs: gtp.freeze(factory()(rngs), trained=nnx.PathContains("head")))
-        with pytest.raises(ValueError, match="the model has frozen weights, which are stored as codes and cannot"):
+        with pytest.raises(ValueError, match="the model has frozen weights, which cannot be moved"):
             step(gtp.TrainState.create(model, OPTIMIZER), next(data(1)))
