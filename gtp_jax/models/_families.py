@@ -47,8 +47,8 @@ def hugging_face_of(config: ModelConfig, model_type: str | None = None) -> Huggi
         return next((layout for layout in fitting if layout.model_type == model_type), fitting[0])
     known = ", ".join(layout.architecture for layout in family.hugging_face)
     raise ValueError(
-        f"the model is none of {known}; only these can be converted: {config.architecture()}. Read its parameters "
-        "from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
+        f"the model is none of {known}, the only ones that can be converted; it has {config.architecture()}. Read its "
+        "parameters from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
     )
 
 

@@ -96,7 +96,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
         part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ValueError(
-                f"{file} has partial_rotary_factor {part!r}; 1 or none is expected: gtp_jax rotates whole heads."
+                f"{file} has partial_rotary_factor {part!r}; 1 or none is expected: our Llama rotates whole heads."
             )
         given[f"{name}.rope_theta"] = fields.get("rope_theta")
     theta = _agreed(file, given)
