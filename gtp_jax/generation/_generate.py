@@ -63,7 +63,7 @@ class _Prompts(NamedTuple):
     batch: int
 
 
-# The prompts, one per row or in rows of different lengths, and how long each is.
+# The prompts, as an array of padded rows or as rows of different lengths; and the number of tokens of each.
 Tokens = jax.Array | np.ndarray | Sequence[Sequence[int]]
 Lengths = jax.Array | np.ndarray | Sequence[int] | None
 
