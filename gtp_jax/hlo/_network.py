@@ -4,12 +4,13 @@ Each GPU sends at the rate of its NVLink within its host, and at that of its own
 same time. A collective takes as long as the slower of the two. With `m` the smallest number of ranks of a group on one
 host, and `W` the bytes that leave each rank:
 
-- *all-gather, reduce-scatter, all-reduce* run as rings that visit host after host, as NCCL's do: `m` rings, of `1 / m`
-  of the data each, which leave a host by another of the `m` adapters each. Of `W`, `1 / m` travels over a rank's
-  adapter, and the rest over NVLink. With one rank per host, everything travels over the network. Gathering over hosts
-  first and within them afterwards would send less beyond hosts, by the factor `(n - m) / (n - 1)` for `n` ranks: 8/15
-  for two hosts of 8, 0.89 for 8 of them.
-- *all-to-all*: of the `n - 1` others, `n - m` are on other hosts, and so is that share of `W`.
+- *all-gather, reduce-scatter, all-reduce* run as rings that visit host after host, as NCCL's do: `m` rings, each with
+  `1 / m` of the data, and each leaving a host through a different one of the `m` adapters. Of `W`, `1 / m` travels
+  over a rank's adapter, and the rest over NVLink. With one rank per host, everything travels over the network.
+  Gathering over hosts first and within them afterwards would send less beyond hosts, by the factor `(n - m) / (n - 1)`
+  for `n` ranks: 8/15 for two hosts of 8, 0.89 for 8 of them.
+- *all-to-all*: `n - m` of a rank's `n - 1` peers are on other hosts, so the share `(n - m) / (n - 1)` of `W` travels
+  over its adapter.
 - *permutations and broadcasts*: some rank sends all of `W` to another host, and the others wait for it.
 
 Ranks are numbered host by host. A group within a host uses NVLink alone. Latencies, congestion of switches between
@@ -72,7 +73,7 @@ def wire_seconds(collective: Collective, link_rate: float, network: Network | No
 
 
 def _share_beyond(collective: Collective, ranks_per_host: int) -> float:
-    """Returns the share of what leaves a rank that leaves its host, for the rank with the largest share."""
+    """Returns the share of the bytes leaving a rank that also leave its host, for the rank with the largest share."""
     if collective.kind in _RINGS:
         return 1 / ranks_per_host
     if collective.kind in _PAIRWISE:
