@@ -54,7 +54,8 @@ class Encoding:
         Args:
             tensor: the tensor.
             values: the values of the tensor.
-            amax: returns the largest finite magnitude of all weights that readers fuse with a given weight.
+            amax: a function that returns the largest finite magnitude of all weights that readers fuse with a given
+                weight.
         """
         if self.quantized is not None and _in_a_layer(tensor):
             return self.quantized.arrays(values, amax(tensor) if self.quantized.format.has_amax else None)

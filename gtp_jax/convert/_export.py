@@ -84,8 +84,8 @@ def export_llama(
     where = f"step {manifest['step']} in {checkpoint}"
     if Adapters.of(manifest["extra"], where) is not None:
         raise ValueError(
-            f"{where} is of a run that trained adapters, and has no model with them in it. Export the adapters "
-            "alone with --peft (`gtp_jax.convert.export_peft`), or merge them first: `gtp-jax convert merge`."
+            f"{where} is of a run that trained adapters, and holds no model into which they are merged. Export the "
+            "adapters alone with --peft (`gtp_jax.convert.export_peft`), or merge them first: `gtp-jax convert merge`."
         )
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     check_sizes(config, f"the checkpoint in {checkpoint}")

@@ -9,7 +9,7 @@ from .._foreign import inside, open_regular, parse_json
 from ..checkpoint import MAX_FILE_BYTES
 from ..models import ORIGIN_FILES
 
-# The largest published tokenizers have about 1,500,000.
+# The largest published tokenizers have about 1,500,000 values.
 _MAX_VALUES = 4_000_000
 
 
