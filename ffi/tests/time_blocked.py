@@ -30,7 +30,7 @@ def say(*words: object) -> None:
 
 
 def runs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of the rows of a float32 matrix, and the inverses of the scales of its runs, by numpy."""
+    """Returns the codes of the rows of a float32 matrix and the inverses of the scales of its runs, by numpy."""
     parts = x.reshape(len(x), -1, 128)
     top = np.abs(parts).max(-1)  # NaN if there is one
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

@@ -80,7 +80,7 @@ struct Plan {
   Algorithm algorithm;
 };
 
-// Makes the plan, or returns the reason why there is none. cuBLASLt's matrices have columns first, so it computes
+// Makes the plan, or returns the reason why there is none. cuBLASLt's matrices are column-major, so it computes
 // out^T = right left^T.
 const char* make(const BlockedJob& job, Plan& plan) {
   const Functions& lt = functions();
