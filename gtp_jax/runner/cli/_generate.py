@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: if an argument, or what it names, is invalid; before anything is compiled.
+        ValueError: if an argument, or what it names, is invalid; raised before anything is compiled.
     """
     choose_devices(args.tp or 1)
     if kept := keep_compiled():
@@ -203,7 +203,7 @@ def _show(stream: Iterator[np.ndarray], texts: list[TextStream], found: list[str
 
 
 def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, bool]:
-    """Returns the tokenizer of a model, and whether prompts are encoded as its publisher does.
+    """Returns the tokenizer of a model, and whether prompts are encoded as its publisher encodes them.
 
     Raises:
         ValueError: if the tokenizer is unknown.

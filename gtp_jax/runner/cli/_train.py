@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand.
 
     Raises:
-        ValueError: if an argument, or what it names, is invalid; before anything is compiled.
+        ValueError: if an argument, or what it names, is invalid; raised before anything is compiled.
     """
     if args.config is not None:
         every = [field for kind in _KINDS for field in knobs(kind)]
