@@ -216,8 +216,8 @@ class Interrupt:
     def _pass_over(self, unraisable: Any) -> None:
         """Shows an exception that Python cannot raise, unless it is `Stopped`.
 
-        A signal raises `Stopped` there if it comes during a callback of garbage collection, such as JAX's. The thread
-        that reads signals then ends the process soon.
+        Python cannot raise `Stopped` if the signal arrives during a callback of garbage collection, such as JAX's. The
+        thread that reads signals then ends the process soon.
         """
         if not isinstance(unraisable.exc_value, Stopped):
             self._old_hook(unraisable)

@@ -79,7 +79,8 @@ class PeerWatch(Watch):
             self._guard.dismiss()
 
     def attend(self, peers: Peers, directory: RunDirectory) -> None:
-        """Begins to watch the other processes, and starts a child that reports why this process ended if it cannot.
+        """Begins to watch the other processes, and starts a child that reports why this process ended if the process
+        cannot do so itself.
 
         Args:
             peers: the connections to the other processes, whose messages must be passed to `heard`.

@@ -79,7 +79,7 @@ def start(
         The exit code: 0, or 128 plus the number of the signal that ended the run.
 
     Raises:
-        ValueError: if a setting, or what it names, is invalid; before anything is compiled.
+        ValueError: if a setting, or what it names, is invalid; raised before anything is compiled.
         Diverged: if the loss is not finite, or jumps, and the settings do not let the run continue.
     """
     if at is not None and not resume:
