@@ -55,7 +55,7 @@ def picture(curves: Sequence[Curve], title: str) -> Any:
         if curve is base:
             handles += above.plot(curve.steps[width - 1 :], smooth, **style)
             continue
-        # losses differ by less than the width of a line, so that colours would tell nothing
+        # losses differ by less than the width of a line, so colours would not help
         above.plot(curve.steps[width - 1 :], smooth, color=_OTHERS, linewidth=1.0, zorder=2)
         both = min(len(smooth), len(base.losses) - width + 1)
         if both <= 0:

@@ -50,7 +50,12 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
 
 
 def add_file_flags(topic: argparse.ArgumentParser, **files: str) -> None:
-    """Adds flags that name files to write: `--json`, `--png`; the values are their help."""
+    """Adds flags that name files to write, such as `--json` and `--png`.
+
+    Args:
+        topic: the parser.
+        files: the help of each flag, by its name.
+    """
     for name, text in files.items():
         topic.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
 
