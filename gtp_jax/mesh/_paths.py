@@ -20,7 +20,7 @@ def of_parameter[T](path: Path, parameters: Mapping[Path, T]) -> T | None:
     """Returns the entry of `parameters` for the parameter that an optimizer's array at `path` belongs to, or `None`.
 
     Optax keeps such arrays in trees of the parameters' structure, whole or masked, so their paths end with the path of
-    the parameter. Where an optimizer keeps one array per dimension (SM3), the number of the dimension follows it.
+    the parameter. Where an optimizer keeps one array per dimension (SM3), its number follows that path.
     """
     for own in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
         for start in range(len(own)):
