@@ -11,6 +11,8 @@ from ._ring import gather_linear as gather_linear
 from ._ring import join_parts as join_parts
 from ._ring import linear_scatter as linear_scatter
 from ._ring import split_parts as split_parts
+from ._ring_fp8 import gather_linear_fp8 as gather_linear_fp8
+from ._ring_fp8 import linear_scatter_fp8 as linear_scatter_fp8
 from ._sequence import gather_sequence as gather_sequence
 from ._sequence import reduce_scatter_sequence as reduce_scatter_sequence
 from ._split import join_split as join_split

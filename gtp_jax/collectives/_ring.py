@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def _gather_linear(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, 
 
 
 def _gathered_product(axis: str, x: jax.Array, weight: jax.Array) -> Parts:
-    return _while_gathered(x, lambda part, _: linear(part, weight), axis)
+    return while_gathered(x, lambda part, _: linear(part, weight), axis)
 
 
 def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
@@ -66,9 +67,9 @@ def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axi
 
 def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradients: Parts):
     x, weight = saved
-    to_x = _while_scattered(gradients, lambda gradient: to_input(gradient, weight), axis)
-    terms = _while_gathered(x, lambda part, s: _term(part, gradients[s], axis, dtype), axis)
-    return to_x, None, _sum(terms, dtype)
+    to_x = while_scattered(gradients, lambda gradient: to_input(gradient, weight), axis)
+    terms = while_gathered(x, lambda part, s: _term(part, gradients[s], axis, dtype), axis)
+    return to_x, None, sum_of_terms(terms, dtype)
 
 
 _gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
@@ -100,7 +101,7 @@ def _linear_scatter(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str,
 
 
 def _scattered_product(axis: str, parts: Parts, weight: jax.Array) -> jax.Array:
-    return _while_scattered(parts, lambda part: linear(part, weight), axis)
+    return while_scattered(parts, lambda part: linear(part, weight), axis)
 
 
 def _linear_scatter_forward(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
@@ -116,7 +117,7 @@ def _linear_scatter_backward(axis: str, dtype: np.dtype, saved: tuple[Parts, jax
         terms.append(_term(parts[s], gradient, axis, dtype))
         return to_input(gradient, weight)
 
-    return _while_gathered(gradient, to_part, axis), None, _sum(terms, dtype)
+    return while_gathered(gradient, to_part, axis), None, sum_of_terms(terms, dtype)
 
 
 _linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
@@ -166,9 +167,9 @@ join_parts.defvjp(lambda parts, axis: (_join(parts, axis), None), lambda axis, _
 split_parts.defvjp(lambda x, axis: (_split(x, axis), None), lambda axis, _, gradients: (_join(gradients, axis),))
 
 
-def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:
-    """Returns `make(part, s)` for every part, where `x` is part 0. Each is computed while the next part is being sent
-    [Note: turns]."""
+def while_gathered(x: Any, make: Callable[[Any, int], jax.Array], axis: str) -> Parts:
+    """Returns `make(part, s)` for every part, where `x` is part 0: an array, or a pytree of them. Each is computed
+    while the next part is being sent [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
         x, made[-1] = _at_once(_send(x, 1, axis), made[-1])
@@ -176,7 +177,7 @@ def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], a
     return tuple(made)
 
 
-def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
+def while_scattered(parts: Sequence[Any], make: Callable[[Any], jax.Array], axis: str) -> jax.Array:
     """Returns the sum over ranks of `make` of this rank's part. Each term is computed while the sum of another part is
     being sent."""
     total = make(parts[-1])
@@ -189,9 +190,9 @@ def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis:
 
 
 @jax.custom_jvp
-def _at_once(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both arrays, neither of which is available before the other. Their derivatives are not tied, because JAX
-    (0.12) cannot transpose a barrier with a constant operand, such as a zero tangent."""
+def _at_once(one: Any, other: Any) -> tuple[Any, Any]:
+    """Returns two pytrees of arrays, neither of which is available before the other. Their derivatives are not tied,
+    because JAX (0.12) cannot transpose a barrier with a constant operand, such as a zero tangent."""
     return lax.optimization_barrier((one, other))
 
 
@@ -199,12 +200,18 @@ _at_once.defjvp(lambda primals, tangents: (_at_once(*primals), tangents))
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
-    """Returns the term of one part in the weight's gradient, which has dtype `dtype`. If there are more than two terms,
-    they are at least float32."""
-    return to_weight(gradient, part, dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32))
+    """Returns the term of one part in the weight's gradient, which has dtype `dtype`."""
+    return to_weight(gradient, part, term_dtype(axis, dtype))
 
 
-def _sum(terms: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+def term_dtype(axis: str, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of each part's term in a weight's gradient of dtype `dtype`: if there are more than two terms,
+    at least float32."""
+    return dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32)
+
+
+def sum_of_terms(terms: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    """Returns the weight's gradient."""
     return sum(terms[1:], terms[0]).astype(dtype)
 
 
@@ -213,6 +220,6 @@ def _starts(length: int, axis: str) -> list[jax.Array]:
     return [(own - s) % ranks * length for s in range(ranks)]
 
 
-def _send(x: jax.Array, ahead: int, axis: str) -> jax.Array:
+def _send(x: Any, ahead: int, axis: str) -> Any:
     ranks = degree(axis)
     return lax.ppermute(x, axis, [(rank, (rank + ahead) % ranks) for rank in range(ranks)])

@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec
 from ..collectives import (
     Parts,
     gather_linear,
+    gather_linear_fp8,
     gather_sequence,
     join_parts,
     join_split,
     linear_scatter,
+    linear_scatter_fp8,
     reduce_scatter_sequence,
     split_parts,
 )
@@ -53,9 +55,9 @@ class Dense(WeightOwner):
 
     With sequence parallelism, activations on the side of a parallel layer where features are whole are sharded along
     the sequence over tp. The parts of the sequence then move between ranks one at a time, each while another part is
-    multiplied (`collectives.gather_linear`), and only reverse-mode differentiation is supported. If a recipe quantizes
-    the operands of the matmul, the whole sequence moves at once. An input without a sequence, `(batch, in_features)`,
-    is whole on every tp rank.
+    multiplied (`collectives.gather_linear`), and only reverse-mode differentiation is supported. If a recipe multiplies
+    in FP8, parts that are gathered travel as codes; if it multiplies in a format with blocks, the whole sequence moves
+    at once. An input without a sequence, `(batch, in_features)`, is whole on every tp rank.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -177,7 +179,8 @@ class Dense(WeightOwner):
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Returns whether the parts of the sequence move over tp one at a time, overlapped with matmuls. Otherwise, the
         whole sequence moves at once, before or after the matmul."""
-        return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
+        blocks = self.operands is not None and self.operands.weight.block is not None
+        return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and not blocks
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns the output of a call for each part of the sequence (`collectives.Parts`). If the sequence moves at
@@ -188,7 +191,7 @@ class Dense(WeightOwner):
         if self.parallel == "column":  # gathered at once, because it is small: its last dimension is the rank
             low = [gather_sequence(own, axis, sequence_parallel=whole) for own in low]
         if axis is not None and self.moves_in_parts(x):
-            products = save_for_backward(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
+            products = save_for_backward(self.with_weight(lambda w, x: self._gather_linear(x, w, axis), x))
             lows = zip(*(split_parts(own, axis) for own in low), strict=True) if low else [()] * len(products)
         else:
             if self.parallel == "column":
@@ -206,7 +209,7 @@ class Dense(WeightOwner):
         x = parts[0]
         if axis is not None and self.moves_in_parts(x):
             parts = parts if len(parts) > 1 else split_parts(x, axis)
-            y = save_for_backward(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
+            y = save_for_backward(self.with_weight(lambda w, *parts: self._linear_scatter(parts, w, axis), *parts))
             of_parts = [self._low(part, number) for number, part in enumerate(parts)]
             # summed at once before the product with `b`, because it is small: its last dimension is the rank
             low = [
@@ -218,6 +221,16 @@ class Dense(WeightOwner):
         outputs = self._outputs(self.with_weight(lambda w, x: self.product(x, w), x), self._low(x))
         whole = self.shards_sequence(x.ndim)
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
+
+    def _gather_linear(self, x: jax.Array, weight: Any, axis: str) -> Parts:
+        if self.operands is None:
+            return gather_linear(x, weight, axis)
+        return gather_linear_fp8(x, weight, self.operands.gradient, axis)
+
+    def _linear_scatter(self, parts: Parts, weight: Any, axis: str) -> jax.Array:
+        if self.operands is None:
+            return linear_scatter(parts, weight, axis)
+        return linear_scatter_fp8(parts, weight, self.operands.gradient, axis)
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """Returns the left operand of the matmul, computed from the input."""

@@ -30,12 +30,17 @@ from ._linear import linear as linear
 from ._linear import to_input as to_input
 from ._linear import to_weight as to_weight
 from ._linear_blocks import linear_blocks as linear_blocks
+from ._linear_fp8 import fp8_codes_and_slot as fp8_codes_and_slot
+from ._linear_fp8 import fp8_product as fp8_product
+from ._linear_fp8 import fp8_transposed as fp8_transposed
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._linear_fp8_blocks import Order as Order
 from ._linear_fp8_blocks import linear_fp8_blocks as linear_fp8_blocks
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
+from ._operand import operand_amax as operand_amax
 from ._operand import quantizable as quantizable
+from ._operand import rows_of as rows_of
 from ._pack import pack as pack
 from ._pack import pack_apart as pack_apart
 from ._pack import unpack as unpack
@@ -61,6 +66,7 @@ from ._segments import positions_of as positions_of
 from ._slot import SECOND_DERIVATIVE as SECOND_DERIVATIVE
 from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight
+from ._slot import refuse_second_derivative as refuse_second_derivative
 from ._slot import slotted as slotted
 from ._slot import values_and_slot as values_and_slot
 from ._weighted_glu import weighted_glu as weighted_glu

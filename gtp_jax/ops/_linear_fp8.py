@@ -43,12 +43,21 @@ def linear_fp8(
     Returns:
         `(..., features_out)`, of the same dtype.
     """
+    codes, slot = fp8_codes_and_slot(weight)
+    return _linear(x, codes, slot, gradients, slot.dtype)
+
+
+def fp8_codes_and_slot(
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+) -> tuple[QuantizedArray, Float[jax.Array, "features_out features_in"]]:
+    """Returns the codes of a weight as `linear_fp8` multiplies them, and the array that receives its gradient. Values
+    are quantized here."""
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
         values = quantizable(lax.stop_gradient(codes))
         codes = quantize(values, FP8_E4M3, amax=power_of_two_amax(multi_amax([values])[0], FP8_E4M3))
         codes = depends_on(codes, slot)
-    return _linear(x, codes, slot, gradients, slot.dtype)
+    return codes, slot
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -61,7 +70,7 @@ def _forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: F
     now, kernel = refuse_second_derivative("linear_fp8", (x, weight))
     rows = rows_of(now)
     amax = operand_amax(multi_amax([rows]), FP8_E4M3)[0]
-    y = _product(quantize(rows, FP8_E4M3, amax=amax), kernel, x.dtype, x.dtype)
+    y = fp8_product(quantize(rows, FP8_E4M3, amax=amax), kernel, x.dtype, x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amax)
 
 
@@ -71,21 +80,23 @@ def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
     gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")
     x_tokens = quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
-    to_x = _product(along_out, _transposed(weight), x.dtype, x.dtype)
-    to_weight = _product(along_tokens, x_tokens, x.dtype, dtype)
+    to_x = fp8_product(along_out, fp8_transposed(weight), x.dtype, x.dtype)
+    to_weight = fp8_product(along_tokens, x_tokens, x.dtype, dtype)
     return jnp.reshape(to_x, x.shape), None, to_weight
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _transposed(weight: QuantizedArray) -> QuantizedArray:
-    """Returns the same codes with the output features last, as a column-wise copy has them. A tensor with a single
+def fp8_transposed(q: QuantizedArray) -> QuantizedArray:
+    """Returns the same codes with the first dimension last, as a column-wise copy has them. A tensor with a single
     scale has the same numbers in both copies."""
-    return QuantizedArray(weight.codes.T, None, weight.amax, weight.format, weight.matrix, columns=True)
+    return QuantizedArray(q.codes.T, None, q.amax, q.format, q.matrix, columns=True)
 
 
-def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> jax.Array:
+def fp8_product(
+    a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike
+) -> jax.Array:
     """Returns `a @ b.T` in the dtype `out`, for codes that both have the contraction last, multiplied as `dtype`."""
     return lax.dot_general(_values(a, dtype), _values(b, dtype), (((1,), (1,)), ((), ())), preferred_element_type=out)
 

@@ -14,8 +14,16 @@ from selection import others_slow
 
 import gtp_jax as gtp
 from gtp_jax import hlo
-from gtp_jax.collectives import gather_linear, join_parts, linear_scatter, split_parts
-from gtp_jax.ops import linear
+from gtp_jax.collectives import (
+    gather_linear,
+    gather_linear_fp8,
+    join_parts,
+    linear_scatter,
+    linear_scatter_fp8,
+    split_parts,
+)
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.ops import linear, linear_fp8
 
 BATCH, SEQ, INTO, OUT = 2, 16, 24, 40
 CUT, FEATURES = P(None, "tp"), P(None, None, "tp")
@@ -58,6 +66,44 @@ def test_a_product_summed_in_parts_is_that_summed_at_once(tp, operands):
     in_parts = lambda x, w: linear_scatter(split_parts(x, "tp"), w, "tp")  # noqa: E731
     at_once = lambda x, w: lax.psum_scatter(linear(x, w), "tp", scatter_dimension=1, tiled=True)  # noqa: E731
     agree(value_and_gradients(tp, in_parts, *operands, *specs), value_and_gradients(tp, at_once, *operands, *specs))
+
+
+def of_each_part(tp: int, x, w, gradients):
+    """FP8 products of the parts of a whole sequence, each with its own scales."""
+    return jnp.concatenate([linear_fp8(part, w, gradients) for part in jnp.split(x, tp, axis=1)], axis=1)
+
+
+@pytest.mark.parametrize("gradients", [FP8_E5M2, FP8_E4M3], ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_codes_gathered_in_parts_give_the_products_of_each_part(tp, gradients, operands):
+    specs = (CUT, P("tp")), FEATURES
+    in_parts = lambda x, w: join_parts(gather_linear_fp8(x, w, gradients, "tp"), "tp")  # noqa: E731
+    at_once = lambda x, w: of_each_part(tp, lax.all_gather(x, "tp", axis=1, tiled=True), w, gradients)  # noqa: E731
+    agree(value_and_gradients(tp, in_parts, *operands, *specs), value_and_gradients(tp, at_once, *operands, *specs))
+
+
+@pytest.mark.parametrize("gradients", [FP8_E5M2, FP8_E4M3], ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fp8_products_summed_in_parts_are_those_of_each_part(tp, gradients, operands):
+    specs = (FEATURES, P(None, "tp")), CUT
+    in_parts = lambda x, w: linear_scatter_fp8(split_parts(x, "tp"), w, gradients, "tp")  # noqa: E731
+    scatter = functools.partial(lax.psum_scatter, axis_name="tp", scatter_dimension=1, tiled=True)
+    at_once = lambda x, w: scatter(of_each_part(tp, x, w, gradients))  # noqa: E731
+    agree(value_and_gradients(tp, in_parts, *operands, *specs), value_and_gradients(tp, at_once, *operands, *specs))
+
+
+@pytest.mark.parametrize("parallel, codes", [("column", 2), ("row", 1)])
+def test_what_is_gathered_of_the_sequence_travels_as_fp8_codes(parallel, codes, key):
+    mesh, width = gtp.make_mesh(gtp=2, tp=4), 32
+    with jax.set_mesh(mesh), gtp.use_recipe(gtp.FP8(matmuls=True)):
+        graph, state = nnx.split(layer(parallel))
+        loss = lambda state, x: jnp.sum(jnp.square(nnx.merge(graph, state)(x).astype(jnp.float32)))  # noqa: E731
+        x = jax.random.normal(key, (4, 8, width), jnp.bfloat16)
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(state, x).compile().as_text()
+    hops = [c for c in hlo.collectives(text) if c.axes == ("tp",) and c.kind == "collective-permute"]
+    arrays = [c for c in hops if sum(shape.elements for shape in c.operands) > 1]  # an amax travels with each part
+    # three hops each: the input in forward and in backward, or the gradient; and the sum, in backward or in forward
+    assert (sum(c.dtype == "u8" for c in arrays), sum(c.dtype != "u8" for c in arrays)) == (3 * codes, 3)
 
 
 @pytest.mark.parametrize("tp", [2, 8])
