@@ -93,6 +93,21 @@ class Layout(Storage):
         return dataclasses.replace(self.of_shards, gather=UNDIVIDED)
 
     @property
+    def of_rank(self) -> Layout:
+        """The layout of the rows that one rank sends in a gather, as a weight of its own that is not gathered.
+
+        Requires that shards are whole rows (`by_rows`), and that the tensor axis, if it divides rows, divides them
+        evenly in storage.
+        """
+        assert self.by_rows and not self.takes_part, self
+        shape = tuple(size // self.ranks if d == self.rows else size for d, size in enumerate(self.shape))
+        split = self.split
+        if split is not None and self.split_dim == self.rows:
+            owners = tuple(units // self.ranks for units in split.owners)
+            split = dataclasses.replace(split, size=split.size // self.ranks, owners=owners)
+        return dataclasses.replace(self, shape=shape, gather=UNDIVIDED, split=split)
+
+    @property
     def use_shape(self) -> tuple[int, ...]:
         """The shape of what one rank multiplies by, padding included, with the dimensions in stored order."""
         width = 0 if self.split is None else self.split.width

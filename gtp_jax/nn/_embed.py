@@ -8,17 +8,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import gather_sequence, join_split, reduce_scatter_sequence
+from ..collectives import all_gather, gather_sequence, join_split, reduce_scatter, reduce_scatter_sequence
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
-from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, layer_norm, linear, rms_norm, to_index
-from ..weights import GradReduce, split_features
+from ..ops import (
+    SlottedWeight,
+    check_concrete_ids,
+    embedding_lookup,
+    layer_norm,
+    linear,
+    rms_norm,
+    to_index,
+    values_and_slot,
+)
+from ..weights import GradReduce, WeightGroup, split_features
 from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
-from ._weight import Initializer, WeightOwner, make_vector, make_weight
+from ._weight import Initializer, WeightOwner, apply_gathered, make_vector, make_weight
 
 default_embedding_init = initializers.normal(0.02)
 
@@ -31,6 +41,10 @@ class Embed(WeightOwner):
     names the token.
 
     If tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
+
+    A lookup gathers the table over gtp, or its codes. If the tokens of all gtp ranks are fewer than the rows of the
+    table, and shards are whole rows that no recipe quantizes, it sends fewer bytes: ranks gather the tokens, look
+    up those of their own rows, and reduce-scatter the rows; backward gathers the gradients of the rows.
 
     Args:
         num_embeddings: the number of rows.
@@ -87,7 +101,16 @@ class Embed(WeightOwner):
         return super().__call__(tokens)
 
     def local(self, tokens: jax.Array) -> jax.Array:
-        return self.with_weight(self._embedding_lookup, tokens)
+        return apply_gathered((self,), self._embedding_lookup, tokens, groups=(self.group_for(tokens),))
+
+    def group_for(self, x: jax.Array) -> WeightGroup:
+        """Returns the weight group of the table for a lookup of tokens: that of this rank's rows, if sending the rows
+        of all ranks' tokens takes fewer bytes than sending the table."""
+        group = self.group
+        (layout,) = group.layouts
+        by_rows = layout.ranks > 1 and layout.by_rows and not layout.takes_part
+        plain = group.wire is None and not group.frozen and x.ndim > 0 and current_view() == "local"
+        return group.of_rank if by_rows and plain and layout.ranks * x.size < layout.use_shape[0] else group
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         return PartitionSpec(self.roles.batch), between_layers(self.roles, self.shards_sequence(ndim + 1))
@@ -110,16 +133,25 @@ class Embed(WeightOwner):
         return split.mask(logits, -1, -math.inf)
 
     def _embedding_lookup(self, table: jax.Array | SlottedWeight, tokens: jax.Array) -> jax.Array:
-        split = self.layouts[0].split
+        layout, split = self.layouts[0], self.layouts[0].split
         assert split is not None
-        if len(split.owners) == 1:
+        held = values_and_slot(table)[0].shape[0]
+        exchanged = held < layout.use_shape[0]  # the table is this rank's rows of it, see `group_for`
+        if len(split.owners) == 1 and not exchanged:
             return embedding_lookup(table, tokens)
         tokens = to_index(tokens)
-        local = tokens - split.start()
-        here = (local >= 0) & (local < split.count())
+        start, count = split.start(), split.count()
+        if exchanged:
+            tokens = all_gather(tokens, layout.axes, dim=0)
+            start, count = start + held * lax.axis_index(layout.axes), held
+        local = tokens - start
+        here = (local >= 0) & (local < count)
         outside = (tokens < 0) | (tokens >= split.size)
-        rows = embedding_lookup(table, jnp.where(here, local, 0))
+        # in backward, the zeros of other ranks' tokens are spread over the rows, not all added to one
+        rows = embedding_lookup(table, local % held)
         rows = jnp.where(here[..., None], rows, jnp.where(outside, jnp.nan, 0)[..., None].astype(rows.dtype))
+        if exchanged:
+            rows = reduce_scatter(rows, layout.axes, dim=0)  # exact: all terms but one are zero
         return reduce_scatter_sequence(rows, self.roles.tensor, sequence_parallel=self.shards_sequence(rows.ndim))
 
 

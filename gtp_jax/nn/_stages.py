@@ -89,8 +89,8 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
     """
     stages: list[Stage] = []
     counts: list[int] = []
-    for link in links:
-        own = _stages(link, shared)
+    for number, link in enumerate(links):
+        own = _stages(link, shared, x if number == 0 else None)
         stages += own
         counts.append(len(own))
     y, outputs = run(stages, x, schedule, shared.arrays)
@@ -100,15 +100,22 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
     return y
 
 
-def _stages(link: Link, shared: SharedInputs) -> list[Stage]:
+def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     """Returns the stages of a module. A stack has one stage for each stretch of consecutive layers with the same weight
     groups and the same wires: for example, first layers in high precision, layers whose codes have already been
-    gathered, layers whose codes are still to be gathered, and last layers in high precision."""
+    gathered, layers whose codes are still to be gathered, and last layers in high precision.
+
+    Args:
+        link: the module.
+        shared: further inputs of a stack's layers.
+        x: the input of the chain's first module; `None` for the others.
+    """
     stacked, length = link.length is not None, link.length or 1
     module = quantized_in_scope(link.module, length) if stacked else link.module
     template = _Template(module, stacked)
     if not stacked:
-        groups = {path: owner.group for path, owner in template.owners.items()}
+        alone = x is not None and isinstance(module, Weight)  # its own input, not that of a module within it
+        groups = {path: owner.group_for(x) if alone else owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
         constants = keys, template.constants

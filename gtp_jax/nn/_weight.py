@@ -311,6 +311,12 @@ class Weight(abc.ABC):
         ((_, group),) = self.groups()
         return group
 
+    def group_for(self, x: Any) -> WeightGroup:
+        """Returns the weight group of its kernels for a call with the input `x`: `group`, unless a subclass needs less
+        of the weight for some inputs."""
+        del x
+        return self.group
+
     @property
     def operands(self) -> Operands | None:
         """The formats in which it is multiplied; `None` if it is multiplied in `dtype`."""
@@ -394,14 +400,27 @@ class Weight(abc.ABC):
         return apply_gathered((self,), function, *operands)
 
 
-def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
+def apply_gathered(
+    owners: Sequence[Weight],
+    function: Callable[..., Any],
+    *operands: Any,
+    groups: Sequence[WeightGroup] | None = None,
+) -> Any:
     """Returns `function(*weights, *operands)`. The weights are gathered here, and again in backward, unless a chain has
-    gathered them."""
+    gathered them.
+
+    Args:
+        owners: the owners of the weights.
+        function: the function.
+        operands: its further arguments.
+        groups: the groups by which the weights are gathered; those of the owners by default.
+    """
     for owner in owners:
         owner.check_mesh()
     if all(isinstance(owner.value, Gathered) for owner in owners):
         return function(*(owner.value.weight for owner in owners), *operands)
-    groups, wires = [owner.group for owner in owners], [owner.wire() for owner in owners]
+    groups = [owner.group for owner in owners] if groups is None else groups
+    wires = [owner.wire() for owner in owners]
 
     def gather_and_apply(shards: Sequence[Shards], *operands: Any) -> Any:
         return function(*map(gathered, groups, shards, wires), *operands)

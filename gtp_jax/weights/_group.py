@@ -143,6 +143,11 @@ class WeightGroup:
         return jnp.zeros(weight.shape, self.summed.slot)
 
     @property
+    def of_rank(self) -> WeightGroup:
+        """The group of the rows that one rank sends in a gather, as a weight of its own that is not gathered."""
+        return dataclasses.replace(self, layouts=tuple(layout.of_rank for layout in self.layouts))
+
+    @property
     def of_shards(self) -> WeightGroup:
         """The group of the same weights if whole shards are stored: gradients are not summed over the optimizer's
         axes."""

@@ -15,7 +15,10 @@ from gtp_jax.nn import abstract_model
 
 
 def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatches: int = 1, gradients=False, **options):
-    """The lowered train step, or its loss and gradients alone, on `batch` sequences."""
+    """The lowered train step, or its loss and gradients alone, on `batch` sequences.
+
+    Of few tokens, the embedding sends rows instead of its table; see `Embed.group_for`.
+    """
     with jax.set_mesh(mesh):
         optimizer = optax.sgd(0.1)
         state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)

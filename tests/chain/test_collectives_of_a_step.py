@@ -51,7 +51,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
     replicas = "replicas" in case
     with gtp.use_roles(gtp.Roles(optimizer=()) if replicas else gtp.Roles()):
-        step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=16, microbatches=parts)
+        step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=128, microbatches=parts)
     found = hlo.collectives(step.compile().as_text())
     assert all(c.exact for c in found)
     over_gtp = [c for c in found if c.axes == ("gtp",)]

@@ -61,7 +61,7 @@ def made_of(case, name):
     degrees, fields, options = STEPS[case]
     config = LlamaConfig(**{**SIZES, **fields}, grad_reduce=name)
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
-    step = lowered_step(config, mesh, batch=8, seq=64, **options)
+    step = lowered_step(config, mesh, batch=8, seq=128, **options)
     found = Origins(step.compiler_ir("stablehlo"))
     weights = [op for op in found.reductions if len(op.operands[0].type.shape) == 2]  # activations have a batch too
     # of a layer four, the embedding's and the head's; of a loop its body's and those of a layer beside it
@@ -230,7 +230,7 @@ def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     """`bf16` compiled: `tests/chain/test_overlap_h200.py`; XLA's CPU backend widens its sum."""
     kind, dtype, size = WIRE[name]
     step = lowered_step(
-        LlamaConfig(**SIZES, grad_reduce=name), gtp.make_mesh(gtp=8), batch=8 * parts, seq=16, microbatches=parts
+        LlamaConfig(**SIZES, grad_reduce=name), gtp.make_mesh(gtp=8), batch=8 * parts, seq=128, microbatches=parts
     )
     over_gtp = [c for c in hlo.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     sums = [c for c in over_gtp if c.kind in ("reduce-scatter", "all-to-all")]

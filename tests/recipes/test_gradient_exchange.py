@@ -180,7 +180,7 @@ def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(
 def test_a_reduce_scatter_sums_in_the_dtype_asked_for(name, found):
     """As traced, for XLA's CPU backend widens what it compiles; `tests/chain/test_overlap_h200.py` sees a GPU's."""
     config = LlamaConfig(**{**SIZES, "grad_reduce": name})
-    text = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=16).as_text()
+    text = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=128).as_text()
     sums = re.findall(r"stablehlo\.reduce_scatter.*?\}\) : \(tensor<[\dx]+x(\w+)>\)", text, re.DOTALL)
     assert len(sums) == 4 * LAYERS + 2 and set(sums) == {found}
 
@@ -204,7 +204,7 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, exper
         config,
         gtp.make_mesh(gtp=degree, tp=tp),
         batch=4 * parts,
-        seq=16,
+        seq=128,
         microbatches=parts,
         recipe=gtp.BF16(grad_wire=grad_wire),
     )
@@ -243,7 +243,7 @@ def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
     }
     found = {(fact.module.split(".")[-1], fact.first): fact.reduction for fact in told.facts}
     assert wanted.items() <= found.items() and "all-to-all MXFP8" in str(told)
-    text = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=16, recipe=recipe).as_text()
+    text = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=128, recipe=recipe).as_text()
     assert text.count("stablehlo.all_to_all") == 2 * (LAYERS - 1)
     # the first layer's four, the others' query, key and value, the embedding's and the head's
     assert text.count("stablehlo.reduce_scatter") == 4 + (LAYERS - 1) + 2

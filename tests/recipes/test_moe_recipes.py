@@ -40,7 +40,7 @@ def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, pa
     degree, tp, parts = 4, 2, 2
     config = LlamaConfig(**SIZES, expert_parallel=parallel)
     mesh = gtp.make_mesh(gtp=degree, tp=tp)
-    step = lowered_step(config, mesh, batch=4 * parts, seq=16, microbatches=parts, recipe=recipe)
+    step = lowered_step(config, mesh, batch=4 * parts, seq=128, microbatches=parts, recipe=recipe)
     found = hlo.collectives(step.compile().as_text())
     over_gtp = [c for c in found if c.axes == ("gtp",)]
     times = {
