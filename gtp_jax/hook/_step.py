@@ -84,19 +84,19 @@ def run(
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, parts.casts)
-    codes, sent = jax.tree.flatten((weights_of.encode(shards), list(keys)))
+    codes, coded = jax.tree.flatten((weights_of.encode(shards), list(keys)))
     first, last = program.arguments
     views, multiplied, summed = views_of(parts.before), set[int](), set[int]()
     any_product = wide or any(one is not None and one.operands is not None for one in program.coded)
 
     def multiply(of_weights: Keys, factor: Factor, in_matrices: Any, x: jax.Array, weight: Array) -> jax.Array | None:
-        coded = program.coded[factor.number]
+        format = program.coded[factor.number]
         slotted = wide and is_narrow(values_of(weight).dtype)
         weight = weight if slotted else values_of(weight)
-        if coded is not None and multiplies(coded, factor):
+        if format is not None and multiplies(format, factor):
             own = of_weights[factor.number]
             key = jnp.zeros(2, jnp.uint32) if own is None else own.next()
-            times = lambda x, weight: product(x, weight, coded, factor, batch, key)  # noqa: E731
+            times = lambda x, weight: product(x, weight, format, factor, batch, key)  # noqa: E731
             multiplied.add(factor.number)
         elif slotted:
             times = linear
@@ -108,9 +108,9 @@ def run(
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)
 
-    def gathered(zero: jax.Array, shards: Arrays, codes: Arrays) -> Arrays:
+    def gathered(zero: jax.Array, shards: Arrays, sent: Arrays, codes: Arrays) -> Arrays:
         """Returns the gathered weights; the gathers wait for `zero`."""
-        return weights_of.gather(zero, shards, jax.tree.unflatten(sent, codes)[0])
+        return weights_of.gather(zero, shards, sent, jax.tree.unflatten(coded, codes)[0])
 
     def before(weights: Arrays, slots: Arrays) -> Arrays:
         """Returns what is computed from weights alone; views of weights with slots have slots."""
@@ -128,7 +128,7 @@ def run(
         ]
 
     def compute(codes: Arrays, own: Arrays, rest: Arrays) -> Arrays:
-        _, keys = jax.tree.unflatten(sent, codes)  # which count products from 0
+        _, keys = jax.tree.unflatten(coded, codes)  # which count products from 0
         times = functools.partial(multiply, keys) if any_product else None
         return program.evaluate(parts.after, own, rest, views, times)
 
@@ -143,7 +143,8 @@ def run(
 
     @jax.custom_vjp
     def step(shards: Arrays, codes: Arrays, rest: Arrays, token: Token) -> tuple[Arrays, Token]:
-        zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
+        sent = weights_of.sent(shards)
+        zero, weights, ready = entered(gathered(token.entered, shards, sent, codes), rest)
         own = before(weights, [None] * len(weights))
         return mapped_with((compute(codes, own, ready), Token(zero, token.reduced)), [*shards, *rest, *token])
 
@@ -151,21 +152,23 @@ def run(
         wanted = _Wanted(*(tuple(leaf.perturbed for leaf in leaves) for leaves in (shards, rest)))
         shards, codes, rest = ([leaf.value for leaf in leaves] for leaves in (shards, codes, rest))
         token = Token(*(leaf.value for leaf in token))
-        zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
+        sent = weights_of.sent(shards)
+        zero, weights, ready = entered(gathered(token.entered, shards, sent, codes), rest)
         kept = keep_last and all(isinstance(weight, Tracer) for weight in weights)
         own = before(weights, slots_of(weights, wanted))
         computed = with_remat(functools.partial(compute, codes), remat)
         y, closure = jax.vjp(computed, own, ready, saveable_args=(False, True))
         outputs = mapped_with((y, Token(zero, token.reduced)), [*shards, *rest, *token])
-        return outputs, (closure, shards, codes, weights if kept else None, wanted)
+        return outputs, (closure, shards, sent, codes, weights if kept else None, wanted)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        closure, shards, codes, weights, wanted = residuals
+        closure, shards, sent, codes, weights, wanted = residuals
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
             # if the next unit gives no order, gather only once the gradient of the output is available
-            weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards, codes)
+            zero = stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered
+            weights = gathered(zero, shards, sent, codes)
         handed, ready = stamped([*weights, *dy])
         weights, dy = ready[: len(weights)], ready[len(weights) :]
         own, through = jax.vjp(before, weights, slots_of(weights, wanted))
@@ -179,11 +182,10 @@ def run(
                 to_weights[i] = to_weights[i].astype(to_slots[i].dtype) + to_slots[i]
         trained = [i for i, own in enumerate(wanted.weights) if own]
         late = zip(trained, _late(ordered.reduced, [to_weights[i] for i in trained]), strict=True)
-        found = [weights_of.scatter(i, gradient).astype(shards[i].dtype) for i, gradient in late]
-        done, found = stamped(found)
+        done, found = stamped([weights_of.scatter(i, gradient) for i, gradient in late])
         reduced: list[Any] = [None] * len(shards)
         for i, gradient in zip(trained, found, strict=True):
-            reduced[i] = gradient
+            reduced[i] = gradient.astype(shards[i].dtype)  # last, so that an optimizer may read it uncast
         to_rest = [g if own and is_float(g) else None for g, own in zip(to_rest, wanted.rest, strict=True)]
         return reduced, None, to_rest, Token(handed, done)
 
@@ -200,9 +202,7 @@ def _late(reduced: Any, gradients: Arrays) -> Arrays:
     combine the reductions of both units, which would then wait for one another."""
     if _is_zero(reduced) or not gradients:
         return gradients
-    least = min(range(len(gradients)), key=lambda i: gradients[i].size)
-    gradients[least] = after(reduced, [gradients[least]])[0]  # a select reads and writes it: take a small one
-    return together(gradients)
+    return after(reduced, gradients)
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:

@@ -1,9 +1,11 @@
 """Ties make arrays wait until other arrays are available. They change no value.
 
 [Note: ties that hold]
-XLA drops outputs of a barrier that nothing reads, and the tie with them. An array that must wait therefore passes
-through a select on a zero that came out of the barrier: XLA cannot know that it is zero, and must wait for it. A
-constraint to the stored partition between the select and the gather keeps the gather after the select (`_movement`).
+XLA drops outputs of a barrier that nothing reads, and the tie with them. Of arrays that must wait, one therefore passes
+through a select on a zero that came out of the barrier: XLA cannot know that it is zero, and must wait for it. The
+others wait for that one in a second barrier, all of whose outputs are read: a select on each would read and write it
+once more. A constraint to the stored partition between this barrier and the gather keeps the gather after it
+(`_movement`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ def is_float(leaf: Any) -> bool:
 
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays, made to wait for `zero`; random keys and non-arrays do not wait."""
-    return [jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if _is_real(a) else a for a in arrays]
+    found = list(arrays)
+    real = [i for i, a in enumerate(found) if _is_real(a)]
+    if real:
+        least = min(real, key=lambda i: found[i].size)  # the select reads and writes it
+        found[least] = jnp.where(zero == 0, found[least], jnp.zeros((), found[least].dtype))
+    return together(found)
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:

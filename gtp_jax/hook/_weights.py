@@ -14,7 +14,7 @@ from ._codes import Coded, decode, encode
 from ._movement import gather, scatter
 from ._parts import cast
 from ._placement import Placement
-from ._ties import after, shared
+from ._ties import after, shared, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,28 @@ class Weights:
         """Returns the codes of the weights that are quantized. Both passes gather them."""
         return encode(shards, self.coded, self._dtypes(shards))
 
-    def gather(self, zero: jax.Array | None, shards: Sequence[Any], wires: Sequence[Wire]) -> list[jax.Array]:
+    def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
+        """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. What is
+        cast is written to memory once: otherwise, XLA would cast it again for each gather."""
+        plain = self._plain
+        found = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
+        made = [n for n, i in enumerate(plain) if self.casts[i] is not None]
+        for n, one in zip(made, together([found[n] for n in made]), strict=True):
+            found[n] = one
+        return found
+
+    def gather(
+        self, zero: jax.Array | None, shards: Sequence[Any], sent: Sequence[Any], wires: Sequence[Wire]
+    ) -> list[jax.Array]:
         """Returns the gathered weights, whose gradient with respect to the shards goes straight through the codes.
 
         Args:
             zero: what the gathers wait for; `None` if they wait for nothing.
             shards: the shards of the weights.
+            sent: what `sent` returned.
             wires: what `encode` returned.
         """
-        plain = [i for i, coded in enumerate(self.coded) if coded is None]
-        sent = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
-        codes, tree = jax.tree.flatten(tuple(wires))
+        plain, codes, tree = self._plain, *jax.tree.flatten(tuple(wires))
         if zero is not None:
             ready = after(shared(zero), [*sent, *codes])
             sent, codes = ready[: len(sent)], ready[len(sent) :]
@@ -70,6 +81,10 @@ class Weights:
             lambda i, own: gather(own.astype(dtypes[i]), self.placements[i]),
         )
 
+    @property
+    def _plain(self) -> list[int]:
+        return [i for i, coded in enumerate(self.coded) if coded is None]
+
     def _dtypes(self, shards: Sequence[Any]) -> list[np.dtype]:
         return [np.dtype(s.dtype) if own is None else own for s, own in zip(shards, self.casts, strict=True)]
 
@@ -80,7 +95,7 @@ def gather_once(weights: Weights, shards: Sequence[Any]) -> list[jax.Array]:
 
     @jax.custom_vjp
     def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
-        return weights.gather(None, shards, jax.tree.unflatten(tree, codes))
+        return weights.gather(None, shards, weights.sent(shards), jax.tree.unflatten(tree, codes))
 
     def forward(shards: list[Any], codes: list[Any]) -> tuple[list[jax.Array], None]:
         return apply(shards, codes), None

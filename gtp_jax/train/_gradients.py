@@ -147,7 +147,12 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         value_and_grad = jax.value_and_grad(one, has_aux=True)
         if count == 1:
             sharded = _sharded(batch, model_def.roles)
-            (total, (tokens, after, aux)), found = value_and_grad(state.params, state.model_state, sharded, 0)
+
+            def whole(params: Tree, before: Tree, batch: Tree) -> tuple[Tree, tuple[jax.Array, Any]]:
+                returned, found = value_and_grad(params, before, batch, 0)
+                return found, returned
+
+            found, (total, (tokens, after, aux)) = uncast(whole)(state.params, state.model_state, sharded)
             return Computed(total, tokens, found, after, aux)
 
         check_arrays(batch)

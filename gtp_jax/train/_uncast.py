@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+
+from ..mesh import degrees
 
 Tree = Any
 
@@ -46,22 +48,74 @@ def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tup
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
     first = jax.tree.structure(shapes[0]).num_leaves
-    jaxpr = closed.jaxpr
-    casts = {out: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type" for out in eqn.outvars}
-    outvars = [_before_cast(v, casts) for v in jaxpr.outvars[:first]] + jaxpr.outvars[first:]
-    narrow = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=outvars)))
+    jaxpr = _uncast(closed.jaxpr, range(first))
+    narrow = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr))
     return lambda *args: jax.tree.unflatten(structure, narrow(*jax.tree.leaves(args))), shapes
 
 
-def _before_cast(out: Any, casts: dict[Any, Any]) -> Any:
-    """Returns what a variable was cast from, if the cast loses nothing; otherwise the variable."""
-    if isinstance(out, core.Literal) or out not in casts:
+def _uncast(jaxpr: core.Jaxpr, chosen: Iterable[int]) -> core.Jaxpr:
+    """Returns a jaxpr without the lossless casts that are the last operations on some of its outputs, before or after
+    constraints on their sharding, or within a `shard_map`.
+
+    Args:
+        jaxpr: the jaxpr.
+        chosen: the indices of these outputs.
+    """
+    wanted = {v for v in (jaxpr.outvars[i] for i in chosen) if isinstance(v, core.Var)}
+    others = [v for i, v in enumerate(jaxpr.outvars) if i not in set(chosen)]
+    wanted -= {v for v in (*others, *(v for eqn in jaxpr.eqns for v in eqn.invars)) if isinstance(v, core.Var)}
+    instead: dict[Any, Any] = {}
+    eqns = [_uncast_within(eqn, wanted, instead) if eqn.primitive.name == "shard_map" else eqn for eqn in jaxpr.eqns]
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    found = [_before_cast(v, made, eqns) if i in set(chosen) else v for i, v in enumerate(jaxpr.outvars)]
+    return jaxpr.replace(eqns=eqns, outvars=[instead.get(v, v) if isinstance(v, core.Var) else v for v in found])
+
+
+def _uncast_within(eqn: core.JaxprEqn, wanted: set[Any], instead: dict[Any, Any]) -> core.JaxprEqn:
+    """Returns a `shard_map` without the last casts within it of those of its outputs that are in `wanted`, and notes in
+    `instead` the variables that replace these outputs."""
+    inner: Any = eqn.params["jaxpr"]
+    without: Any = _uncast(inner, [i for i, v in enumerate(eqn.outvars) if v in wanted])
+    outvars = list(eqn.outvars)
+    for i, (old, new) in enumerate(zip(inner.outvars, without.outvars, strict=True)):
+        if old.aval.dtype != new.aval.dtype:
+            aval: Any = eqn.outvars[i].aval
+            outvars[i] = instead[eqn.outvars[i]] = core.Var(aval.update(dtype=new.aval.dtype))
+    return eqn.replace(params={**eqn.params, "jaxpr": without}, outvars=outvars)
+
+
+def _before_cast(out: Any, made: dict[Any, Any], eqns: list[core.JaxprEqn]) -> Any:
+    """Returns what a variable was cast from, if the cast loses nothing, with the constraints on its sharding that
+    follow the cast; otherwise the variable. A sum over one rank, which JAX adds for mesh axes of size 1, is left out.
+
+    Args:
+        out: the variable.
+        made: for each variable, the equation that computes it.
+        eqns: a list to which the constraints are appended.
+    """
+    eqn = None if isinstance(out, core.Literal) else made.get(out)
+    if eqn is None or not eqn.invars:
         return out
-    (source,) = casts[out].invars
+    source = eqn.invars[eqn.outvars.index(out)] if len(eqn.outvars) == len(eqn.invars) else eqn.invars[0]
+    found = _before_cast(source, made, eqns) if eqn.primitive.name in ("sharding_constraint", "psum") else source
+    if eqn.primitive.name == "psum" and found is not source and degrees(eqn.params["axes"]) == 1:
+        return found
+    if eqn.primitive.name == "sharding_constraint" and found is not source:
+        constrained = core.Var(out.aval.update(dtype=found.aval.dtype))
+        eqns.append(eqn.replace(invars=[found], outvars=[constrained]))
+        return constrained
+    return source if eqn.primitive.name == "convert_element_type" and _is_lossless(source, out) else out
+
+
+def _is_lossless(source: Any, out: Any) -> bool:
     wide, narrow = out.aval.dtype, source.aval.dtype
     floats = jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)
-    lossless = floats and narrow != wide and _holds(jnp.finfo(wide), jnp.finfo(narrow))
-    return source if lossless and not isinstance(source, core.Literal) else out
+    return (
+        floats
+        and narrow != wide
+        and _holds(jnp.finfo(wide), jnp.finfo(narrow))
+        and not isinstance(source, core.Literal)
+    )
 
 
 def _holds(wide: Any, narrow: Any) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
 from gtp_jax.train._uncast import uncast
@@ -40,6 +41,30 @@ def test_only_a_cast_that_comes_last_is_left_out_and_casting_again_gives_the_sam
     np.testing.assert_array_equal(found.astype(jnp.float32), wanted)
 
 
+def test_a_cast_before_a_constraint_or_within_a_shard_map_is_left_out_and_the_bits_are_the_same():
+    w, x = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (2, 8))
+    rows = PartitionSpec("gtp")
+
+    def placed(w):
+        g = jax.lax.with_sharding_constraint(jax.grad(lambda w: jnp.sum(in_bf16(w, x)))(w), rows)
+        return {"constraint": g, "two": jax.lax.with_sharding_constraint(g, rows), "added": g + w}, jnp.sum(g)
+
+    def mapped(w):
+        own = jax.shard_map(lambda w: (w.astype(jnp.bfloat16) * 2).astype(jnp.float32), in_specs=rows, out_specs=rows)
+        shared = own(w)
+        return {"last": own(w), "shared": shared, "read": own(w) + w}, shared
+
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        w = jax.device_put(w, rows)
+        for function, narrow in ((placed, ["constraint", "two"]), (mapped, ["last"])):
+            wanted, found = jax.jit(function)(w)[0], jax.jit(uncast(function))(w)[0]
+            for name in wanted:
+                mine, own = found[name], wanted[name]
+                assert mine.dtype == (jnp.bfloat16 if name in narrow else jnp.float32), name
+                assert mine.sharding.is_equivalent_to(own.sharding, 2)
+                np.testing.assert_array_equal(mine.astype(jnp.float32), own)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = gtp.Dense(8, 16, rngs=rngs, **NARROW)
@@ -54,7 +79,7 @@ def loss(model, batch):
     return jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(batch.shape[0])
 
 
-def step_of(degrees, schedule=None, **options):
+def step_of(degrees, schedule=None, view="local", **options):
     """A mesh, and a step with its state and batch."""
     schedule = schedule or gtp.Schedule()
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
@@ -62,13 +87,16 @@ def step_of(degrees, schedule=None, **options):
         model = gtp.init(lambda rngs: gtp.Stack(Block, 3, schedule=schedule, rngs=rngs), nnx.Rngs(0))
         optimizer = optax.adamw(1e-2)
         state = gtp.TrainState.create(model, optimizer)
-        step = gtp.train_step(loss, optimizer, view="local", **options)
+        step = gtp.train_step(loss, optimizer, view=view, **options)
     return mesh, step, state, jax.random.normal(jax.random.key(2), (8, 4, 8), jnp.bfloat16)
 
 
 def branch_dtypes(degrees, **options):
     """The dtypes of the arrays of three dimensions that enter the branch with the optimizer: state, and gradients."""
-    mesh, step, state, batch = step_of(degrees, **options)
+    return entering(*step_of(degrees, **options))
+
+
+def entering(mesh, step, state, batch, ndim=3):
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
 
@@ -81,17 +109,45 @@ def branch_dtypes(degrees, **options):
                 yield from conds(inner) if hasattr(inner, "eqns") else ()
 
     (eqn,) = conds(jaxpr)
-    return sorted(str(v.aval.dtype) for v in eqn.invars if v.aval.ndim == 3)
+    return sorted(str(v.aval.dtype) for v in eqn.invars if v.aval.ndim == ndim)
 
 
+@pytest.mark.parametrize("view", ["local", "global"])
 @pytest.mark.parametrize(
     "degrees, options, narrow",
     [(dict(gtp=1), {}, 2), (dict(gtp=2), {}, 2), (dict(gtp=2), dict(microbatches=2), 0)],
     ids=["one rank", "gtp 2", "two microbatches"],
 )
-def test_gradients_of_one_microbatch_enter_the_optimizers_branch_in_16_bits(degrees, options, narrow):
-    dtypes = branch_dtypes(degrees, **options)  # two kernels with two moments each, and two gradients
+def test_gradients_of_one_microbatch_enter_the_optimizers_branch_in_16_bits(degrees, options, narrow, view):
+    dtypes = branch_dtypes(degrees, view=view, **options)  # two kernels with two moments each, and two gradients
     assert dtypes == ["bfloat16"] * narrow + ["float32"] * (8 - narrow)
+
+
+class Stock(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = (
+            nnx.Linear(*size, use_bias=False, dtype=jnp.bfloat16, rngs=rngs) for size in ((8, 16), (16, 8))
+        )
+
+    __call__ = Block.__call__
+
+
+def test_gradients_of_stock_blocks_enter_the_optimizers_branch_in_16_bits():
+    mesh, optimizer = gtp.make_mesh(gtp=2, devices=jax.devices()[:2]), optax.adamw(1e-2)
+    with jax.set_mesh(mesh):
+        model = gtp.init(
+            lambda rngs: gtp.shard(nnx.Sequential(Stock(rngs), Stock(rngs)), "layers.*", min_size=8), nnx.Rngs(0)
+        )
+        state = gtp.TrainState.create(model, optimizer)
+        batch = jax.random.normal(jax.random.key(2), (8, 4, 8), jnp.bfloat16)
+        for view in ("global", "local"):
+            dtypes = entering(mesh, gtp.train_step(loss, optimizer, view=view), state, batch, ndim=2)
+            assert dtypes == ["bfloat16"] * 4 + ["float32"] * 12
+
+
+def test_a_sum_over_replicas_in_32_bits_is_kept_in_global_view():
+    with gtp.use_roles(gtp.Roles(optimizer=())):  # dp 2 holds replicas, whose gradients are added after the cast
+        assert branch_dtypes(dict(dp=2, gtp=2), view="global") == ["float32"] * 8
 
 
 def test_on_one_rank_keeping_all_weights_is_the_default_and_changes_no_bit():
