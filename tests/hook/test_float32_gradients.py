@@ -11,9 +11,9 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 
 from .programs import compiled
+from .recipes import ALL_MESHES, BATCH, MATMULS, flat
 from .steps import scope
 from .test_overlap_h200 import ELEMENTS, TABLE, elements
-from .test_recipes import ALL_MESHES, BATCH, MATMULS, flat
 
 BF16 = jnp.bfloat16
 

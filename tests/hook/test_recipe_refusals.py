@@ -1,0 +1,112 @@
+"""Recipes for models of stock layers: what they do not support is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .recipes import BATCH, FP8, WIDTH, Dense, loss, sharded, tokens
+from .steps import MESHES, scope
+
+
+def test_blocks_about_which_a_recipe_may_decide_otherwise_cannot_be_stacked():
+    with scope(MESHES["gtp 8"]):
+        model = sharded(nnx.Rngs(0))
+        with pytest.raises(ValueError, match="different pytree metadata"):
+            jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
+
+
+class Clipping(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -10, 10)
+        return self.linear(x)
+
+
+def test_writing_a_quantized_weight_is_refused():
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(nnx.Sequential(Clipping(nnx.Rngs(0)), Clipping(nnx.Rngs(1))), Clipping, min_size=64)
+        nnx.jit(lambda model, x: model(x))(model, x)
+        with (
+            gtp.use_recipe(gtp.NVFP4()),
+            pytest.raises(ValueError, match=r"writes the weight layers\.0\.linear\.kernel"),
+        ):
+            nnx.jit(lambda model, x: model(x))(model, x)
+
+
+class Holder(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return nnx.remat(lambda self, x: self.blocks[1](self.blocks[0](x @ self.scale[...])))(self, x)
+
+
+def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refused():
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Holder(nnx.Rngs(0)), "blocks.*", min_size=64)
+        scale = np.asarray(model.scale.get_value())
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match="writes the weight scale.*around a block's"):
+            nnx.jit(lambda model, x: model(x))(model, x)
+        np.testing.assert_array_equal(model.scale.get_value(), scale)
+
+
+REFUSED = {
+    "matmuls in tiles": (gtp.FP8Blocks(), r"asks for `FP8Blocks`; its products are.*Pass `gtp_jax.FP8\(\)`"),
+    "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
+    "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
+    "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
+    "override": (gtp.FP8(override={"up": gtp.BF16(grad_wire="bf16")}), r"`grad_wire='bf16'`.*such as blocks.0.up"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sharded_models_do_not_support_is_refused(name):
+    recipe, message = REFUSED[name]
+    with scope(MESHES["gtp 8"]):
+        model = sharded(nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            gtp.explain(model, recipe)
+        with pytest.raises(ValueError, match=message), gtp.use_recipe(recipe):
+            model(tokens())
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        with pytest.raises(ValueError, match=message):
+            gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
+
+
+def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+            self.scale = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x)) @ self.scale[...]
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Scanned(nnx.Rngs(0)), min_size=64)
+        with pytest.raises(ValueError, match=r"'mlp' matches no module with weights.*layers.0.kernel"):
+            gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
+        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), jnp.ones((8, WIDTH)), length=2)[0]  # noqa: E731
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"quantizes scale.*scan.*add 'scale' to"):
+            scan()
+        with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
+            assert np.isfinite(scan()).all()
+
+
+def test_second_derivatives_of_fp8_matmuls_are_refused():
+    x = jnp.ones((BATCH, 64))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(FP8):
+        model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64)
+        inner = lambda x: jax.grad(lambda x: jnp.sin(model(x)).sum())(x)  # noqa: E731
+        with pytest.raises(TypeError, match="differentiated again through `linear_fp8`"):
+            jax.grad(lambda x: (inner(x) ** 2).sum())(x)
