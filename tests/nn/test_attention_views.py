@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from placed import placed
 from selection import diagonal, every
 
 import gtp_jax as gtp
@@ -62,7 +63,7 @@ def measured(name: str, mesh: str | None):
     devices = jax.devices()[: math.prod(degrees.values())] if degrees else None
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=devices)) if degrees else contextlib.nullcontext():
         make = lambda rngs: kind(FEATURES, sequence_parallel=sequence_parallel, rngs=rngs, **SIZES, **options)  # noqa: E731
-        module = gtp.init(make, nnx.Rngs(5))
+        module = placed(make, 5)
         for path, v in nnx.to_flat_state(nnx.state(module)):
             if path[-1] in ("sinks", "query_scale", "key_scale"):  # else all are equal
                 own = np.random.default_rng(len(path[-1])).normal(size=v.get_value().shape)
@@ -144,7 +145,7 @@ def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
 
 def test_sinks_are_divided_like_the_heads():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        even = gtp.init(lambda rngs: gtp.Attention(32, num_heads=4, sinks=True, rngs=rngs), nnx.Rngs(0))
+        even = placed(lambda rngs: gtp.Attention(32, num_heads=4, sinks=True, rngs=rngs))
         assert even.core.sinks.get_value().sharding.spec == jax.sharding.PartitionSpec("tp")
 
 

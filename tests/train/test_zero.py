@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -66,7 +67,7 @@ def assert_close(found, wanted, tolerance, what):
 
 
 def begin(optimizer, config=CONFIG):
-    return gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3)), optimizer)
+    return gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs), 3), optimizer)
 
 
 def train(degrees, optimizer, roles=None, rows=32, **options):
@@ -260,7 +261,7 @@ def test_layers_that_arrive_in_parts_are_those_of_one_array(x64):
     for degrees in (None, CUBE):
         with place(degrees):
             optimizer = optax.adam(1e-2)
-            state = gtp.TrainState.create(gtp.init(Deep, nnx.Rngs(0)), optimizer)
+            state = gtp.TrainState.create(placed(Deep), optimizer)
             step = gtp.train_step(cubes, optimizer)
             program = step.lower(state, {"x": x}).compile()
             state, metrics = program(state, {"x": x})
@@ -280,7 +281,7 @@ def test_a_model_outside_a_train_step_gathers_for_itself(x64):
     x = np.random.default_rng(0).normal(size=(8, 4, 48))
     for degrees in (None, CUBE):
         with place(degrees):
-            model = gtp.init(make, nnx.Rngs(0))
+            model = placed(make)
             value, gradients = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))(model, x)
             found.append(host((value, nnx.to_pure_dict(gradients))))
     assert model.layers.kernel.get_value().addressable_shards[0].data.size == 3 * 48 * 48 // 4  # over dp and gtp
