@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import hlo
 
-from .models import GPT2, LENGTH, VOCAB
+from .models import F64, GPT2, LENGTH, VOCAB, WIDTH
 from .steps import assert_equal, train
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, LENGTH))
@@ -45,11 +45,25 @@ def test_steps_under_with_mesh_are_those_without_a_mesh(x64):
     assert_equal(found, wanted)
 
 
+class Few(nnx.Module):
+    """Blocks of few operations, each of which is a program of its own without jit."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=nnx.Rngs(0), **F64)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i), **F64) for i in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.embed.attend(x)
+
+
 def test_calls_and_gradients_without_jit_work_under_with_mesh(x64):
-    model = gpt2()
+    model = Few()
     logits, gradients = model(TOKENS), nnx.grad(loss)(model, TOKENS)
     with legacy(gtp.make_mesh(gtp=8)):
-        sharded = gtp.shard(gpt2(), "blocks.*", min_size=64)
+        sharded = gtp.shard(Few(), "blocks.*", min_size=64)
         np.testing.assert_allclose(sharded(TOKENS), logits, atol=1e-12)
         for own, whole in zip(
             jax.tree.leaves(nnx.grad(loss)(sharded, TOKENS)), jax.tree.leaves(gradients), strict=True

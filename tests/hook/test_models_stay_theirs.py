@@ -15,21 +15,32 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import hook
 
-from .models import DEPTH, GPT2, WIDTH, Block, mean_of, tokens
+from .models import GPT2, WIDTH, Block, mean_of, tokens
 from .steps import MESHES, assert_equal, scope, train
+
+DEPTH = 2
+
+
+def make(rngs=None):
+    return GPT2(nnx.Rngs(0, dropout=1) if rngs is None else rngs, depth=DEPTH)
 
 
 def sharded(**options):
-    return gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), min_size=64, **options)
+    return gtp.shard(make(), min_size=64, **options)
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
 
 
 def output(model):
     model.eval()
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens()))
+    return np.asarray(logits(model, tokens()))
 
 
 def test_classes_paths_and_methods_are_those_they_were(x64):
-    plain = GPT2(nnx.Rngs(0, dropout=1))
+    plain = make()
     with scope(MESHES["gtp 8"]):
         model = sharded()
         assert isinstance(model, GPT2) and all(isinstance(block, Block) for block in model.blocks)
@@ -76,7 +87,7 @@ def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_an_optimizer_of_factored_moments_steps_as_on_one_device(momentum, x64):
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=momentum, eps=1e-4)
-    wanted = train(GPT2(nnx.Rngs(0, dropout=1)), mean_of("plain"), tokens(), optimizer=optimizer)
+    wanted = train(make(), mean_of("plain"), tokens(), optimizer=optimizer)
     with scope(MESHES["gtp 8"]), nnx.use_eager_sharding(False):
         model = sharded()
         state = nnx.state(nnx.Optimizer(model, optimizer, wrt=nnx.Param))
@@ -89,16 +100,17 @@ def test_an_optimizer_of_factored_moments_steps_as_on_one_device(momentum, x64):
 def test_an_abstract_model_is_loaded_as_shards(tmp_path, x64):
     with scope(MESHES["gtp 8"]):
         model = sharded()
-        ocp.StandardCheckpointer().save(tmp_path / "model", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        with ocp.StandardCheckpointer() as checkpointer:  # which waits until it is written
+            checkpointer.save(tmp_path / "model", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         wanted = output(model)
     with scope(MESHES["dp 2, gtp 4"]):
-        abstract = gtp.shard(nnx.eval_shape(lambda: GPT2(nnx.Rngs(0, dropout=1))), min_size=64)
+        abstract = gtp.shard(nnx.eval_shape(make), min_size=64)
         state = nnx.state(abstract, nnx.Param)
         loaded = ocp.StandardCheckpointer().restore(tmp_path / "model", nnx.to_pure_dict(state))
         table = loaded["embed"]["embedding"]
         assert table.addressable_shards[0].data.size == table.size // 8
         nnx.replace_by_pure_dict(state, loaded)
-        fresh = GPT2(nnx.Rngs(7, dropout=1))
+        fresh = make(nnx.Rngs(7, dropout=1))
         made = gtp.shard(fresh, min_size=64)
         nnx.update(made, state)
         np.testing.assert_allclose(output(made), wanted, rtol=0, atol=1e-13)
@@ -106,13 +118,13 @@ def test_an_abstract_model_is_loaded_as_shards(tmp_path, x64):
 
 def test_a_model_is_created_as_shards(x64):
     with scope(MESHES["gtp 8"]):
-        model = gtp.init(lambda rngs: gtp.shard(GPT2(rngs), min_size=64), nnx.Rngs(0, dropout=1))
+        model = gtp.init(lambda rngs: gtp.shard(make(rngs), min_size=64), nnx.Rngs(0, dropout=1))
         np.testing.assert_array_equal(output(model), output(sharded()))
         assert model.embed.embedding.get_value().sharding.spec == P("gtp")
 
         @nnx.jit
         def create():
-            return gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), min_size=64)
+            return sharded()
 
         kernel = create().blocks[0].up.kernel.get_value()
         assert kernel.addressable_shards[0].data.size == kernel.size // 8

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 
@@ -61,17 +62,18 @@ def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
         return jnp.sin(3 * model(x)).mean()
 
     value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
-    with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
-        own = gtp.init(lambda rngs: Dense(rngs, own=True, **sizes), nnx.Rngs(0))
-        wanted = value_and_grad(own, x)
+    with scope(ALL_MESHES[mesh]):
         model = Dense(nnx.Rngs(0), own=False, **sizes)
-        for block, other in zip(model.blocks, own.blocks, strict=True):
-            block.kernel.set_value(jnp.asarray(np.asarray(other.kernel.get_value())))
-        if way == "turned":
-            model.blocks = nnx.List([Turned(block.kernel.get_value()) for block in model.blocks])
-        model = gtp.shard(model, "blocks.*", min_size=64)
-        found = value_and_grad(model, x)
-        assert all(call.multiplied for call in gtp.explain(model, recipe, call=lambda model: model(x)).calls)
+        with gtp.use_recipe(recipe):
+            own = placed(lambda rngs: Dense(rngs, own=True, **sizes))
+            wanted = value_and_grad(own, x)
+            for block, other in zip(model.blocks, own.blocks, strict=True):
+                block.kernel.set_value(jnp.asarray(np.asarray(other.kernel.get_value())))
+            if way == "turned":
+                model.blocks = nnx.List([Turned(block.kernel.get_value()) for block in model.blocks])
+            model = gtp.shard(model, "blocks.*", min_size=64)
+            found = value_and_grad(model, x)
+            assert all(call.multiplied for call in gtp.explain(model, recipe, call=lambda model: model(x)).calls)
         with gtp.use_recipe(type(recipe)()):
             unrounded = value_and_grad(model, x)
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
@@ -199,8 +201,8 @@ def test_a_product_in_blocks_contracts_what_blocks_run_along_in_order(name, way)
 def test_matmuls_in_blocks_multiply_what_the_oracle_says_operands_are_rounded_to(name):
     recipe, random = MATMULS[name], np.random.default_rng(0)
     x, g = (random.normal(size=(8, 32, size)).astype(np.float32) for size in (64, 96))
+    model = nnx.Sequential(nnx.Linear(64, 96, use_bias=False, rngs=nnx.Rngs(0)))
     with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
-        model = nnx.Sequential(nnx.Linear(64, 96, use_bias=False, rngs=nnx.Rngs(0)))
         kernel = np.asarray(model.layers[0].kernel[...])
         model = gtp.shard(model, nnx.Linear, min_size=64)
         loss = lambda model, x: (model(x) * g).sum()  # noqa: E731

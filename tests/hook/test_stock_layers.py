@@ -31,12 +31,12 @@ class Model(nnx.Module):
     def __init__(self, **dtype):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(32, WIDTH, rngs=rngs, **dtype)
-        self.layer_0, self.layer_1, self.layer_2 = (Block(rngs, **dtype) for _ in range(3))
+        self.layer_0, self.layer_1 = (Block(rngs, **dtype) for _ in range(2))
         self.head = nnx.Linear(WIDTH, 32, rngs=rngs, **dtype)
 
     def __call__(self, tokens):
         x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
-        for block in (self.layer_0, self.layer_1, self.layer_2):
+        for block in (self.layer_0, self.layer_1):
             x = block(x, mask)
         return self.head(x)
 
@@ -104,6 +104,10 @@ def test_layers_of_gtp_jax_within_blocks_gather_their_own_weights(x64):
         np.testing.assert_allclose(losses(sharded), wanted, rtol=1e-12)
 
 
+def gpt2():
+    return GPT2(nnx.Rngs(0, dropout=1), depth=2)
+
+
 def assert_leaves_close(found, wanted):
     """Compares arrays alone: metadata of sharded variables say how they are sharded."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -123,10 +127,10 @@ def test_adapters_may_be_added_before_sharding_or_after(when, x64):
     def adapters(model, tokens):
         return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
 
-    plain = with_adapters(GPT2(nnx.Rngs(0, dropout=1)), nnx.Rngs(5))
+    plain = with_adapters(gpt2(), nnx.Rngs(5))
     wanted = nnx.jit(adapters)(plain, tokens())
     with scope(MESHES["gtp 8"]):
-        model = GPT2(nnx.Rngs(0, dropout=1))
+        model = gpt2()
         if when == "before":
             model = gtp.shard(with_adapters(model, nnx.Rngs(5)), "blocks.*", min_size=64)
         else:
@@ -160,9 +164,9 @@ def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
     def adapters(model, tokens):
         return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
 
-    wanted = nnx.jit(adapters)(adapted(GPT2(nnx.Rngs(0, dropout=1))), tokens())
+    wanted = nnx.jit(adapters)(adapted(gpt2()), tokens())
     with scope(MESHES["gtp 8"]):
-        model = adapted(gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), "blocks.*", min_size=64))
+        model = adapted(gtp.shard(gpt2(), "blocks.*", min_size=64))
         found = nnx.jit(adapters)(model, tokens())
         assert "placement" in model.blocks[0].attention.qkv.a.get_metadata()
     assert_leaves_close(found, wanted)
