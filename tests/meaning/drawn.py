@@ -266,26 +266,26 @@ def start_of(draw: Draw, path: tuple[str, ...], shape: tuple[int, ...]) -> np.nd
 
 def make(draw: Draw) -> tuple[Any, dict[tuple[str, ...], np.ndarray], dict[str, np.ndarray]]:
     """Returns a model on the mesh in scope, its parameters by the oracle's names, and the words of dropout's keys."""
-    # `gtp.init` compiles a program for values that are replaced below: it is needed for keys, for statistics, and for
-    # the paths that a recipe in scope asks for
-    if draw.model.has("norm", "dropout") or draw.recipe is not None:
-        model = gtp.init(lambda rngs: Drawn(draw, rngs), nnx.Rngs(draw.seed, dropout=draw.seed + 1))
-    else:
-        model = gtp.nn.abstract_model(lambda rngs: Drawn(draw, rngs))
+    # `gtp.init` would compile a program for values that are replaced here
+    model = gtp.nn.abstract_model(lambda _: Drawn(draw, nnx.Rngs(draw.seed, dropout=draw.seed + 1)))
     found, words = {}, {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         array = variable.get_raw_value()
-        if isinstance(array, jax.ShapeDtypeStruct) and not isinstance(variable, nnx.Param):
-            variable.set_value(jax.device_put(np.zeros(array.shape, array.dtype), array.sharding))
-        elif isinstance(variable, nnx.Param):
+        if isinstance(variable, nnx.Param):
             shapes = by_block(path, np.zeros(array.shape, bool), draw.stacked)
             own = {name: start_of(draw, name, a.shape).astype(array.dtype) for name, a in shapes.items()}
             found |= own
             whole = np.stack(list(own.values())) if draw.stacked and path[0] == "body" else next(iter(own.values()))
             variable.set_value(jax.device_put(whole, array.sharding))
         elif isinstance(variable, nnx.RngKey):
-            for name, a in by_block(path, np.asarray(jax.random.key_data(array)), draw.stacked).items():
+            rng = np.random.default_rng([zlib.crc32(".".join(map(str, path)).encode()), draw.seed])
+            own_words = rng.integers(0, 2**32, (*array.shape, 2), np.uint32)
+            variable.set_value(jax.device_put(jax.random.wrap_key_data(own_words), array.sharding))
+            for name, a in by_block(path, own_words, draw.stacked).items():
                 words[f"{name[1]}.{name[3]}" if draw.model.residual else name[1]] = a
+        else:  # counters, terms of the loss, and statistics
+            value = np.full(array.shape, path[-1] == "var", array.dtype)
+            variable.set_value(jax.device_put(value, array.sharding))
     return model, found, words
 
 
