@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 from selection import others_slow
 
 import gtp_jax as gtp
@@ -60,6 +61,20 @@ class InStack(nnx.Module):
 MODELS = {"list": InList, "stack": InStack}
 
 
+def filled(make, values):
+    """A model of arrays by path, where the mesh in scope has them: `gtp.init` would compile draws of other values."""
+    model = gtp.nn.abstract_model(make)
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        variable.set_value(jax.device_put(values[path], variable.get_raw_value().sharding))
+    return model
+
+
+def of_weights(kind, weights, **options):
+    in_stack = {("stack", "layers", "dense", "kernel"): weights}
+    in_list = {("first", "kernel"): weights[0], ("second", "kernel"): weights[1]}
+    return filled(lambda rngs: MODELS[kind](rngs, **options), in_stack if kind == "stack" else in_list)
+
+
 def three_parts(call, params, x, *, terms):
     """The loss: `call(params, x)` is the model; `terms` names its terms."""
 
@@ -83,6 +98,7 @@ def loss_of(terms):
     return loss
 
 
+@functools.partial(jax.jit, static_argnames="terms")
 def in_plain_jax(weights, x, terms):
     def call(weights, x):
         for w in weights:
@@ -128,11 +144,7 @@ def test_the_gradient_of_a_penalty_is_that_of_plain_jax(kind, dtype, recipe, mes
     wanted = np.asarray(in_plain_jax(jnp.asarray(weights), jnp.asarray(x), terms))
     sizes = MESHES[mesh]
     with jax.set_mesh(gtp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
-        model = gtp.init(lambda rngs: MODELS[kind](rngs, dtype=dtype), nnx.Rngs(0))
-        if kind == "stack":
-            model.stack.layers.dense.kernel[...] = jnp.asarray(weights)
-        else:
-            model.first.kernel[...], model.second.kernel[...] = map(jnp.asarray, weights)
+        model = of_weights(kind, weights, dtype=dtype)
         found = gradients_of(model, loss_of(terms), {"x": jnp.asarray(x)}, how, RECIPES[recipe])
     found = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in found])
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
@@ -182,7 +194,8 @@ def test_a_penalty_through_every_layer_has_the_gradient_of_finite_differences(x6
     rng = np.random.default_rng(4)
     tokens = jnp.asarray(rng.integers(0, 32, (2, 4, 8)))
     batch = {"tokens": tokens[0], "targets": tokens[1]}
-    graph, params, others = nnx.split(Everything(nnx.Rngs(0), "float64"), nnx.Param, ...)
+    plain = Everything(nnx.Rngs(0), "float64")
+    graph, params, others = nnx.split(plain, nnx.Param, ...)
     along = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), params)
 
     def moved(by):
@@ -193,10 +206,9 @@ def test_a_penalty_through_every_layer_has_the_gradient_of_finite_differences(x6
     up, down = jax.jit(jax.vmap(moved))(jnp.asarray([2e-7, -2e-7]))
     slope = float(up - down) / 4e-7  # of which the error is 1e-7 of it
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
-        made = nnx.state(gtp.init(lambda rngs: Everything(rngs, "float64"), nnx.Rngs(0)))
+        values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(plain))}
         for dtype, tolerance in (("float64", 1e-6), ("bfloat16", 0.05)):
-            model = gtp.nn.abstract_model(lambda rngs, dtype=dtype: Everything(rngs, dtype))
-            nnx.update(model, made)
+            model = filled(lambda rngs, dtype=dtype: Everything(rngs, dtype), values)
             found = gradients_of(model, penalized_token_loss, batch, "jit", None)
             there = sum(np.vdot(g, d) for g, d in zip(found, jax.tree.leaves(along), strict=True))
             assert abs(there - slope) < tolerance * abs(slope), dtype
@@ -226,8 +238,7 @@ def test_the_gradient_through_every_layer_is_differentiated_forward_and_that_aga
 def test_products_of_rounded_operands_refuse_a_second_derivative(recipe, terms):
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         for kind in MODELS.values():
-            model = gtp.init(lambda rngs, kind=kind: kind(rngs), nnx.Rngs(0))
-            state = gtp.TrainState.create(model, optax.sgd(1.0))
+            state = gtp.TrainState.create(gtp.nn.abstract_model(kind), optax.sgd(1.0))
             step = gtp.train_step(loss_of((terms,)), optax.sgd(1.0), recipe=recipe)
             batch = {"x": jnp.ones((BATCH, LENGTH, WIDTH))}
             with pytest.raises(
@@ -253,10 +264,9 @@ def test_a_gradient_is_differentiated_forward_too(kind, order):
         return jax.grad(lambda params: jnp.sum(jnp.sin(call(params).astype("float32"))))
 
     plain = lambda w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])  # noqa: E731
-    wanted = np.asarray(product(of(plain), jnp.asarray(weights), jnp.asarray(along)))
+    wanted = np.asarray(jax.jit(lambda *given: product(of(plain), *given))(jnp.asarray(weights), jnp.asarray(along)))
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        model = gtp.init(lambda rngs: MODELS[kind](rngs), nnx.Rngs(0))
-        graph, params, others = nnx.split(model, nnx.Param, ...)
+        graph, params, others = nnx.split(gtp.nn.abstract_model(MODELS[kind]), nnx.Param, ...)
         shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
         put, moved = (
             jax.tree.unflatten(
@@ -305,7 +315,7 @@ def test_derivatives_through_a_sequence_that_moves_in_parts_are_those_of_plain_j
 
     wanted = derivatives(lambda up, down, x: x + jnp.sin(x @ up) @ down)
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
-        model = gtp.init(lambda rngs: gtp.Stack(Pair, 1, rngs=rngs) if kind == "stack" else Pair(rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: gtp.Stack(Pair, 1, rngs=rngs) if kind == "stack" else Pair(rngs))
         graph, state = nnx.split(model)
         lead, structure = (1,) if kind == "stack" else (), jax.tree.structure(state)
 
@@ -327,7 +337,7 @@ def test_experts_that_multiply_in_several_rounds_are_differentiated_forward_over
             return gtp.MoE(8, 8, num_experts=4, top_k=2, rngs=rngs, **options)
 
         with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: sum(degrees.values())])):
-            graph, state = nnx.split(gtp.init(layer, nnx.Rngs(0)))
+            graph, state = nnx.split(placed(layer))
             gradient = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))), (0, 1))
             found = jax.jit(lambda *given: jax.jvp(gradient, *given))((state, x), (state, along))[1]
             return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
