@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.chain import OFFLOADED
@@ -16,7 +17,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from ..selection import others_slow
 from .loops import inputs, loss, make_stack, results
 
-LAYERS, BATCH, SEQ, HIDDEN = 4, 8, 16, 32
+LAYERS, BATCH, SEQ, HIDDEN = 3, 8, 16, 32
 SIZES = dict(
     vocab_size=64,
     hidden_size=HIDDEN,
@@ -33,7 +34,7 @@ INPUT = (BATCH // 4, SEQ // 2, HIDDEN)
 def differentiated(config: LlamaConfig, run):
     """`run` of the function that returns loss and gradients in local view on gtp 4 x tp 2, and of its arguments."""
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: Llama(config, rngs=rngs))
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         tokens = jax.random.randint(jax.random.key(0), (BATCH, SEQ + 1), 0, config.vocab_size)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
