@@ -31,7 +31,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -105,7 +105,7 @@ def train(
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count]) if degrees else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         optimizer = keeps_gradient(optax.adamw(rate))
-        model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
+        model = placed(lambda rngs: Llama(config, rngs=rngs), 3)
         state = gtp.TrainState.create(model, optimizer)
         host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
         start = host(state.params)
@@ -208,9 +208,9 @@ def test_degree_one_is_the_plain_path_bit_for_bit():
 def test_models_start_equal_on_every_mesh(degrees):
     config = dataclasses.replace(UNALIGNED, dtype="float32")
     count = int(np.prod(list(degrees.values())))
-    plain = gtp.TrainState.create(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(7)), optax.sgd(1.0))
+    plain = gtp.TrainState.create(placed(lambda r: Llama(config, rngs=r), 7), optax.sgd(1.0))
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
-        cut = gtp.TrainState.create(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(7)), optax.sgd(1.0))
+        cut = gtp.TrainState.create(placed(lambda r: Llama(config, rngs=r), 7), optax.sgd(1.0))
         logical = cut.params
     for a, b in zip(jax.tree.leaves(logical), jax.tree.leaves(plain.params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -234,7 +234,7 @@ def test_optimizers_with_statistics_of_whole_weights_agree_with_one_device(name,
     end = []
     for degrees in (None, dict(gtp=4, tp=2)):
         with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
-            state = gtp.TrainState.create(gtp.init(lambda r: Llama(UNALIGNED, rngs=r), nnx.Rngs(3)), make())
+            state = gtp.TrainState.create(placed(lambda r: Llama(UNALIGNED, rngs=r), 3), make())
             step = gtp.train_step(next_token_loss, make())
             for batch in data[:2]:
                 state, _ = step(state, batch)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -25,6 +26,10 @@ CONFIG = LlamaConfig(
     dtype="float64",
 )
 ROWS, LENGTH = 16, 8
+
+
+def llama(rngs: nnx.Rngs) -> Llama:
+    return Llama(CONFIG, rngs=rngs)
 
 
 def answers() -> np.ndarray:
@@ -44,7 +49,7 @@ def batch() -> dict[str, np.ndarray]:
 def computed(degrees: dict[str, Any], **options):
     """The loss, the number of tokens and the parameters behind a step."""
     with jax.set_mesh(gtp.make_mesh(**degrees)):
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0)), optax.sgd(1.0))
+        state = gtp.TrainState.create(placed(llama), optax.sgd(1.0))
         state, metrics = gtp.train_step(next_token_loss, optax.sgd(1.0), **options)(state, batch())
         return float(metrics["loss"]), float(metrics["tokens"]), jax.tree.map(np.asarray, state.params)
 
@@ -66,8 +71,8 @@ def test_a_sharded_step_is_that_of_one_device(view, microbatches, x64):
 
 def test_the_loss_is_the_sum_over_answers_divided_by_their_number(x64):
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
-        model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
-        logits = np.asarray(model(batch()["tokens"]))
+        model = placed(llama)
+        logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, batch()["tokens"]))
     shifted = logits - logits.max(axis=-1, keepdims=True)
     losses = np.log(np.exp(shifted).sum(axis=-1)) - np.take_along_axis(
         shifted, np.maximum(batch()["targets"], 0)[..., None], axis=-1

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from placed import placed
 from selection import every
 
 import gtp_jax as gtp
@@ -35,7 +36,7 @@ STEP, EVALUATE = gtp.train_step(next_token_loss, SGD), gtp.eval_step(next_token_
 @functools.cache
 def created(mesh, optimizer):
     """Returns the first state on a mesh, which is in scope: its values, and where they are."""
-    model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(1))
+    model = placed(lambda rngs: Llama(CONFIG, rngs=rngs), 1)
     state = gtp.TrainState.create(model, optimizer)
     return jax.tree.map(np.asarray, state), jax.tree.map(lambda a: a.sharding, state)
 
@@ -158,7 +159,7 @@ def test_gradients_outside_of_jit_are_those_within(key):
         return jnp.mean(model(x) ** 2)
 
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
-        state = gtp.TrainState.create(gtp.init(lambda rngs: gtp.MLP(8, 16, rngs=rngs), nnx.Rngs(1)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(lambda rngs: gtp.MLP(8, 16, rngs=rngs), 1), optax.sgd(0.1))
         for count in (1, 2):
             call = lambda state, x, count=count: gtp.loss_and_gradients(loss, state, x, microbatches=count)  # noqa: E731
             for found, wanted in zip(host(call(state, x)), host(jax.jit(call)(state, x)), strict=True):
@@ -231,7 +232,7 @@ def test_a_parameter_of_integers_is_named():
         return (model(x) ** 2).mean()
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        state = gtp.TrainState.create(gtp.init(Shifted, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Shifted), optax.sgd(0.1))
         with pytest.raises(
             TypeError, match="the parameter shift is int32, which has no gradient. Hold it in a subclass"
         ):

@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from placed import placed
 from safetensors.numpy import load_file
 
 import gtp_jax as gtp
@@ -47,8 +48,12 @@ def tokens(seed):
     return {"tokens": jnp.asarray(ids[:, :-1]), "targets": jnp.asarray(ids[:, 1:])}
 
 
+def llama(rngs):
+    return Llama(MODEL, rngs=rngs)
+
+
 def state_of(config):
-    model = gtp.init(lambda rngs: Llama(MODEL, rngs=rngs), nnx.Rngs(0))
+    model = placed(llama)
     return gtp.TrainState.create(model, optimizer_of(config, model))
 
 
