@@ -20,8 +20,8 @@ def placed(factory: Callable[[nnx.Rngs], Any], seed: int = 0) -> Any:
         factory: of the model. What it draws is kept, for the next call with the same function.
         seed: of `nnx.Rngs`.
     """
+    model = gtp.nn.abstract_model(factory)  # first, as it refuses what the mesh in scope has no place for
     arrays = _arrays(factory, seed, jax.config.jax_enable_x64)
-    model = gtp.nn.abstract_model(factory)
     variables = nnx.to_flat_state(nnx.state(model))
     if any(v.get_raw_value().shape != arrays[path].shape for path, v in variables):
         return gtp.init(factory, nnx.Rngs(seed))  # because shards are padded
