@@ -48,7 +48,8 @@ def call_unit(
     _refuse_parts(unit)
     if hook_is_off() or not _checked(unit, _sharded_in(unit)):
         return method(unit, *args, **kwargs)
-    call = traced(method, unit, args, kwargs)
+    with _explained(unit):
+        call = traced(method, unit, args, kwargs)
     keep_last = keep_last and is_under_way()
     with _explained(unit):
         options: Any = {"keys": call.keys, "remat": remat, "keep_last": keep_last, "batch": batch, "wide": wide}
@@ -65,7 +66,7 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
         return method(holder, *args, **kwargs)
     _refuse_parts(holder)
     own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None]
-    with walking(), _gathered(holder, own if _checked(holder, own) else []):
+    with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
 
 
@@ -130,9 +131,18 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Explains what to do instead when JAX refuses to differentiate a gather in forward mode."""
+    """Explains what to do instead when JAX refuses to differentiate a gather in forward mode, or to constrain a
+    sharding over an axis whose ranks compute by themselves."""
     try:
         yield
+    except ValueError as error:
+        if current_view() == "global" or "passed to with_sharding_constraint" not in str(error):
+            raise
+        raise ValueError(
+            f"a {type(owner).__name__} constrains a sharding over axes of the mesh, but in local view each rank calls "
+            "it with its own examples, and no array has a sharding over them. Use `view='global'`, or leave the "
+            f"constraint out. JAX says: {error}"
+        ) from error
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -121,3 +122,36 @@ def test_a_large_weight_that_stays_whole_is_worth_a_warning():
         pytest.warns(UserWarning, match=r"\(1031, 1033\) stays whole on every rank: layers\.0\.kernel"),
     ):
         gtp.shard(Odd())
+
+
+class Constrained(nnx.Module):
+    """A block whose author constrains its output over the mesh, as `nnx` models for the partitioner do."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return jax.lax.with_sharding_constraint(self.linear(x), P("gtp"))
+
+
+@pytest.mark.parametrize("where", ["in a block", "around blocks"])
+def test_a_constraint_over_an_axis_is_refused_in_local_view_and_works_in_global_view(where):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Constrained(rngs) if where == "in a block" else nnx.Linear(16, 16, rngs=rngs)] * 1)
+
+        def __call__(self, x):
+            y = self.layers[0](x)
+            return y if where == "in a block" else jax.lax.with_sharding_constraint(y, P("gtp"))
+
+    def loss(model, batch):
+        return jnp.sum(model(batch) ** 2), jnp.float32(batch.shape[0])
+
+    with scope(MESHES["gtp 8"]):
+        optimizer = optax.sgd(0.1)
+        model = gtp.shard(Model(nnx.Rngs(0)), "layers.*", min_size=64)
+        state, batch = gtp.TrainState.create(model, optimizer), jnp.ones((8, 16))
+        message = r"constrains a sharding over axes of the mesh, but in local view each rank.*Use `view='global'`"
+        with pytest.raises(ValueError, match=message):
+            gtp.train_step(loss, optimizer, view="local")(state, batch)
+        assert jnp.isfinite(gtp.train_step(loss, optimizer)(state, batch)[1]["loss"])
