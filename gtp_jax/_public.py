@@ -65,6 +65,7 @@ from .recipes import FP8 as FP8
 from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
 from .recipes import FP8Blocks as FP8Blocks
+from .recipes import FP8Delayed as FP8Delayed
 from .recipes import use_recipe as use_recipe
 from .train import TrainState as TrainState
 from .train import check as check

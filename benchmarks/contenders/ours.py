@@ -70,10 +70,14 @@ def main() -> None:
         placed = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis != "tp")))
         if args.target:
             like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
-            state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+            state = gtp.TrainState.create(
+                abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer, recipe=recipe.to_recipe()
+            )
             lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
             return compile_only(lowered, args.target, parameters=config.param_count())
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
+        state = gtp.TrainState.create(
+            gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer, recipe=recipe.to_recipe()
+        )
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, placed)

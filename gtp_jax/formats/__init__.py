@@ -4,6 +4,7 @@ from ._array import QuantizedArray as QuantizedArray
 from ._array import codes_shape as codes_shape
 from ._array import scales_shape as scales_shape
 from ._array import validate as validate
+from ._operands import DelayedScaling as DelayedScaling
 from ._operands import Operands as Operands
 from ._pack import SECTION_BYTES as SECTION_BYTES
 from ._pack import PackPlan as PackPlan

@@ -8,6 +8,21 @@ from ._spec import Format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling:
+    """How the scales of a step follow from the amaxes of the steps before it.
+
+    Attributes:
+        history: the number of steps whose amaxes are kept.
+        algorithm: `"max"` for the largest amax of the history, or `"most_recent"` for that of the last step.
+        margin: scales leave room for amaxes that are `2**margin` times as large.
+    """
+
+    history: int
+    algorithm: str
+    margin: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
     """How the operands of a dense layer's three matmuls (forward, dgrad and wgrad) are quantized.
 
@@ -17,6 +32,7 @@ class Operands:
         gradient: the format of the incoming gradient, an operand of dgrad and wgrad.
         hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.hadamard`).
         stochastic: whether the gradient is rounded stochastically, so that rounding is unbiased.
+        delayed: how scales follow from the amaxes of earlier steps; `None` if each operand is scaled by its own.
     """
 
     weight: Format
@@ -24,6 +40,7 @@ class Operands:
     gradient: Format
     hadamard: bool = False
     stochastic: bool = False
+    delayed: DelayedScaling | None = None
 
     @property
     def rounds_input_once(self) -> bool:

@@ -137,6 +137,9 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     elif isinstance(chosen.wire, Tiled):
         asked = f"`{type(chosen).__name__}`; its products are those of gtp_jax's own layers alone"
         instead = "Pass `gtp_jax.FP8()`"
+    elif operands is not None and operands.delayed is not None:
+        asked = f"`{type(chosen).__name__}`; delayed scaling is that of gtp_jax's own layers alone"
+        instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and chosen.wire != operands.weight:
         asked = (
             f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"

@@ -327,6 +327,7 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
     if grouped:
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
+        formats = formats if operands.delayed is None else f"{formats}, delayed scaling"
         return formats if supports_fp8_matmul() else f"{formats}: {values}"
     if isinstance(group.wire, Tiled):
         lacks = lacks_blocked_product()

@@ -201,7 +201,7 @@ def inspect(options: InspectOptions) -> Inspection:
             reduce_over_dp=execution.reduce_over_dp,
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
-        state = TrainState.create(model, optimizer)
+        state = TrainState.create(model, optimizer, recipe=recipe)
         found = exchanges(model, recipe, tokens=batch * options.seq // (ranks * execution.microbatches))
         wire = explain(model, recipe)
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)

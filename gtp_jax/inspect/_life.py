@@ -121,6 +121,7 @@ def _prepared(group: WeightGroup) -> LifeState:
         fit = not isinstance(group.wire, Format) or weights.shards_fit([group.layouts], group.wire)
         whole = "" if fit else ", quantized whole because shards would split its blocks"
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
+        amax = amax if group.delayed is None else ", scaled by the amaxes of earlier steps"
         return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
     if isinstance(group.wire, Tiled):
         amax = "one amax for each tile, reduced over all shards"

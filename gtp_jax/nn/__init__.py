@@ -31,6 +31,7 @@ from ._layer import layout_of as layout_of
 from ._layer import partition_of as partition_of
 from ._lora import lora as lora
 from ._loss import cross_entropy as cross_entropy
+from ._maxima import maximum_gradient as maximum_gradient
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model

@@ -56,8 +56,8 @@ class Dense(WeightOwner):
     With sequence parallelism, activations on the side of a parallel layer where features are whole are sharded along
     the sequence over tp. The parts of the sequence then move between ranks one at a time, each while another part is
     multiplied (`collectives.gather_linear`), and only reverse-mode differentiation is supported. If a recipe multiplies
-    in FP8, parts that are gathered travel as codes; if it multiplies in a format with blocks, the whole sequence moves
-    at once. An input without a sequence, `(batch, in_features)`, is whole on every tp rank.
+    in FP8, parts that are gathered travel as codes; if it multiplies in a format with blocks, or with delayed scaling,
+    the whole sequence moves at once. An input without a sequence, `(batch, in_features)`, is whole on every tp rank.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -179,8 +179,9 @@ class Dense(WeightOwner):
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Returns whether the parts of the sequence move over tp one at a time, overlapped with matmuls. Otherwise, the
         whole sequence moves at once, before or after the matmul."""
-        blocks = self.operands is not None and self.operands.weight.block is not None
-        return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and not blocks
+        operands = self.operands
+        as_values_or_codes = operands is None or (operands.weight.block is None and operands.delayed is None)
+        return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and as_values_or_codes
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns the output of a call for each part of the sequence (`collectives.Parts`). If the sequence moves at

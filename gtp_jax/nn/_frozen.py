@@ -90,9 +90,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     Raises:
         TypeError: if `recipe` is not a recipe.
         ValueError: if no parameter would be trained, or none frozen; if only some of the kernels that share a gather
-            would be trained; if the recipe rounds gradients stochastically, or gives layers of one `Stack` different
-            formats; if shards are not whole blocks of the format; if the recipe names modules or layers that the model
-            does not have; or if the model is abstract, or the call is inside a `shard_map`.
+            would be trained; if the recipe rounds gradients stochastically, has delayed scaling, or gives layers of
+            one `Stack` different formats; if shards are not whole blocks of the format; if the recipe names modules or
+            layers that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()
@@ -199,6 +199,11 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
             raise ValueError(
                 f"the recipe rounds the gradients that pass through {name} stochastically, but a frozen weight has "
                 "no random key. Pass `gtp_jax.NVFP4(matmuls=True, stochastic=False)`."
+            )
+        if group.delayed is not None:
+            raise ValueError(
+                f"the recipe scales {name} by amaxes of earlier steps, of which a frozen weight has none. Freeze with "
+                "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
         form = group.wire
         if not isinstance(form, Format | None):

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec
 from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
-from ..weights import Beside, Gathered, Holds, Stored, codes_specs, forget_after, on_ranks, ranks_spec
+from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._cache import Cache
+from ._maxima import with_maxima, without_maxima
 from ._shared import SharedInputs
 
 # A leaf of a module's state: a variable, or an array that is an attribute of a module.
@@ -398,23 +399,30 @@ def _value_spec(variable: Leaf) -> Any:
         assert layout is not None
         return value.specs(layout)
     if isinstance(value, Gathered):
-        return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
+        scaling = None if value.scaling is None else Scaling.specs()
+        return Gathered(ranks_spec(), value.group, PartitionSpec(), scaling)  # pyright: ignore[reportArgumentType]
     return PartitionSpec() if value is None else partition_of(variable)
 
 
 def _for_view(value: Any) -> Any:
-    """Returns a variable's value, with the keys of stochastic rounding for the current call."""
-    keys = value.keys if isinstance(value, Stored | Gathered) else None
-    return value if keys is None else dataclasses.replace(value, keys=keys.for_view())
+    """Returns a variable's value, with the keys of stochastic rounding for the current call, and all arrays in dtypes
+    that a `shard_map` accepts."""
+    if not isinstance(value, Stored | Gathered):
+        return value
+    keys = None if value.keys is None else value.keys.for_view()
+    scaling = None if value.scaling is None else without_maxima(value.scaling)
+    return dataclasses.replace(value, keys=keys, scaling=scaling)
 
 
 def _on_rank(value: Any) -> Any:
-    """Returns a variable's value inside the `shard_map`, with this rank's own keys of stochastic rounding."""
-    keys = value.keys if isinstance(value, Stored | Gathered) else None
-    if keys is None:
+    """Returns a variable's value inside the `shard_map`, with this rank's own keys of stochastic rounding: the inverse
+    of `_for_view`."""
+    if not isinstance(value, Stored | Gathered):
         return value
-    rank = lax.axis_index(jax.sharding.get_abstract_mesh().axis_names).astype(jnp.uint32)
-    return dataclasses.replace(value, keys=keys.of_rank(rank))
+    keys, scaling = value.keys, None if value.scaling is None else with_maxima(value.scaling)
+    if keys is not None:
+        keys = keys.of_rank(lax.axis_index(jax.sharding.get_abstract_mesh().axis_names).astype(jnp.uint32))
+    return dataclasses.replace(value, keys=keys, scaling=scaling)
 
 
 def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str, fewest: int = 1) -> None:

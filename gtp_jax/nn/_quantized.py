@@ -17,6 +17,7 @@ from ..weights import (
     Layers,
     ModulePath,
     Prepared,
+    Scaling,
     Shards,
     Stored,
     WeightGroup,
@@ -40,6 +41,7 @@ def with_groups(
     prepared: Prepared,
     keys: Mapping[ModulePath, CallKeys] | None = None,
     *,
+    scaling: Mapping[ModulePath, Scaling] | None = None,
     placeholders: bool = False,
     rounded: Collection[ModulePath] = (),
 ) -> Any:
@@ -51,10 +53,11 @@ def with_groups(
         groups: the weight groups, as `gtp_jax.weights.resolve` returns them.
         prepared: what `gtp_jax.weights.prepare` returned for its weights. A module without an entry prepares its own.
         keys: the keys of stochastic rounding, by path; see `keys_of`. Not needed if no gradients are taken.
+        scaling: the scaling by amaxes of earlier steps, by path of each module that has one.
         placeholders: whether the model's weights are placeholders: arrays of NaN with the shapes of whole shards.
         rounded: the paths of modules whose weights have been rounded to the dtype in which they travel.
     """
-    keys = keys or {}
+    keys, scaling = keys or {}, scaling or {}
     by_path: dict[ModulePath, list[tuple[Layers, WeightGroup]]] = {}
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
@@ -67,7 +70,7 @@ def with_groups(
         holds = Holds.ROUNDED if path in rounded else Holds.PLACEHOLDER if placeholders else Holds.MASTER
         first, *others = owner.shards()
         values[path] = [
-            Stored(first, decided, prepared.get(path, ()), keys.get(path), holds),
+            Stored(first, decided, prepared.get(path, ()), keys.get(path), holds, scaling.get(path)),
             *(Stored(shard, decided, holds=holds) for shard in others),
         ]
     return with_weights(model, values)
@@ -91,7 +94,10 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
         for at, group in owner.groups(length)
     }
     keys = {path: owner.keys for path, owner in owners.items() if owner.keys is not None}
-    return with_groups(layers, groups, quantize(groups, lax.stop_gradient(shards_of(layers))), keys)
+    scaling = {path: owner.scaling for path, owner in owners.items() if owner.scaling is not None}
+    amaxes = {path: one.of_weight for path, one in scaling.items()}
+    made = quantize(groups, lax.stop_gradient(shards_of(layers)), amaxes=amaxes)
+    return with_groups(layers, groups, made, keys, scaling=scaling)
 
 
 def keys_of(key: jax.Array, groups: Groups) -> dict[ModulePath, CallKeys]:

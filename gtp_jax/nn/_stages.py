@@ -22,6 +22,7 @@ from ..weights import (
     Kernels,
     Layers,
     Reduced,
+    Scaling,
     Stretch,
     WeightGroup,
     Wire,
@@ -39,6 +40,7 @@ from ..weights import (
 )
 from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
+from ._maxima import with_maxima, without_maxima
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
@@ -55,8 +57,12 @@ Ready = tuple[Wire | None, ...]
 # The weight groups of one layer, by path.
 Groups = Mapping[Any, WeightGroup]
 
-# One layer's keys of stochastic rounding, by path; and those arrays of its variables that have no gradient.
-Constants = tuple[dict[Any, jax.Array], list[Any]]
+# One layer's keys of stochastic rounding, by path; its amaxes of delayed scaling, by path; and those arrays of its
+# variables that have no gradient.
+Constants = tuple[dict[Any, jax.Array], dict[Any, jax.Array], list[Any]]
+
+# The floats of one layer's variables that are not gathered; and its slots of delayed scaling, by path.
+Params = tuple[list[Any], dict[Any, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +124,9 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
         groups = {path: owner.group_for(x) if alone else owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
-        constants = keys, template.constants
-        return [template.stage(groups, template.shards, wires, template.params, constants, link.remat)]
+        amaxes, tops = _scaling(template.owners)
+        constants, params = (keys, amaxes, template.constants), (template.params, tops)
+        return [template.stage(groups, template.shards, wires, params, constants, link.remat)]
 
     by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
     first_layer = {path: _of_layer(0, groups) for path, groups in by_layers.items()}
@@ -129,7 +136,8 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     ends |= {end for one in made for end in (one.start, one.stop)}
     bounds = sorted({0, *ends, length})
     keys = _layer_keys(template.owners, length)
-    pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
+    amaxes, tops = _scaling(template.owners)
+    pieces = _split((template.shards, (template.params, tops), (keys, amaxes, template.constants)), bounds[1:-1])
     stages = []
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
@@ -187,8 +195,8 @@ class _Template:
         groups: Groups,
         shards: Any,
         wires: Wires,
-        params: Any,
-        constants: Any,
+        params: Params,
+        constants: Constants,
         remat: Remat,
         shared: SharedInputs | None = None,
     ) -> Stage:
@@ -199,7 +207,7 @@ class _Template:
             shards: the shards of the weights that are trained, by path.
             wires: what the layer gathers.
             params: the arrays that are differentiated without being gathered.
-            constants: the keys of stochastic rounding, and the arrays without a gradient.
+            constants: the arrays without a gradient.
             remat: the policy for what is saved for backward.
             shared: the shared inputs; `None` if the layer receives none.
         """
@@ -212,14 +220,15 @@ class _Template:
         def apply(
             weights: Weights,
             slots: Slots,
-            params: list[Any],
+            params: Params,
             x: Any,
             arrays: list[Any],
             constants: Constants,
             turn: Turn,
         ) -> tuple[Any, Outputs]:
-            keys, others = constants
-            layer = template.merged(params, others, template._values(groups, weights, slots, keys))
+            (floats, tops), (keys, amaxes, others) = params, constants
+            scaling = {path: with_maxima(Scaling(amaxes[path], top)) for path, top in tops.items()}
+            layer = template.merged(floats, others, template._values(groups, weights, slots, keys, scaling))
             before = values_of(variables_of(layer))
             args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
             with use_turn(turn if view == "local" else None):
@@ -285,12 +294,20 @@ class _Template:
             put.append(v)
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
-    def _values(self, groups: Groups, weights: Any, slots: Slots, keys: dict[Any, jax.Array]) -> dict[int, Any]:
+    def _values(
+        self,
+        groups: Groups,
+        weights: Any,
+        slots: Slots,
+        keys: dict[Any, jax.Array],
+        scaling: dict[Any, Scaling],
+    ) -> dict[int, Any]:
         """Returns the values that the weights' variables have in a call, by index among the leaves."""
         found: dict[int, Any] = {}
         for path, (first, *others) in self.places.items():
             weight = slotted(weights[path], slots[path]) if path in slots else weights[path]
-            found[first] = Gathered(weight, groups[path], CallKeys(keys[path]) if path in keys else None)
+            own = CallKeys(keys[path]) if path in keys else None
+            found[first] = Gathered(weight, groups[path], own, scaling.get(path))
             found |= dict.fromkeys(others)
         return found
 
@@ -344,6 +361,12 @@ def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:
             first = key[0] + jnp.arange(length, dtype=jnp.uint32)
             found[path] = jnp.stack([first, jnp.broadcast_to(key[1], (length,))], axis=-1)
     return found
+
+
+def _scaling(owners: dict[Any, Weight]) -> tuple[dict[Any, jax.Array], dict[Any, jax.Array]]:
+    """Returns the amaxes and the slots of delayed scaling, by path of each module that has them."""
+    found = {path: without_maxima(owner.scaling) for path, owner in owners.items() if owner.scaling is not None}
+    return {path: one.amaxes for path, one in found.items()}, {path: one.slot for path, one in found.items()}
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:

@@ -18,7 +18,7 @@ from ..formats import Operands, Tiled
 from ..hook import weight_paths
 from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
-from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks
+from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
@@ -29,6 +29,7 @@ from ..weights import (
     Holds,
     Layers,
     ModulePath,
+    Scaling,
     Shards,
     Stored,
     Stretch,
@@ -329,6 +330,12 @@ class Weight(abc.ABC):
         return value.keys if isinstance(value, Stored | Gathered) else None
 
     @property
+    def scaling(self) -> Scaling | None:
+        """The scaling of its operands by amaxes of earlier steps; `None` if they are not scaled so."""
+        value = self.value
+        return value.scaling if isinstance(value, Stored | Gathered) else None
+
+    @property
     def replaced(self) -> bool:
         """Whether the array of a kernel has been replaced since it was prepared."""
         values = [value_of(w) for w in self.weights()]
@@ -350,13 +357,18 @@ class Weight(abc.ABC):
             return self.prepared[0].wire
         if self.group.wire is None:
             return None
-        (wire,) = quantize_together({(): self.group}, {(): lax.stop_gradient(self.shards())})
+        amaxes = {} if self.scaling is None else {(): self.scaling.of_weight}
+        (wire,) = quantize_together({(): self.group}, {(): lax.stop_gradient(self.shards())}, amaxes)
         return wire
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """Returns `x @ weight.T`, multiplied in the formats of the recipe, if there are any."""
         if self.operands is None:
             return linear(x, weight)
+        if self.operands.delayed is not None:
+            scaling = self.scaling
+            assert scaling is not None, "delayed scaling without a state"
+            return linear_fp8_delayed(x, weight, scaling.amaxes[::2], scaling.slot, self.operands.gradient)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
         if isinstance(self.group.wire, Tiled):

@@ -36,6 +36,7 @@ from ._linear_fp8 import fp8_transposed as fp8_transposed
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._linear_fp8_blocks import Order as Order
 from ._linear_fp8_blocks import linear_fp8_blocks as linear_fp8_blocks
+from ._linear_fp8_delayed import linear_fp8_delayed as linear_fp8_delayed
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._operand import operand_amax as operand_amax

@@ -103,5 +103,9 @@ def fp8_product(
 
 def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     # XLA recognizes an operand of an FP8 matmul in this form: converted, and multiplied by a scalar
-    codes = lax.bitcast_convert_type(q.codes, _DTYPES[q.format.element])
-    return codes.astype(dtype) * tensor_unit(q).astype(dtype)
+    return fp8_values(q).astype(dtype) * tensor_unit(q).astype(dtype)
+
+
+def fp8_values(q: QuantizedArray) -> jax.Array:
+    """Returns the values of the codes, without the scale of the tensor, in an FP8 dtype."""
+    return lax.bitcast_convert_type(q.codes, _DTYPES[q.format.element])

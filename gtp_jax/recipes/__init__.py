@@ -8,6 +8,7 @@ from ._recipe import MXFP8 as MXFP8
 from ._recipe import NVFP4 as NVFP4
 from ._recipe import RECIPES as RECIPES
 from ._recipe import FP8Blocks as FP8Blocks
+from ._recipe import FP8Delayed as FP8Delayed
 from ._recipe import Recipe as Recipe
 from ._recipe import check_recipe as check_recipe
 from ._recipe import matches as matches

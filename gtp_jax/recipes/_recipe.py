@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import formats
-from ..formats import Format, Operands, WireFormat
+from ..formats import DelayedScaling, Format, Operands, WireFormat
 
 # The formats and dtypes in which gradients may be exchanged; they are summed in float32.
 GRAD_WIRES: dict[str, Format | np.dtype] = {
@@ -128,6 +128,11 @@ class Recipe:
         """The recipe itself and the recipes of all `rules`."""
         return (self, *(recipe for _, recipe in self.rules))
 
+    @property
+    def delays(self) -> bool:
+        """Whether any of `kinds` scales by amaxes of earlier steps, which `TrainState.scaling` holds."""
+        return any(kind.operands is not None and kind.operands.delayed is not None for kind in self.kinds)
+
     def describe(self) -> dict[str, Any]:
         """Returns the recipe's name and settings, for JSON."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -211,6 +216,51 @@ class FP8Blocks(Recipe):
         return Operands(weight=formats.FP8_BLOCKS, activation=form, gradient=form)
 
 
+_ALGORITHMS = ("max", "most_recent")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8Delayed(Recipe):
+    """Sends weights as E4M3, 1 byte per element, and multiplies them in FP8 with scales that follow from the amaxes of
+    earlier steps, as TransformerEngine's `DelayedScaling` does.
+
+    Inputs and weights are E4M3, gradients E5M2, each with one scale in float32. The state of a step holds the scales
+    and the amaxes (`TrainState.scaling`): pass the recipe to `TrainState.create` too. A value above the amax that set
+    its scale saturates. Only dense layers multiply like this; name experts and other modules in `exclude` or
+    `override`.
+
+    Attributes:
+        history: the number of steps whose amaxes are kept.
+        algorithm: the amax that sets the scale: `"max"`, the largest of the history, or `"most_recent"`.
+        margin: scales leave room for amaxes that are `2**margin` times as large.
+    """
+
+    history: int = 1024
+    algorithm: str = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.history, int) or isinstance(self.history, bool) or self.history < 1:
+            raise ValueError(f"`history` is {self.history!r}; it must be a number of steps, at least 1.")
+        if self.algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"`algorithm` is {self.algorithm!r}; it must be one of {', '.join(map(repr, _ALGORITHMS))}."
+            )
+        if not isinstance(self.margin, int) or isinstance(self.margin, bool) or not 0 <= self.margin <= 16:
+            raise ValueError(f"`margin` is {self.margin!r}; it must be a whole number from 0 to 16.")
+
+    @property
+    def wire(self) -> Format:
+        return formats.FP8_E4M3
+
+    @property
+    def operands(self) -> Operands:
+        both = formats.FP8_E4M3
+        delayed = DelayedScaling(history=self.history, algorithm=self.algorithm, margin=self.margin)
+        return Operands(weight=both, activation=both, gradient=formats.FP8_E5M2, delayed=delayed)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
     """Sends weights as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes per element.
@@ -292,6 +342,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "bf16": BF16,
     "fp8": FP8,
     "fp8-matmuls": lambda: FP8(matmuls=True),
+    "fp8-delayed": FP8Delayed,
     "fp8-blocks": FP8Blocks,
     "mxfp8": MXFP8,
     "mxfp8-matmuls": lambda: MXFP8(matmuls=True),
@@ -304,5 +355,5 @@ def check_recipe(recipe: Any) -> None:
     """Raises TypeError unless `recipe` is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
-        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, FP8Blocks, MXFP8, NVFP4))
+        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, FP8Delayed, FP8Blocks, MXFP8, NVFP4))
         raise TypeError(f"`recipe` is {recipe!r}; it must be one of {known}, or `None`.{hint}")

@@ -28,10 +28,17 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
 
     Raises:
         TypeError: if `recipe` is neither a recipe nor `None`.
-        ValueError: if the recipe rounds stochastically, which requires a key for every step. Calling a module raises it
-            if the recipe has patterns and the module's path is unknown.
+        ValueError: if the recipe rounds stochastically, which requires a key for every step, or scales by amaxes of
+            earlier steps, which requires a state. Calling a module raises it if the recipe has patterns and the
+            module's path is unknown.
     """
     check_recipe(recipe)
+    if recipe is not None and recipe.delays:
+        raise ValueError(
+            f"`recipe` is a {type(recipe).__name__} that scales by amaxes of earlier steps, for which `use_recipe` has "
+            "no state. Pass the recipe to `gtp_jax.TrainState.create` and `gtp_jax.train_step`, or use "
+            "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+        )
     if recipe is not None and any(kind.operands is not None and kind.operands.stochastic for kind in recipe.kinds):
         raise ValueError(
             f"`recipe` is a {type(recipe).__name__} that rounds gradients stochastically, which requires a key for "

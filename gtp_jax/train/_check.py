@@ -80,7 +80,7 @@ def check(
     def computed() -> dict[str, np.ndarray]:
         state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
         model = init(factory, nnx.merge(streams, state))
-        state = TrainState.create(model, optax.identity())
+        state = TrainState.create(model, optax.identity(), recipe=recipe)
         request = Request(loss, view, has_aux, microbatches, recipe)
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:

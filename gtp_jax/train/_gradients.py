@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, 
 from ._microbatches import as_stored, over_microbatches
 from ._rounding import rounding_key
 from ._rows import check_arrays, check_filled, check_rows
+from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._uncast import uncast
@@ -58,6 +60,7 @@ class Computed(NamedTuple):
             a narrower one that holds the same values (see `uncast`).
         model_state: the model's other variables, after the last microbatch.
         aux: the `aux` of the loss function.
+        amaxes: for modules with delayed scaling, by path: the amaxes of input and gradient, `(*layers, 2)`.
     """
 
     total: jax.Array
@@ -65,6 +68,7 @@ class Computed(NamedTuple):
     gradients: Tree
     model_state: Tree
     aux: Tree
+    amaxes: Mapping[ModulePath, jax.Array] = {}
 
 
 def in_dtypes_of(params: Tree, gradients: Tree) -> Tree:
@@ -110,8 +114,8 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
                 refuse_number_with_gradient(lambda params: one(params).total, state.params)
         return Computed(returned.total, returned.tokens, (), (), returned.aux)
 
-    def local(params: Tree, frozen: Tree, batch: Tree, _: jax.Array) -> Tree:
-        model_of = _model_of(request, state, params, frozen)
+    def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, _: jax.Array) -> Tree:
+        model_of = _model_of(request, dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling))
 
         @forget_after()
         def one(params: Tree) -> Returned:
@@ -133,9 +137,11 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         model_of = _model_of(request, state)
 
         @forget_after()
-        def one(params: Tree, model_state: Tree, part: Tree, number: Any) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
+        def one(
+            params: Tree, slots: Tree, model_state: Tree, part: Tree, number: Any
+        ) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
-            model = model_of(params, model_state, key, _dropout_key(request, state, number))
+            model = model_of(params, model_state, key, _dropout_key(request, state, number), slots)
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
@@ -144,36 +150,42 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
                 _check_addable(returned.aux)
             return returned.total, (returned.tokens, after, returned.aux)
 
-        value_and_grad = jax.value_and_grad(one, has_aux=True)
+        value_and_grad, slots = jax.value_and_grad(one, argnums=(0, 1), has_aux=True), model_of.slots()
         if count == 1:
             sharded = _sharded(batch, model_def.roles)
 
-            def whole(params: Tree, before: Tree, batch: Tree) -> tuple[Tree, tuple[jax.Array, Any]]:
-                returned, found = value_and_grad(params, before, batch, 0)
-                return found, returned
+            def whole(params: Tree, slots: Tree, before: Tree, batch: Tree) -> tuple[Tree, tuple[Any, Tree]]:
+                returned, (found, amaxes) = value_and_grad(params, slots, before, batch, 0)
+                return found, (returned, amaxes)
 
-            found, (total, (tokens, after, aux)) = uncast(whole)(state.params, state.model_state, sharded)
-            return Computed(total, tokens, found, after, aux)
+            found, ((total, (tokens, after, aux)), amaxes) = uncast(whole)(
+                state.params, slots, state.model_state, sharded
+            )
+            return Computed(total, tokens, found, after, aux, over_ranks(amaxes))
 
         check_arrays(batch)
         check_rows(batch)
         parts = jax.tree_util.tree_map_with_path(lambda path, a: _parts(path, a, count, model_def.roles), batch)
 
-        def of_part(before: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
-            (total, (tokens, after, aux)), found = value_and_grad(as_stored(state.params, number), before, part, number)
-            return found, ((total, tokens, aux), after)
+        def of_part(carried: tuple[Tree, Tree], part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
+            before, amaxes = carried
+            (total, (tokens, after, aux)), (found, more) = value_and_grad(
+                as_stored(state.params, number), slots, before, part, number
+            )
+            return found, ((total, tokens, aux), (after, jax.tree.map(jnp.maximum, amaxes, more)))
 
-        found, (total, tokens, aux), after, (_, _, own) = over_microbatches(
+        found, (total, tokens, aux), (after, amaxes), (_, _, own) = over_microbatches(
             of_part,
-            state.model_state,
+            (state.model_state, slots),
             parts,
             addends=lambda others: (*others[:2], jax.tree.map(wide, others[2])),
             placed=lambda gradients: constrained(gradients, model_def.specs),
         )
+        amaxes = over_ranks(amaxes)
     aux = jax.tree.map(lambda a, own: (a / count).astype(own.dtype) if _is_inexact(a) else a, aux, own)
     if tokens is None:
         total, found = jax.tree.map(lambda a: a / count, (total, found))
-    return Computed(total, tokens, found, after, aux)
+    return Computed(total, tokens, found, after, aux, amaxes)
 
 
 def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
@@ -181,40 +193,41 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
 
-    def local(params: Tree, frozen: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(request, state, params, frozen, whole_gradients=last)
+    def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, step: jax.Array):
+        own = dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling)
+        model_of = _model_of(request, own, whole_gradients=last)
         params = placeholders(params, model_def.layouts) if last else params
 
         @forget_after()
-        def one(params: Tree, part: Tree, number: jax.Array | int):
+        def one(params: Tree, slots: Tree, part: Tree, number: jax.Array | int):
             key = (
                 rounding_key(request.seed, step, number, of_rank=True, replica=request.replica)
                 if _rounds(request.recipe)
                 else None
             )
-            model = model_of(params, {}, key, _dropout_key(request, state, number, step))
+            model = model_of(params, {}, key, _dropout_key(request, state, number, step), slots)
             returned = _sums(evaluate(request.loss, model, part, has_aux=False))
             check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
 
-        value_and_grad = jax.value_and_grad(one, has_aux=True)
+        value_and_grad, slots = jax.value_and_grad(one, argnums=(0, 1), has_aux=True), model_of.slots()
         if microbatches == 1:
-            (total, tokens), found = value_and_grad(params, batch, 0)
+            (total, tokens), (found, amaxes) = value_and_grad(params, slots, batch, 0)
         else:
             parts = jax.tree.map(lambda a: _of_microbatches(a, microbatches), batch)
 
-            def of_part(_: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
-                sums, found = value_and_grad(as_stored(params, number), part, number)
-                return found, (sums, ())
+            def of_part(amaxes: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
+                sums, (found, more) = value_and_grad(as_stored(params, number), slots, part, number)
+                return found, (sums, jax.tree.map(jnp.maximum, amaxes, more))
 
-            found, (total, tokens), _, _ = over_microbatches(of_part, (), parts)
+            found, (total, tokens), amaxes, _ = over_microbatches(of_part, slots, parts)
         found = sum_shards(found, model_def.layouts) if last else found
-        return sum_over_replicas(found, model_def.specs), _over_all_ranks((total, tokens))
+        found = sum_over_replicas(found, model_def.specs)
+        return found, (*_over_all_ranks((total, tokens)), over_ranks(amaxes))
 
-    whole = PartitionSpec()
-    on_mesh = _over_mesh(uncast(local), state, microbatches, (model_def.specs, (whole, whole)))
-    found, (total, tokens) = on_mesh(batch)
-    return Computed(total, tokens, found, {}, ())
+    on_mesh = _over_mesh(uncast(local), state, microbatches, (model_def.specs, PartitionSpec()))
+    found, (total, tokens, amaxes) = on_mesh(batch)
+    return Computed(total, tokens, found, {}, (), amaxes)
 
 
 def _rounds(recipe: Recipe | None) -> bool:
@@ -231,50 +244,74 @@ def _dropout_key(
     return rounding_key(request.seed, state.step if step is None else step, number)
 
 
-def _model_of(
-    request: Request,
-    state: TrainState,
-    params: Tree | None = None,
-    frozen: Tree | None = None,
-    *,
-    whole_gradients: bool = False,
-) -> Callable[..., Any]:
-    """Returns a function `(params, model_state, key, dropout) -> model`.
+class _ModelOf(NamedTuple):
+    """A function `(params, model_state, key, dropout, slots) -> model`.
+
+    Attributes:
+        make: the function.
+        amaxes: the amaxes of delayed scaling, by path of each module that has it.
+    """
+
+    make: Callable[..., Any]
+    amaxes: Mapping[ModulePath, jax.Array]
+
+    def __call__(
+        self,
+        params: Tree,
+        model_state: Tree,
+        key: jax.Array | None = None,
+        dropout: jax.Array | None = None,
+        slots: Tree | None = None,
+    ) -> Any:
+        return self.make(params, model_state, key, dropout, self.slots() if slots is None else slots)
+
+    def slots(self) -> dict[ModulePath, jax.Array]:
+        """Returns the arrays whose gradients are the amaxes of a call."""
+        return slots_of(self.amaxes)
+
+
+def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = False) -> _ModelOf:
+    """Returns a function that makes the model of a microbatch.
 
     The weights are quantized, and gathered over the optimizer's axes, here: once for all calls of the function.
 
     Args:
         request: the request, with or without a recipe.
-        state: the state of the model.
-        params: the parameters; in local view, this rank's part. Those of `state` by default.
-        frozen: the frozen weights; in local view, this rank's part. Those of `state` by default.
+        state: the state of the model; in local view, with this rank's part of its parameters and frozen weights.
         whole_gradients: whether to leave out the sum of gradients over the optimizer's axes, as for `placeholders`.
     """
     model_def = state.model_def
-    params = state.params if params is None else params
-    frozen = state.frozen if frozen is None else frozen
-    model = model_def.model(params, state.model_state, frozen)
+    model = model_def.model(state.params, state.model_state, state.frozen)
     groups = groups_of(model, request.recipe)
+    check_scaling(state.scaling, groups)
+    amaxes = amaxes_in_use(state.scaling, groups)
 
     def plain_model(params: Tree, model_state: Tree, dropout: jax.Array | None) -> Any:
-        model = model_def.model(params, model_state, frozen, read_only=True)
+        model = model_def.model(params, model_state, state.frozen, read_only=True)
         return model if dropout is None else with_dropout(model, dropout)
 
     if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
-        return lambda params, model_state, key=None, dropout=None: plain_model(params, model_state, dropout)
+        return _ModelOf(lambda params, model_state, key, dropout, slots: plain_model(params, model_state, dropout), {})
     stored = lax.stop_gradient(shards_of(model))
-    prepared = prepare(groups, stored, request.pregathered_layers, request.rounded)
+    of_weights = {path: own[..., 1] for path, own in amaxes.items()}
+    prepared = prepare(groups, stored, request.pregathered_layers, request.rounded, of_weights)
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
-    def model_of(
-        params: Tree, model_state: Tree, key: jax.Array | None = None, dropout: jax.Array | None = None
-    ) -> Any:
+    def make(params: Tree, model_state: Tree, key: jax.Array | None, dropout: jax.Array | None, slots: Tree) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = plain_model(params, model_state, dropout)
         model = model if key is None else with_keys(model, key)
-        return with_groups(model, decided, prepared, keys, placeholders=whole_gradients, rounded=request.rounded)
+        return with_groups(
+            model,
+            decided,
+            prepared,
+            keys,
+            scaling=scaling_of(amaxes, slots),
+            placeholders=whole_gradients,
+            rounded=request.rounded,
+        )
 
-    return model_of
+    return _ModelOf(make, amaxes)
 
 
 def _sums(returned: Returned) -> Returned:
@@ -356,8 +393,8 @@ def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
 
 
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns a function of a batch that runs `local(params, frozen, batch, step)` on each rank's own part, or on the
-    whole arrays without a mesh."""
+    """Returns a function of a batch that runs `local(params, frozen, scaling, batch, step)` on each rank's own part, or
+    on the whole arrays without a mesh."""
     model_def = state.model_def
     _check_model_state(state)
 
@@ -375,15 +412,16 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
         if parts > 1:
             check_rows(batch)
         if jax.sharding.get_abstract_mesh().empty:
-            return local(state.params, state.frozen, batch, state.step)
-        into = (model_def.specs, model_def.frozen_specs, PartitionSpec(roles.batch), PartitionSpec())
+            return local(state.params, state.frozen, state.scaling, batch, state.step)
+        whole = PartitionSpec()
+        into = (model_def.specs, model_def.frozen_specs, whole, PartitionSpec(roles.batch), whole)
 
         def in_roles(*args: Any) -> Any:
             with use_roles(roles):
                 return local(*args)
 
         on_mesh = jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)
-        return on_mesh(state.params, state.frozen, batch, state.step)
+        return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
 
     return run
 

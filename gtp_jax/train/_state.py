@@ -17,9 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import Path, check_mesh_in_scope, mesh_of_devices, of_parameter, with_paths
 from ..nn import ModelDef, split_model
+from ..recipes import Recipe, check_recipe
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
 from ._optimizer import check_optimizer, of_model
+from ._scaling import ScalingState, first_scaling
 from ._state_form import form
 
 Tree = Any
@@ -38,6 +40,9 @@ class TrainState:
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
             and the words and counts of dropout's keys.
         frozen: a nested dict of the weights that `gtp_jax.freeze` made constant; no step changes them.
+        scaling: for a recipe with delayed scaling, by name of each module that multiplies in it: `history`, the amaxes
+            of input, weight and gradient in earlier steps, float32 `(*layers, 3, steps)`; and `amax`, `(*layers, 3)`,
+            which sets their scales, the largest number of a format divided by it. The same on every device.
     """
 
     params: dict[str, Any]
@@ -46,23 +51,33 @@ class TrainState:
     model_def: ModelDef = dataclasses.field(metadata={"static": True})
     model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     frozen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scaling: ScalingState = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
+    def create(
+        cls, model: nnx.Module, optimizer: optax.GradientTransformation, *, recipe: Recipe | None = None
+    ) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`).
+
+        Args:
+            model: the model.
+            optimizer: any optax optimizer.
+            recipe: the recipe of the step. Only one with delayed scaling (`gtp_jax.FP8Delayed`) adds to the state.
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
-                different roles, or if called while JAX traces.
-            TypeError: if `optimizer` is not an optax optimizer.
+                different roles, if the recipe is delayed and does not fit the model, or if called while JAX traces.
+            TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)
+        check_recipe(recipe)
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
         check_mesh_in_scope(creates=not abstract)
         mesh = mesh_of_devices("gtp_jax.TrainState.create")
+        scaling: Any = first_scaling(model, recipe)
         model_def, params, model_state, frozen = split_model(model)
         warn_of_layers_as_one(optimizer, model_def, params)
-        specs = state_specs(model_def, optimizer, params)
+        specs = state_specs(model_def, optimizer, params, scaling)
         optimizer = of_model(optimizer, model_def)
         if abstract:
             shapes = jax.eval_shape(optimizer.init, params)
@@ -71,15 +86,18 @@ class TrainState:
             step: Any = abstract_on_mesh(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
             model_state = jax.tree.map(abstract_on_mesh, model_state, specs.model_state)
             frozen = jax.tree.map(abstract_on_mesh, frozen, specs.frozen)
-            return cls(params, opt_state, step, model_def, model_state, frozen)
+            scaling = jax.tree.map(abstract_on_mesh, scaling, specs.scaling)
+            return cls(params, opt_state, step, model_def, model_state, frozen, scaling)
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
             # copies, because a step donates its state while the model may continue to use its own arrays
-            step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
+            step, model_state, scaling = jax.device_put(
+                (step, jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)), shardings
+            )
         else:
-            model_state = jax.tree.map(jnp.copy, model_state)
-        return distinct(cls(params, opt_state, step, model_def, model_state, frozen))
+            model_state, scaling = jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)
+        return distinct(cls(params, opt_state, step, model_def, model_state, frozen, scaling))
 
     def model(self) -> Any:
         """Returns the model with the parameters and the other variables of this state.
@@ -91,7 +109,9 @@ class TrainState:
         return self.model_def.model(self.params, self.model_state, self.frozen)
 
 
-def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
+def state_specs(
+    model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree, scaling: Tree = ()
+) -> TrainState:
     """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
 
     An array of optimizer state that belongs to a parameter and has its shape is sharded like the parameter. So is an
@@ -109,7 +129,7 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
-    own = model_def.state_specs, model_def.frozen_specs
+    own = model_def.state_specs, model_def.frozen_specs, jax.tree.map(lambda _: PartitionSpec(), scaling)
     return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, *own)  # pyright: ignore
 
 

@@ -124,6 +124,11 @@ def train_step(
     _check_pregathered_layers(pregathered_layers)
     _check_view(view, has_aux)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
+    if replicas is not None and recipe is not None and recipe.delays:
+        raise ValueError(
+            f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` of unequal "
+            "degree does not support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+        )
     request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
 
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -137,6 +142,7 @@ def train_step(
             max_grad_norm=max_grad_norm,
             skip_nonfinite=skip_nonfinite,
             skip=skip,
+            recipe=chosen.recipe,
             compute=lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch),
         )
         return after, {**_metrics(computed, state, view, has_aux), **metrics}
@@ -204,6 +210,12 @@ def loss_and_gradients(
     _check_view(view, has_aux=False)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
     chosen = recipe_of_call(recipe)
+    if chosen is not None and chosen.delays:
+        raise ValueError(
+            f"`recipe` is a {type(chosen).__name__} with delayed scaling, whose amaxes `loss_and_gradients` would "
+            "lose, because it returns no state. Train with `gtp_jax.train_step`, or pass `gtp_jax.FP8(matmuls=True)`, "
+            "which scales each operand by its own amax."
+        )
     request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
     computed = gradients(request, state, batch)
     grads = mean_gradients(state.params, computed)

@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..mesh import Path, with_paths
 from ..nn import UpdateRule
 from ..ops import MOST
+from ..recipes import Recipe
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._optimizer import of_model
+from ._scaling import updated_scaling
 from ._state import TrainState, check_optimizer_keeps_forms, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
 
@@ -38,6 +40,7 @@ def updated(
     max_grad_norm: float | None,
     skip_nonfinite: bool,
     skip: jax.Array | None = None,
+    recipe: Recipe | None = None,
     compute: Callable[[Tree], Computed] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies an optimizer to gradients.
@@ -55,6 +58,7 @@ def updated(
         max_grad_norm: scales gradients down to this global norm.
         skip_nonfinite: whether to return the old state if the loss or the norm is not finite.
         skip: a bool scalar that returns the old state in any case; `None` for never.
+        recipe: the recipe with which `computed` was computed.
         compute: returns loss and gradients of the batch at other parameters, for an optimizer with a line search;
             `None` where the loss cannot be evaluated again.
 
@@ -71,7 +75,7 @@ def updated(
     finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
-    specs = state_specs(state.model_def, optimizer, state.params)
+    specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
 
     def apply() -> TrainState:
         # within the branch, so that XLA fuses what follows the sums as without a branch: no bit changes
@@ -88,7 +92,8 @@ def updated(
         params: Any = optax.apply_updates(state.params, updates)
         before = {path: leaf for path, leaf in with_paths(state.params) if path in rules}
         moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in before.items()}
-        own = computed.model_state, state.frozen
+        scaling = updated_scaling(state.scaling, state.model(), recipe, computed.amaxes)
+        own = computed.model_state, state.frozen, scaling
         after = TrainState(_with(params, moved), opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
         return constrained(after, specs)
 

@@ -24,6 +24,8 @@ Less common states:
 
 - *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own instead of a `Packed`;
   see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
+- *Scaled by earlier amaxes* (`Scaling`): with delayed scaling, the state of a step holds the scale of the codes. The
+  module's products get those of input and gradient too, and a slot whose gradient is the amaxes that they find.
 - *In tiles*: codes whose tiles shards may cut are `Tiles`, and every rank knows all scales; see [Note: cut tiles].
 - *Frozen*: ranks store codes, or arrays in the dtype of the wire, and no masters. `frozen_wires` returns what is sent.
   Frozen weights have no gradient (`refuse_gradient`).
@@ -90,6 +92,7 @@ from ._plan import cut as cut
 from ._plan import cuts_blocks as cuts_blocks
 from ._plan import shards_fit as shards_fit
 from ._prepare import Prepared as Prepared
+from ._prepare import amaxes_of_weights as amaxes_of_weights
 from ._prepare import bytes_on_wire as bytes_on_wire
 from ._prepare import prepare as prepare
 from ._prepare import quantize as quantize
@@ -119,6 +122,7 @@ from ._tiles import Tiles as Tiles
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
 from ._value import Holds as Holds
+from ._value import Scaling as Scaling
 from ._value import Stored as Stored
 from ._value import forget_after as forget_after
 from ._wire import FusedWeights as FusedWeights

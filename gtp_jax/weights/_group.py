@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
+from ..formats import DelayedScaling, Format, Operands, QuantizedArray, Tiled, WireFormat
 from ..layout import ArrayLayout, Layout
 from ..ops import Order
 from ._fused import in_order, use_rows
@@ -77,6 +77,11 @@ class WeightGroup:
         if not self.codes_multiply or self.operands is None:
             return False
         return self.operands.weight.block is None or isinstance(self.wire, Tiled)
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """How its scales follow from the amaxes of earlier steps; `None` if they do not."""
+        return None if self.operands is None else self.operands.delayed
 
     @property
     def stochastic(self) -> bool:

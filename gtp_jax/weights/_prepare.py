@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..formats import Format, Tiled
+from ..layout import Layout
+from ..ops import multi_amax, quantizable
 from ._fused import Shards, bytes_of
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
@@ -35,6 +41,7 @@ def prepare(
     stored: Mapping[ModulePath, Shards],
     pregathered_layers: int | Literal["all"] = 0,
     rounded: Collection[ModulePath] = (),
+    amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> Prepared:
     """Returns what a step gathers instead of stored arrays, in the view in scope: the codes of weights that travel in a
     format, and the joined shards of other weights if ranks store only parts of them.
@@ -45,14 +52,18 @@ def prepare(
         pregathered_layers: the number of layers to gather here, as in `quantize`.
         rounded: the modules whose arrays hold values of the dtype of the wire and need only a cast. They are prepared
             even if the optimizer's axes do not divide them.
+        amaxes: as in `quantize`.
     """
     joined = _joined(groups, stored, rounded)
-    quantized = quantize(groups, stored, pregathered_layers)
+    quantized = quantize(groups, stored, pregathered_layers, amaxes)
     return {path: (*joined.get(path, ()), *quantized.get(path, ())) for path in {**joined, **quantized}}
 
 
 def quantize(
-    groups: Groups, shards: Mapping[ModulePath, Shards], pregathered_layers: int | Literal["all"] = 0
+    groups: Groups,
+    shards: Mapping[ModulePath, Shards],
+    pregathered_layers: int | Literal["all"] = 0,
+    amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> Prepared:
     """Quantizes shards, in the view in scope. One kernel and one all-reduce compute all amaxes; one call packs each
     buffer.
@@ -69,6 +80,8 @@ def quantize(
             whole arrays.
         pregathered_layers: the number of layers of each stack, from the first that is quantized, that are gathered
             here, so that no pass has to gather them.
+        amaxes: the amaxes that set the scales of weights that are scaled by amaxes of earlier steps, float32
+            `(*stack,)`, by the path of the module.
 
     Raises:
         ValueError: if `pregathered_layers` is not 0 and no stack has layers that travel as codes, or every stack has
@@ -81,21 +94,23 @@ def quantize(
         return {}
     fused = {path: group.layouts for _, members in buffers for path, group in members.items()}
     own = {path: shards[path] for path in fused}
+    given = {path: amax for path, amax in (amaxes or {}).items() if path in fused}
 
-    def into(own: Mapping[ModulePath, Shards]) -> tuple[Any]:
-        return ({path: stored_specs(fused[path], own[path]) for path in own},)
+    def into(own: Mapping[ModulePath, Shards], given: Mapping[ModulePath, jax.Array]) -> tuple[Any, Any]:
+        return {path: stored_specs(fused[path], own[path]) for path in own}, dict.fromkeys(given, PartitionSpec())
 
     stacked = {next(iter(members)): layers.stack is not None for layers, members in buffers}
 
     def out(made: Prepared) -> Prepared:
         return {path: tuple(one.specs(stacked=stacked[path]) for one in own) for path, own in made.items()}
 
-    def pack(shards: Mapping[ModulePath, Shards]) -> Prepared:
+    def pack(shards: Mapping[ModulePath, Shards], given: Mapping[ModulePath, jax.Array]) -> Prepared:
         bundles = [
             Bundle(
                 {_name(path, layers): shards[path] for path in members},
                 {_name(path, layers): group for path, group in members.items()},
                 apart=not pregathered_layers and layers.written_out,
+                given=given.get(next(iter(members))),
             )
             for layers, members in buffers
         ]
@@ -117,11 +132,13 @@ def quantize(
     # buffers of codes differ from rank to rank; only a format of the user's own may specify other partitions
     known = {path: ranks_spec(stacked=layers) for path, layers in stacked.items()}
     coded = all(isinstance(group.wire, Format) for _, members in buffers for group in members.values())
-    return in_view(pack, into, known if coded else out)(own)
+    return in_view(pack, into, known if coded else out)(own, given)
 
 
 def quantize_together(
-    groups: Mapping[ModulePath, WeightGroup], shards: Mapping[ModulePath, Shards]
+    groups: Mapping[ModulePath, WeightGroup],
+    shards: Mapping[ModulePath, Shards],
+    amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
     """Quantizes weights outside stacks that are gathered together, in the view in scope. One kernel computes all
     amaxes. Weights with the same format, dtype and axes share a buffer.
@@ -129,23 +146,56 @@ def quantize_together(
     Args:
         groups: the decisions about the weights, by name; all of them travel in a format.
         shards: this rank's shards, by the same names; in global view, whole arrays.
+        amaxes: as in `quantize`, by the same names.
     """
     buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
     for name, group in groups.items():
         buffers.setdefault(buffer_of(group, name, stacked=True), {})[name] = group
 
-    def into(shards: Mapping[ModulePath, Shards]) -> tuple[Any]:
-        return ({name: stored_specs(groups[name].layouts, own) for name, own in shards.items()},)
+    def into(shards: Mapping[ModulePath, Shards], given: Mapping[ModulePath, jax.Array]) -> tuple[Any, Any]:
+        specs = {name: stored_specs(groups[name].layouts, own) for name, own in shards.items()}
+        return specs, dict.fromkeys(given, PartitionSpec())
 
-    def pack(shards: Mapping[ModulePath, Shards]) -> tuple[Wire, ...]:
-        bundles = [Bundle({name: shards[name] for name in members}, members) for members in buffers.values()]
+    def pack(shards: Mapping[ModulePath, Shards], given: Mapping[ModulePath, jax.Array]) -> tuple[Wire, ...]:
+        bundles = [
+            Bundle({name: shards[name] for name in members}, members, given=given.get(next(iter(members))))
+            for members in buffers.values()
+        ]
         return tuple(_wires(bundles, [False] * len(bundles)))
 
     def out(made: tuple[Wire, ...]) -> tuple[Any, ...]:
         return tuple(wire.specs(groups) for wire in made)
 
     coded = all(isinstance(group.wire, Format) for group in groups.values())
-    return in_view(pack, into, ranks_spec() if coded else out)(shards)
+    return in_view(pack, into, ranks_spec() if coded else out)(shards, dict(amaxes or {}))
+
+
+def amaxes_of_weights(
+    layouts: Mapping[ModulePath, Sequence[Layout]], shards: Mapping[ModulePath, Shards]
+) -> dict[ModulePath, jax.Array]:
+    """Returns the amax of each fused weight, float32 `(*stack,)`, in the view in scope. One kernel and one all-reduce
+    compute them all.
+
+    Args:
+        layouts: the layouts of each weight's kernels, by the path of the module.
+        shards: this rank's shards, or the parts of them that it stores, by the same paths; in global view, whole
+            arrays.
+    """
+
+    def into(shards: Mapping[ModulePath, Shards]) -> tuple[Any]:
+        return ({path: stored_specs(layouts[path], own) for path, own in shards.items()},)
+
+    def largest(shards: Mapping[ModulePath, Shards]) -> dict[ModulePath, jax.Array]:
+        kernels = [quantizable(x) for own in shards.values() for x in own]
+        leads = [x.shape[:-2] for x in kernels]
+        vector = multi_amax([jnp.reshape(x, (-1, *x.shape[-2:])) for x in kernels], stacked=True)
+        names = jax.sharding.get_abstract_mesh().axis_names
+        vector = lax.pmax(vector, names) if names else vector
+        parts = iter(jnp.split(vector, np.cumsum([math.prod(lead) for lead in leads])[:-1]))
+        each = {path: [jnp.reshape(next(parts), x.shape[:-2]) for x in own] for path, own in shards.items()}
+        return {path: jnp.max(jnp.stack(own), axis=0) for path, own in each.items()}
+
+    return in_view(largest, into, PartitionSpec())({path: shards[path] for path in layouts})
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:

@@ -39,11 +39,14 @@ class Bundle:
             weight, with or without the leading dimension of a stack.
         groups: the decisions about the weights, by the same names. `buffer_of` returns the same key for all of them.
         apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
+        given: the amax that sets the scale, float32 `(*stack,)`, for a single weight that is scaled by amaxes of
+            earlier steps; `None` for weights that are scaled by their own.
     """
 
     shards: Mapping[ModulePath, Shards]
     groups: Mapping[ModulePath, WeightGroup]
     apart: bool = False
+    given: jax.Array | None = None
 
     @property
     def fused(self) -> Fused:
@@ -60,6 +63,11 @@ class Bundle:
         """The format of the codes; the weights must travel in one of this library's formats."""
         assert isinstance(self.wire, Format)
         return self.wire
+
+    @property
+    def has_own_amax(self) -> bool:
+        """Whether its scales follow from the amaxes of its shards."""
+        return self.format.has_amax and self.given is None
 
     @property
     def powers_of_two(self) -> bool:
@@ -108,18 +116,20 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     The amax of a weight is taken over the axes that shard it, but not over replicas, whose values are the same. Parts
     of shards that ranks store are joined to shards; see [Note: stored].
     """
-    scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
+    scaled = [x for bundle in bundles if bundle.has_own_amax for x in bundle.kernels]
     amaxes: list[jax.Array] = []
     if scaled:
         each = multi_amax([jnp.reshape(x, (-1, *x.shape[-2:])) for x in scaled], stacked=True)
-        vector = _over_shards(each, [b for b in bundles if b.format.has_amax])
+        vector = _over_shards(each, [b for b in bundles if b.has_own_amax])
         ends = np.cumsum([math.prod(x.shape[:-2]) for x in scaled])
         parts = jnp.split(vector, ends[:-1])
         amaxes = [jnp.reshape(part, x.shape[:-2]) for part, x in zip(parts, scaled, strict=True)]
     found = []
     for bundle in bundles:
         amax = None
-        if bundle.format.has_amax:
+        if bundle.given is not None:
+            amax = jnp.broadcast_to(bundle.given[..., None], (*bundle.given.shape, len(bundle.kernels)))
+        elif bundle.has_own_amax:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
             amax = bundle.by_piece(mine)
             if bundle.one_scale:

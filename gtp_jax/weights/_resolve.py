@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
+from ..formats import Tiled
 from ..recipes import EXCLUDED, Recipe, matches
 from ._group import ModulePath, WeightGroup
 from ._tiles import check_tiles
@@ -82,13 +85,18 @@ def of_layers(
         layers: all layers of the stack that contains the module, or the one layer of a module outside stacks.
 
     Raises:
-        ValueError: if the recipe multiplies in tiles, and the module cannot; see `check_tiles`.
+        ValueError: if the recipe multiplies in tiles or with delayed scaling, and the module is not a dense layer; or
+            if tensor ranks would cut tiles.
     """
     if not group.follows_recipes:
         return ((layers, group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
-    check_tiles(resolved, path)
+    if isinstance(chosen.wire, Tiled):
+        _check_dense(resolved, path, chosen.wire.format.name)
+        check_tiles(resolved, path)
+    if resolved.delayed is not None:
+        _check_dense(resolved, path, "FP8 with delayed scaling")
     if layers.stack is None:
         return ((layers, resolved),)
     first, last = recipe.high_precision_first, layers.stop - recipe.high_precision_last
@@ -146,3 +154,26 @@ def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
                 f"the recipe's pattern {pattern!r} matches no module with weights; the modules are "
                 f"{', '.join('.'.join(path) for path in paths)}."
             )
+
+
+def _check_dense(group: WeightGroup, path: ModulePath, numbers: str) -> None:
+    """Refuses a weight of another module than a dense layer. `numbers` says what it would be multiplied in."""
+    name = ".".join(map(str, path)) or "a module"
+    remedy = f"Name {name} in the recipe's `exclude`, or choose another recipe for it by `override`."
+    if not group.as_codes or len(group.layouts[0].shape) > 2:
+        kind = "experts" if len(group.layouts[0].shape) > 2 else "not a dense layer"
+        raise ValueError(
+            f"the recipe multiplies in {numbers}, which only dense layers support, but {name} is {kind}. {remedy}"
+        )
+    if group.delayed is None:
+        return
+    first, sizes = group.layouts[0], dict(jax.sharding.get_abstract_mesh().shape)
+    divides = {*first.roles.batch, None if first.split is None else first.roles.tensor}
+    alike = [axis for axis, size in sizes.items() if size > 1 and axis not in divides]
+    if alike:
+        # the gradient that such a rank receives is a part of the whole, which code around the layer chooses
+        raise ValueError(
+            f"the recipe multiplies in {numbers}, but {alike[0]} = {sizes[alike[0]]} divides neither the batch nor the "
+            f"weight of {name}, so no rank knows the amax of its gradient. {remedy} Or build the layer with "
+            "`parallel='column'` or `'row'`."
+        )

@@ -177,20 +177,13 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
         path: the path of its module.
 
     Raises:
-        ValueError: if the module is not a dense layer, or tensor ranks would cut tiles. The message names the module
-            and the remedy.
+        ValueError: if tensor ranks would cut tiles. The message names the module and the remedy.
     """
     if not isinstance(group.wire, Tiled):
         return
     form = group.wire.format
     name = ".".join(map(str, path)) or "a module"
     exclude = f"Name {name} in the recipe's `exclude`"
-    if not group.as_codes or len(group.layouts[0].shape) > 2:
-        kind = "experts" if len(group.layouts[0].shape) > 2 else "not a dense layer"
-        raise ValueError(
-            f"the recipe multiplies in {form.name}, which only dense layers support, but {name} is {kind}. {exclude}, "
-            "or choose another recipe for it by `override`."
-        )
     for one in group.layouts:
         if one.split is None or one.tensor_degree == 1:
             continue

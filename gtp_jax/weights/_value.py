@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from ..layout import Layout
 from ..mesh import stacked_spec
 from ._group import WeightGroup
+from ._ranks import ranks_spec
 from ._resolve import Layers
 from ._rounding import CallKeys
 from ._stretch import Stretch
@@ -30,8 +31,35 @@ class Holds(enum.Enum):
     ROUNDED = "what this rank stores, rounded to the dtype in which it travels"
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("amaxes", "slot"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """What a module multiplies with if its scales follow from the amaxes of earlier steps.
+
+    Attributes:
+        amaxes: the amaxes that set the scales of input, weight and gradient, float32 `(*stack, 3)`.
+        slot: an array of `(*stack, 2)` whose gradient is the amax of the input and that of the incoming gradient, on
+            this rank. Its values are never read.
+    """
+
+    amaxes: Any
+    slot: Any
+
+    @property
+    def of_weight(self) -> jax.Array:
+        """The amax that sets the scale of the weight, float32 `(*stack,)`."""
+        return self.amaxes[..., 1]
+
+    @staticmethod
+    def specs(*, stacked: bool = False) -> Scaling:
+        """Returns the partitions of its arrays in global view."""
+        return Scaling(PartitionSpec(), ranks_spec(stacked=stacked))
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("shard", "prepared", "keys"), meta_fields=("groups", "holds")
+    jax.tree_util.register_dataclass,
+    data_fields=("shard", "prepared", "keys", "scaling"),
+    meta_fields=("groups", "holds"),
 )
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -43,6 +71,8 @@ class Stored:
         prepared: what is gathered instead of the array. The first kernel of a module holds it for all its kernels.
         keys: the keys of stochastic rounding; `None` if nothing is rounded stochastically.
         holds: the kind of array that `shard` is.
+        scaling: the scaling by amaxes of earlier steps, if its operands are scaled so. The first kernel of a module
+            holds it for all its kernels.
     """
 
     shard: jax.Array
@@ -50,6 +80,7 @@ class Stored:
     prepared: tuple[Stretch, ...] = ()
     keys: CallKeys | None = None
     holds: Holds = Holds.MASTER
+    scaling: Scaling | None = None
 
     def specs(self, layout: Layout) -> Stored:
         """Returns the partitions of its arrays in global view.
@@ -58,9 +89,12 @@ class Stored:
             layout: the kernel's layout.
         """
         (layers, _), *_ = self.groups
-        prepared = tuple(one.specs(stacked=layers.stack is not None) for one in self.prepared)
+        stacked = layers.stack is not None
+        prepared = tuple(one.specs(stacked=stacked) for one in self.prepared)
         shard: Any = stacked_spec(layout.spec, self.shard.ndim)
-        return dataclasses.replace(self, shard=shard, prepared=prepared, keys=PartitionSpec())  # pyright: ignore[reportArgumentType]
+        scaling = None if self.scaling is None else Scaling.specs(stacked=stacked)
+        keys: Any = PartitionSpec()
+        return dataclasses.replace(self, shard=shard, prepared=prepared, keys=keys, scaling=scaling)
 
 
 # What has been made since the innermost `forget_after` began; `None` outside all of them.
@@ -119,7 +153,7 @@ class Beside:
                 "a weight is replaced by another, or passed through a transformation such as `nnx.remat`, in a step "
                 "with `reduce_over_dp='last'`, where its array is a placeholder. Use `reduce_over_dp='each'`."
             )
-        return Stored(shard, stored.groups, keys=stored.keys, holds=Holds.REPLACED)
+        return Stored(shard, stored.groups, keys=stored.keys, holds=Holds.REPLACED, scaling=stored.scaling)
 
 
 _FORGOTTEN: Any = object()  # replaces a dropped array
@@ -131,7 +165,7 @@ _GATHERED = (
 )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "keys"), meta_fields=("group",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "keys", "scaling"), meta_fields=("group",))
 @dataclasses.dataclass(frozen=True)
 class Gathered:
     """The fused weight of a module's kernels, held by the variable of the first; the variables of the others hold
@@ -141,11 +175,13 @@ class Gathered:
         weight: the weight, an array or a `SlottedWeight`.
         group: the group of the kernels.
         keys: the keys of stochastic rounding; `None` if nothing is rounded stochastically.
+        scaling: the scaling by amaxes of earlier steps, if its operands are scaled so.
     """
 
     weight: Any
     group: WeightGroup
     keys: CallKeys | None = None
+    scaling: Scaling | None = None
 
     def __getitem__(self, _: Any) -> Any:
         raise TypeError(_GATHERED)

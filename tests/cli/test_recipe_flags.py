@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 
 import jax
 import pytest
-from trainer.runs import small, train, write_text
+from trainer.runs import read_records, small, train, write_text
 
 import benchmarks
 import gtp_jax as gtp
@@ -64,7 +65,7 @@ BAD = {
     "--pregathered-layers -1": "`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'",
     "--override mlp.down": "`override` has 'mlp.down'; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
     "--override =fp8": "`override` has '=fp8'; it must be PATTERN=RECIPE",
-    "--override mlp.down=fp6": "'fp6' is not a recipe; it must be one of bf16, fp8, fp8-matmuls, fp8-blocks",
+    "--override mlp.down=fp6": "'fp6' is not a recipe; it must be one of bf16, fp8, fp8-matmuls, fp8-delayed",
     "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
 }
 OF_A_MODEL = {
@@ -85,6 +86,19 @@ def test_mistakes_are_refused_before_anything_is_made(words, tmp_path, capsys):
     if words in BAD:
         assert main(["bench", "step", "--contenders", "gtp_jax bf16", *words.split()]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_with_delayed_scaling_resumes_as_if_it_had_not_stopped(tmp_path, capsys):
+    run, again = tmp_path / "run", tmp_path / "again"
+    flags = small(write_text(tmp_path / "text", documents=8), run, steps=4, gtp=4, tp=2, recipe="fp8-delayed")
+    assert main(["train", *flags]) == 0
+    shutil.copytree(run, again)
+    assert main(["train", "--resume", "--step=2", f"--out={again}"]) == 0
+    assert read_records(again)[-2:] == read_records(run)[-2:]
+    capsys.readouterr()
+    assert main(["train", "--resume", "--step=2", "--recipe=fp8-matmuls", f"--out={again}"]) == 2
+    assert "attention.out/history: the checkpoint has float32[2,3,1024], the model no such" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -181,6 +181,10 @@ def test_mistakes_are_named(made, tmp_path, capsys):
             ["train", *flags, f"--from={imported}", "--lora=2", "--recipe=nvfp4-matmuls"],
             "`recipe` is nvfp4-matmuls, which rounds gradients stochastically",
         ),
+        (
+            ["train", *flags, f"--from={imported}", "--lora=2", "--override=mlp=fp8-delayed"],
+            "mlp=fp8-delayed, which scales by amaxes of earlier steps, of which a frozen model has none",
+        ),
         (["train", *flags, f"--from={run}"], "is of a run that trained adapters. Merge them into their model"),
         (
             ["train", "--resume", f"--out={run}", "--lora=4"],

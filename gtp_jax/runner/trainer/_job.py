@@ -141,6 +141,7 @@ def prepare(
         ValueError: if the checkpoint is from another model or was trained on other text, if all checkpoints are
             damaged, or if the run has already made more steps than `config.steps`.
     """
+    recipe = config.step_recipe
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
     if resume or config.from_ is not None:
@@ -161,10 +162,11 @@ def prepare(
         base = like if config.adapters is None else TrainState.create(_abstract_base(model), optax.identity())
         params, origin = start_from(Path(config.from_), base, config.tokenizer)
         started = dataclasses.replace(base, params=params).model()
-        state = TrainState.create(config.adapt(started, nnx.Rngs(config.seed)), optimizer)
+        state = TrainState.create(config.adapt(started, nnx.Rngs(config.seed)), optimizer, recipe=recipe)
     else:
         watch.doing("initialize")
-        state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+        fresh = init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed))
+        state = TrainState.create(fresh, optimizer, recipe=recipe)
     if names_file(config.tokenizer) and not origin.has_tokenizer:
         origin = _with_tokenizer(origin, Path(config.tokenizer))
     if corpus.chat is not None and config.chat_template is not None:
@@ -193,7 +195,7 @@ def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState,
     """Returns an abstract state (shapes and shardings), to which a checkpoint can be restored, and the optimizer."""
     abstract = abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     optimizer = optimizer_of(config, abstract)
-    return TrainState.create(abstract, optimizer), optimizer
+    return TrainState.create(abstract, optimizer, recipe=config.step_recipe), optimizer
 
 
 def _abstract_base(model: ModelConfig) -> nnx.Module:

@@ -316,6 +316,11 @@ class TrainConfig:
                     f"and have no gradients. Remove --{name.replace('_', '-')}."
                 )
 
+        if self.quantization.to_recipe().delays:
+            raise ValueError(
+                f"`recipe` is {self.quantization.summary}, which scales by amaxes of earlier steps, of which a frozen "
+                "model has none. With --lora, use another recipe, such as fp8-matmuls."
+            )
         if any(kind.operands is not None and kind.operands.stochastic for kind in self.quantization.to_recipe().kinds):
             raise ValueError(
                 f"`recipe` is {self.quantization.summary}, which rounds gradients stochastically, but a frozen "

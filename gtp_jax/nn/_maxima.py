@@ -1,0 +1,53 @@
+"""Arrays whose gradients are maxima instead of sums.
+
+JAX adds the gradients of an array that is used several times, as in two calls of a module or in the iterations of a
+loop. The gradient of the slot of `gtp_jax.weights.Scaling` is an amax, of which the largest is wanted. Flax's dtype
+`fm32` is float32, except that the sum of two gradients is their maximum. A `shard_map`, and the loop over the layers of
+a chain, take float32 instead: what they are given is used once, so nothing is added there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax.linen.fp8_ops import fm32
+from jax import lax
+
+from ..weights import Scaling
+
+
+def with_maxima(scaling: Scaling) -> Scaling:
+    """Returns the scaling with a slot of which gradients are maxima."""
+    return dataclasses.replace(scaling, slot=maximum_gradient(scaling.slot))
+
+
+def without_maxima(scaling: Scaling) -> Scaling:
+    """Returns the scaling with a slot in float32, which must be used only once: its gradients are added."""
+    return dataclasses.replace(scaling, slot=_added_gradient(scaling.slot))
+
+
+@jax.custom_vjp
+def maximum_gradient(x: jax.Array) -> jax.Array:
+    """Returns a float32 array in a dtype in which the sum of two gradients is their maximum."""
+    return lax.convert_element_type(x, fm32)
+
+
+@jax.custom_vjp
+def _added_gradient(x: jax.Array) -> jax.Array:
+    """Returns the result of `maximum_gradient` in float32 again."""
+    return lax.convert_element_type(x, jnp.float32)
+
+
+def _to_float(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (lax.convert_element_type(gradient, jnp.float32),)
+
+
+def _to_maxima(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (lax.convert_element_type(gradient, fm32),)
+
+
+# JAX's own rule for the gradient of a cast does not know such a dtype
+maximum_gradient.defvjp(lambda x: (maximum_gradient(x), None), _to_float)
+_added_gradient.defvjp(lambda x: (_added_gradient(x), None), _to_maxima)

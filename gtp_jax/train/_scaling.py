@@ -1,0 +1,212 @@
+"""Delayed scaling: the amaxes that a state keeps of earlier steps, and the scales that follow from them.
+
+[Note: delayed scaling]
+`TrainState.scaling` holds two arrays for each module whose recipe is delayed (`FP8Delayed`): the amaxes of earlier
+steps, and those that set the scales of the next step. The amaxes of a step are maxima over its calls, microbatches and
+ranks:
+
+- of weights: those of the masters; one vector is reduced in the update.
+- of inputs and incoming gradients: on each rank, the gradient of a slot in which JAX takes maxima where it would add
+  gradients (`nn.maximum_gradient`). Microbatches take the maximum of theirs, and ranks reduce one vector per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float32
+
+from ..formats import DelayedScaling, Operands
+from ..mesh import current_roles, current_view, degrees
+from ..nn import groups_of, maximum_gradient, shards_of
+from ..recipes import Recipe
+from ..weights import Groups, ModulePath, Scaling, amaxes_of_weights, ranks_spec
+
+# By the path of the module, its names joined by dots: "history" `(*layers, 3, steps)` and "amax" `(*layers, 3)`,
+# float32, of input, weight and gradient. The newest step of a history is the last; the first entry is 0.
+ScalingState = dict[str, dict[str, Any]]
+
+
+def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
+    """Returns the scaling of a state at step 0: no amaxes, and scales of 1; empty unless the recipe is delayed.
+
+    Raises:
+        ValueError: if a module's weights are stacked, but not by a `Stack`; or if `resolve` refuses the recipe.
+    """
+    if recipe is None or not recipe.delays:
+        return {}
+    found, shards = {}, shards_of(model)
+    for path, (layers, operands) in _delayed(groups_of(model, recipe)).items():
+        assert operands.delayed is not None
+        lead = () if layers is None else (layers,)
+        shape = shards[path][0].shape
+        if len(shape) != len(lead) + 2:
+            raise ValueError(
+                f"the recipe scales {_name(path)} by amaxes of earlier steps, but it has a weight of shape {shape}, "
+                "with more dimensions than a layer's. Stack layers by `gtp_jax.Stack`, or use "
+                "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+            )
+        history = np.zeros((*lead, 3, operands.delayed.history), np.float32)
+        found[_name(path)] = {"history": history, "amax": np.broadcast_to(_largest(operands), (*lead, 3))}
+    return found
+
+
+def check_scaling(scaling: ScalingState, groups: Groups) -> None:
+    """Refuses a state without the scaling that a recipe needs.
+
+    Raises:
+        ValueError: if the state lacks a module, or has another history; the message names the module.
+    """
+    for path, (_, operands) in _delayed(groups).items():
+        assert operands.delayed is not None
+        name, steps = _name(path), operands.delayed.history
+        own = scaling.get(name)
+        if own is None or own["history"].shape[-1] != steps:
+            has = "nothing" if own is None else f"a history of {own['history'].shape[-1]} steps"
+            raise ValueError(
+                f"the recipe scales {name or 'the model'} by the amaxes of {steps} earlier steps, but `state.scaling` "
+                f"has {has} for it. Make the state with the step's recipe: "
+                "`gtp_jax.TrainState.create(model, optimizer, recipe=recipe)`."
+            )
+
+
+def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax.Array]:
+    """Returns the amaxes that set the scales of a step, float32 `(*layers, 3)`, by path of each module that needs them,
+    in the view in scope."""
+    copies = np.array([1, 1, _copies()], np.float32)
+    return {path: scaling[_name(path)]["amax"] * copies for path in _delayed(groups)}
+
+
+def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
+    """Returns, in the view in scope, a zero for each amax that a rank will find, of input and gradient of each module.
+
+    In global view, all ranks' zeros of a module are one array, as by `ranks_spec`.
+    """
+    ranks = jax.sharding.get_abstract_mesh().size if current_view() == "global" else 1
+
+    def slot(amax: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((*amax.shape[:-1], 2 * ranks), jnp.float32)
+        if current_view() != "global":
+            return zeros
+        return lax.with_sharding_constraint(zeros, ranks_spec(stacked=amax.ndim > 1))
+
+    return {path: slot(amax) for path, amax in amaxes.items()}
+
+
+def scaling_of(
+    amaxes: Mapping[ModulePath, jax.Array], slots: Mapping[ModulePath, jax.Array]
+) -> dict[ModulePath, Scaling]:
+    """Returns what modules multiply with. Gradients of the slots are then amaxes."""
+    return {path: Scaling(amax, maximum_gradient(slots[path])) for path, amax in amaxes.items()}
+
+
+def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
+    """Returns the maxima of all ranks' amaxes `(*layers, 2)`, in the view in scope; one vector is reduced."""
+    view, names = current_view(), jax.sharding.get_abstract_mesh().axis_names
+    if view is None or not found or not names:
+        return {path: jnp.maximum(own, 0) for path, own in found.items()}
+    if view == "global":
+        vector = jnp.concatenate([_of_each_rank(own) for own in found.values()], axis=1)
+        vector = jnp.max(lax.with_sharding_constraint(vector, PartitionSpec(names)), axis=0)
+    else:
+        vector = lax.pmax(jnp.concatenate([jnp.ravel(own) for own in found.values()]), names)
+    vector = jnp.maximum(vector, 0)  # the gradient of a slot that no call has used may be -Inf
+    shapes = {path: (*own.shape[:-1], 2) for path, own in found.items()}
+    parts = jnp.split(vector, np.cumsum([np.prod(shape) for shape in shapes.values()])[:-1])
+    copies = np.array([1, _copies()], np.float32)
+    return {path: jnp.reshape(part, shape) / copies for (path, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def updated_scaling(
+    scaling: ScalingState, model: nnx.Module, recipe: Recipe | None, found: Mapping[ModulePath, jax.Array]
+) -> ScalingState:
+    """Returns the scaling of the next step.
+
+    Args:
+        scaling: that of this step.
+        model: the model with the masters of this step.
+        recipe: the recipe of this step.
+        found: the amaxes of inputs and gradients, `(*layers, 2)`, by path, as `over_ranks` returns them.
+    """
+    if not found:
+        return scaling
+    groups, after = groups_of(model, recipe), dict(scaling)
+    weights = amaxes_of_weights(
+        {path: group.layouts for (path, _), group in groups.items() if path in found}, shards_of(model)
+    )
+    for path, (_, operands) in _delayed(groups).items():
+        assert operands.delayed is not None
+        own = scaling[_name(path)]
+        now = jnp.stack([found[path][..., 0], weights[path], found[path][..., 1]], axis=-1)
+        history, amax = next_amaxes(own["history"], own["amax"], now, operands.delayed, _largest(operands))
+        after[_name(path)] = {"history": history, "amax": amax}
+    return after
+
+
+def next_amaxes(
+    history: Float32[jax.Array, "*lead steps"],
+    amax: Float32[jax.Array, "*lead"],
+    now: Float32[jax.Array, "*lead"],
+    delayed: DelayedScaling,
+    largest: Float32[np.ndarray, "*lead"],
+) -> tuple[Float32[jax.Array, "*lead steps"], Float32[jax.Array, "*lead"]]:
+    """Returns the history and the amax that sets the scale after a step.
+
+    An amax that is 0 or not finite keeps the scale. If no finite scale is large enough, the scale is the largest.
+
+    Args:
+        history: the amaxes of earlier steps.
+        amax: the amax that set the scale of this step, which is `largest / amax`.
+        now: the amaxes of this step.
+        delayed: how the scale follows from the history.
+        largest: the largest numbers of the formats.
+    """
+    history = history.at[..., 0].set(now)
+    top = now if delayed.algorithm == "most_recent" else jnp.max(history, axis=-1)
+    usable = (top > 0) & jnp.isfinite(top)
+    least = largest / np.finfo(np.float32).max
+    scaled = jnp.clip(top * np.float32(2.0**delayed.margin), least, np.finfo(np.float32).max)
+    return jnp.roll(history, -1, axis=-1).at[..., 0].set(0), jnp.where(usable, scaled, amax)
+
+
+def _copies() -> int:
+    """Returns how often the loss of one example counts, and so by how much gradients are too large: in local view, once
+    on every tensor rank. A state has the amaxes of a loss that counts once."""
+    if current_view() != "local":
+        return 1
+    names, batch = jax.sharding.get_abstract_mesh().axis_names, current_roles().batch
+    return degrees(tuple(axis for axis in names if axis not in batch))
+
+
+def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands]]:
+    """Returns the number of layers and the operands of each module with delayed scaling; `None` outside stacks."""
+    lengths: dict[ModulePath, int] = {}
+    for path, layers in groups:
+        lengths[path] = max(lengths.get(path, 0), layers.stop)
+    return {
+        path: (None if layers.stack is None else lengths[path], group.operands)
+        for (path, layers), group in groups.items()
+        if group.operands is not None and group.delayed is not None
+    }
+
+
+def _largest(operands: Operands) -> np.ndarray:
+    """Returns the largest numbers of the formats of input, weight and gradient."""
+    return np.array([one.largest for one in (operands.activation, operands.weight, operands.gradient)], np.float32)
+
+
+def _of_each_rank(own: jax.Array) -> jax.Array:
+    """Returns amaxes `(*layers, ranks * 2)` as `(ranks, layers * 2)`."""
+    parts = jnp.moveaxis(jnp.reshape(own, (*own.shape[:-1], -1, 2)), -2, 0)
+    return jnp.reshape(parts, (len(parts), -1))
+
+
+def _name(path: ModulePath) -> str:
+    return ".".join(map(str, path))
