@@ -8,6 +8,7 @@ from . import experts as experts
 from . import formats as formats
 from . import generation as generation
 from . import hook as hook
+from . import layout as layout
 from . import mesh as mesh
 from . import nn as nn
 from . import nonuniform as nonuniform
@@ -25,6 +26,7 @@ from .generation import generate as generate
 from .generation import generate_stream as generate_stream
 from .hook import shard as shard
 from .hook import without_hook as without_hook
+from .layout import even_shares as even_shares
 from .mesh import Roles as Roles
 from .mesh import make_mesh as make_mesh
 from .mesh import use_roles as use_roles

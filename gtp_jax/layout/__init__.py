@@ -4,8 +4,11 @@ from ._array import ArrayLayout as ArrayLayout
 from ._array import layout_of_array as layout_of_array
 from ._choice import BLOCK as BLOCK
 from ._choice import layouts_of_kernels as layouts_of_kernels
+from ._even_shares import even_shares as even_shares
 from ._layout import Layout as Layout
 from ._layout import axes_in_use as axes_in_use
+from ._padding import cut as cut
+from ._padding import pad as pad
 from ._split import Split as Split
 from ._storage import UNDIVIDED as UNDIVIDED
 from ._storage import Division as Division

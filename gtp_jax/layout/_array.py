@@ -33,6 +33,11 @@ class ArrayLayout:
     matrix: Layout
 
     @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, padding included."""
+        return self.shape
+
+    @property
     def tensor_dim(self) -> int | None:
         """The dimension that the tensor axis divides, or `None`."""
         return None if self.matrix.split_dim is None else self.order[self.matrix.split_dim]

@@ -6,16 +6,21 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..mesh import current_roles, degree, degrees
+from ._even_shares import shares_are_even
 from ._layout import Layout, listed
 from ._split import Split
-from ._storage import UNDIVIDED, Division
+from ._storage import UNDIVIDED, UNPADDED, Division, Padding
 
 # Blocks, except those that shards may cut (`formats.Tiled`), have up to 16 rows on the wire and up to 32 elements along
 # a contraction. If sizes allow it, a shard consists of whole blocks, so that each rank can quantize its own shard.
 BLOCK_ROWS, BLOCK = 16, 32
+
+# The fraction of a weight up to which it is padded so that shards consist of whole blocks, and not only so that all
+# shards are equal.
+WHOLE_BLOCKS = 0.03
 
 # Shards of up to this many elements, counted over all kernels of a gather, may be replicated over the optimizer's axes
 # without a warning.
@@ -45,7 +50,9 @@ def layouts_of_kernels(
 
     If the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis too, and gathered
     over it. If the axes divide no dimension, the kernels are gathered over fewer axes, with as many ranks as possible,
-    and a warning is issued.
+    and a warning is issued. Under `even_shares`, the stored arrays are padded instead (see `Storage`), unless storage
+    is sharded over the tensor axis as above: along a dimension that neither the tensor axis nor `experts_axis` divides,
+    to whole blocks if that adds little, otherwise until the ranks divide it.
 
     Args:
         shapes: the logical shapes, which may differ only in the number of rows.
@@ -97,17 +104,21 @@ def layouts_of_kernels(
     cols = 2 * len(shapes[0]) - 3 - rows
     for chosen in axes_choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
-        dim = _dim_divided(local, ranks, rows, cols)
+        dim, paddings = _dim_divided(local, ranks, rows, cols), [UNPADDED] * len(shapes)
+        if dim is None and even and shares_are_even() and ranks == degrees(axes):
+            blocks = {d: size for d, size in ((rows, BLOCK_ROWS), (cols, BLOCK)) if d != split_dim or parts == 1}
+            dim, paddings = _padded(shapes, ranks, blocks)
         if dim is not None:
-            warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
+            whole = [axis for axis in axes if axis not in chosen]
+            warn_of_whole(shapes[0], whole, can_pad=even and not shares_are_even())
             storage = {
                 "gather": divided(dim, chosen),
                 "tensor": divided(split_dim, tensor if even else ()),
                 "experts": divided(0, () if experts_axis is None else (experts_axis,)),
             }
             layouts = tuple(
-                Layout(shape, **storage, rows=rows, split_dim=split_dim, split=split, roles=roles)
-                for shape, split in zip(shapes, splits, strict=True)
+                Layout(shape, **storage, padding=padding, rows=rows, split_dim=split_dim, split=split, roles=roles)
+                for shape, padding, split in zip(shapes, paddings, splits, strict=True)
             )
             return _divided_further(layouts)
     raise AssertionError("a choice of no axes divides everything")
@@ -119,6 +130,32 @@ def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols:
         if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in shapes):
             return dim if ranks > 1 else rows
     return None
+
+
+def _padded(
+    shapes: Sequence[tuple[int, ...]], ranks: int, blocks: Mapping[int, int]
+) -> tuple[int | None, list[Padding]]:
+    """Returns the dimension to pad so that the ranks divide it, and the padding of each kernel.
+
+    Takes whole blocks, along the first dimension where they add no more than `WHOLE_BLOCKS`; otherwise the dimension
+    along which equal shards add less. Returns `None` for the dimension if shards would be no smaller than the weight.
+
+    Args:
+        shapes: the shapes of the kernels.
+        ranks: the number of ranks.
+        blocks: the dimensions that may be padded, with the sizes of blocks along them.
+    """
+    elements = sum(map(math.prod, shapes))
+
+    def along(dim: int, multiple: int) -> tuple[float, int, list[Padding]]:
+        paddings = [Padding(dim, -shape[dim] % multiple) for shape in shapes]
+        added = sum(math.prod(s) // s[dim] * padding.size for s, padding in zip(shapes, paddings, strict=True))
+        return added / elements, dim, paddings
+
+    whole = [along(dim, ranks * size) for dim, size in blocks.items()]
+    equal = [along(dim, ranks) for dim in blocks if all(shape[dim] > 1 for shape in shapes)]
+    choices = [*(one for one in whole if one[0] <= WHOLE_BLOCKS), *sorted(equal, key=lambda one: one[0])]
+    return choices[0][1:] if choices else (None, [UNPADDED] * len(shapes))
 
 
 def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
@@ -149,12 +186,19 @@ def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, .
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
 
 
-def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
-    """Warns that a weight stays whole over those of the axes that have more than one rank."""
+def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str], *, can_pad: bool = False) -> None:
+    """Warns that a weight stays whole over those of the axes that have more than one rank.
+
+    Args:
+        shape: the shape of the weight.
+        axes: the axes.
+        can_pad: whether it would be padded instead under `even_shares`.
+    """
     sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
     if sizes:
         warnings.warn(
             f"a weight of shape {shape} stays whole on every rank of {listed(sizes)}, which cannot divide its "
-            "dimensions further. If it is large, choose sizes that the degrees divide.",
+            "dimensions further. If it is large, choose sizes that the degrees divide"
+            + (", or create the model for a `TrainState` under `gtp_jax.even_shares()`." if can_pad else "."),
             stacklevel=4,
         )

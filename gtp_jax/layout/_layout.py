@@ -1,4 +1,4 @@
-"""The layout of one weight on the mesh: its logical shape in storage, possibly padded in use."""
+"""The layout of one weight on the mesh: how it is stored, and how it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, axes_of, degree
 from ._split import Split
-from ._storage import UNDIVIDED, Storage
+from ._storage import UNDIVIDED, UNPADDED, Storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,9 @@ class Layout(Storage):
 
     @property
     def gathered(self) -> Layout:
-        """The layout of the same weight if it is stored as gathered, not divided over the axes of the gather and of the
-        optimizer."""
-        return dataclasses.replace(self.of_shards, gather=UNDIVIDED)
+        """The layout of the same weight if it is stored as gathered: not padded, and not divided over the axes of the
+        gather and of the optimizer."""
+        return dataclasses.replace(self.of_shards, gather=UNDIVIDED, padding=UNPADDED)
 
     @property
     def of_rank(self) -> Layout:
@@ -114,8 +114,14 @@ class Layout(Storage):
         return tuple(width if d == self.split_dim else size for d, size in enumerate(self._own_shape))
 
     @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """The shape of the shards that a gather joins, padding of the stored array included."""
+        return tuple(size * (self.ranks if d == self.gather.dim else 1) for d, size in enumerate(self.shard_shape))
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape that a gather makes of the shards, before a rank takes its part of an uneven split."""
+        """The shape that a gather makes of the shards, without padding of the stored array, before a rank takes its
+        part of an uneven split."""
         return self._own_shape if self.takes_part else self.use_shape
 
     def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:

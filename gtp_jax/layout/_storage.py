@@ -1,4 +1,4 @@
-"""How a weight is stored: as an array of its logical shape, divided evenly by mesh axes."""
+"""How a weight is stored: as an array, padded where needed, that mesh axes divide evenly."""
 
 from __future__ import annotations
 
@@ -31,13 +31,28 @@ class Division(NamedTuple):
 UNDIVIDED = Division()
 
 
+class Padding(NamedTuple):
+    """Zeros at the end of one dimension of an array.
+
+    Attributes:
+        dim: the dimension; `None` if nothing is padded.
+        size: the number of elements that are added to it.
+    """
+
+    dim: int | None = None
+    size: int = 0
+
+
+UNPADDED = Padding()
+
+
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A weight as users, optimizers and checkpoints see it.
+    """A weight between steps.
 
-    Each dimension of the array is divided evenly by the axes that shard it. A *shard* is what a rank sends when the
-    weight is gathered: what it stores, first gathered over the axes of `optimizer` if they divide storage further
-    (ZeRO).
+    Each dimension of the stored array is divided evenly by the axes that shard it. If these divide no dimension of the
+    weight, zeros are added at the end of one. A *shard* is what a rank sends when the weight is gathered: what it
+    stores, first gathered over the axes of `optimizer` if they divide storage further (ZeRO).
 
     Attributes:
         shape: the logical shape: a matrix, or matrices with leading dimensions (experts).
@@ -46,9 +61,11 @@ class Storage:
         tensor: the tensor axis, if it shards storage.
         experts: the axis whose ranks each have the same number of experts of their own, in storage and in use: a
             contiguous run of the first dimension. Gathers and the tensor axis act within the experts of one rank.
+        padding: the zeros at the end of a dimension of the stored array; `UNPADDED` if there are none.
 
     Raises:
-        ValueError: if the axes that shard a dimension do not divide it.
+        ValueError: if the axes that shard a dimension do not divide it, or a padded dimension is divided by axes other
+            than those of `gather` and `optimizer`, so that the padding would not be at its end.
     """
 
     shape: tuple[int, ...]
@@ -56,15 +73,27 @@ class Storage:
     optimizer: Division = UNDIVIDED
     tensor: Division = UNDIVIDED
     experts: Division = UNDIVIDED
+    padding: Padding = UNPADDED
 
     def __post_init__(self) -> None:
-        for dim, size in enumerate(self.shape):
+        for dim, size in enumerate(self.array_shape):
             parts = self._parts(dim, stored=True)
             if size % parts:
                 raise ValueError(
                     f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which does not divide "
                     f"{size}. Let `layouts_of_kernels` choose the dimension."
                 )
+        if any(one.ranks > 1 and one.dim == self.padding.dim for one in (self.tensor, self.experts)):
+            raise ValueError(
+                f"dimension {self.padding.dim} of a weight of shape {self.shape} is padded, and divided among the "
+                "ranks of tp or ep too, each of which would have padding of its own. Let `layouts_of_kernels` choose "
+                "the dimension."
+            )
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, padding included."""
+        return tuple(size + self.padding.size * (dim == self.padding.dim) for dim, size in enumerate(self.shape))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -99,12 +128,12 @@ class Storage:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of what one rank sends in a gather."""
-        return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(self.shape))
+        return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(self.array_shape))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of what one rank stores."""
-        return tuple(size // self._parts(dim, stored=True) for dim, size in enumerate(self.shape))
+        return tuple(size // self._parts(dim, stored=True) for dim, size in enumerate(self.array_shape))
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Layouts: storage is logical and even, a gather gives each rank what the weight says, a scatter is its transpose."""
+"""Layouts: storage is even, a gather gives each rank what the weight says, a scatter is its transpose."""
 
 import warnings
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax.layout import BLOCK, Division, Layout, layouts_of_kernels
+from gtp_jax.layout._storage import Padding
 from gtp_jax.mesh import axes_of
 from gtp_jax.weights._fused import as_shards, gather_weight, reduce_gradient
 
@@ -23,7 +24,7 @@ def mesh_of(gtp_degree: int, tp: int):
 
 
 def quietly(*args, **kwargs):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), gtp.even_shares():
         warnings.simplefilter("ignore")
         return layouts_of_kernels(*args, **kwargs)
 
@@ -42,7 +43,13 @@ CASES = {
     "100 features over three": ((2, 3), [(24, 100), (24, 100)], COLUMN, None, P(("tp", "gtp"), None)),
     "100 features into a row": ((2, 3), [(100, 24)], ROW, None, P(None, ("tp", "gtp"))),
     "less memory is not to be had": ((2, 3), [(50, 100)], COLUMN, None, P(None, "gtp")),
-    "nothing divides": ((7, 1), [(25, 100)], COLUMN, None, P(None, "tp")),
+    "nothing divides": ((7, 1), [(25, 100)], COLUMN, None, P(None, ("tp", "gtp"))),
+    "rows padded to whole blocks": ((3, 1), [(50, 1000)], WHOLE, None, P(None, "gtp")),
+    "padded columns": ((3, 2), [(50, 100)], COLUMN, None, P("gtp", "tp")),
+    "padded rows beside tp": ((3, 2), [(100, 50)], ROW, None, P("tp", "gtp")),
+    "three padded kernels": ((3, 1), [(50, 20), (50, 10), (50, 4)], WHOLE, None, P("gtp", None)),
+    "three kernels, padded rows": ((7, 1), [(18, 20), (18, 13), (18, 6)], WHOLE, None, P(None, "gtp")),
+    "fewer rows than ranks": ((7, 1), [(3, 5)], WHOLE, None, P(None, "gtp")),
     "seven": ((1, 7), [(24, 100)], COLUMN, None, P(None, "gtp")),
     "more ranks than units": ((2, 4), [(64, 3)], COLUMN, None, P(("tp", "gtp"), None)),
 }
@@ -57,7 +64,10 @@ def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
     with jax.set_mesh(mesh):
         layouts = quietly(shapes, rows=1, split_dim=split_dim, units=units)
         assert {layout.spec for layout in layouts} == {spec}
-        stored = [jax.device_put(w, NamedSharding(mesh, spec)) for w in kernels]
+        stored = [
+            jax.device_put(_padded(w, layout), NamedSharding(mesh, spec))
+            for w, layout in zip(kernels, layouts, strict=True)
+        ]
         assert all(
             a.addressable_shards[0].data.shape == layout.shard_shape for a, layout in zip(stored, layouts, strict=True)
         )
@@ -88,8 +98,12 @@ def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
                 out, into_ = index
                 piece = piece[: len(out), : len(into_)]
                 total[np.ix_(into_, out)] += piece.T
-    for a, b in zip(back, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+    for a, b, layout in zip(back, expected, layouts, strict=True):
+        np.testing.assert_allclose(a, _padded(b, layout), rtol=0, atol=1e-12)
+
+
+def _padded(array, layout):
+    return np.pad(array, [(0, more - size) for more, size in zip(layout.array_shape, array.shape, strict=True)])
 
 
 def _rows_of(layouts, kernels, rank):
@@ -125,28 +139,55 @@ def _order(layouts):
     degrees=st.sampled_from([(1, 1), (8, 1), (4, 2), (2, 3), (1, 5), (7, 1), (2, 4)]),
     split_dim=st.sampled_from([0, 1, None]),
 )
-def test_storage_is_logical_and_even_whatever_the_sizes(sizes, into, degrees, split_dim):
+def test_storage_is_even_whatever_the_sizes(sizes, into, degrees, split_dim):
     with jax.set_mesh(mesh_of(*degrees)):
         layouts = quietly([(into, size) for size in sizes], rows=1, split_dim=split_dim)
         for layout, size in zip(layouts, sizes, strict=True):
             for dim, entry in enumerate(layout.spec):
                 ways = np.prod([{"gtp": degrees[0], "tp": degrees[1]}[a] for a in np.ravel(entry or [])])
-                assert layout.shape[dim] % ways == 0
-                assert layout.shard_shape[dim] * ways == (into, size)[dim]
+                assert layout.shard_shape[dim] * ways == layout.array_shape[dim]
+                assert layout.shape[dim] == (into, size)[dim]
         gathered = {(layout.axes, layout.by_rows, layout.takes_part) for layout in layouts}
         assert len(gathered) == 1, "kernels of one gather travel alike"
-        multiple = degrees[0] * (1 if split_dim is None else degrees[1])
-        if all(size % (degrees[1] if split_dim == 1 else 1) == 0 for size in sizes) and into % multiple == 0:
-            assert layouts[0].ranks >= degrees[0], "a dimension divides, so nothing stays whole"
+        split_evenly = split_dim is None or all(layout.tensor.dim is not None for layout in layouts)
+        if split_evenly and max(into, min(sizes)) > 1 and (degrees[1] == 1 or split_dim is None):
+            assert layouts[0].ranks >= degrees[0], "a dimension can be divided or padded, so nothing stays whole"
 
 
-def test_a_weight_that_nothing_divides_stays_whole_with_a_warning():
-    with jax.set_mesh(mesh_of(7, 1)):
-        with pytest.warns(
-            UserWarning, match=r"shape \(25, 100\) stays whole on every rank of gtp 7, which cannot divide"
-        ):
-            (layout,) = layouts_of_kernels([(25, 100)], rows=1)
-    assert layout.spec == P(None, None) and layout.ranks == 1
+def test_a_weight_that_nothing_divides_stays_whole_with_a_warning_that_names_even_shares():
+    whole = r"shape \(25, 100\) stays whole on every rank of gtp 7, which cannot divide .*gtp_jax\.even_shares\(\)"
+    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares(), gtp.even_shares(False), pytest.warns(UserWarning, match=whole):
+        (layout,) = layouts_of_kernels([(25, 100)], rows=1)
+    assert layout.spec == P(None, None) and layout.ranks == 1 and layout.array_shape == (25, 100)
+
+
+def test_a_weight_that_nothing_divides_is_padded_along_the_dimension_that_costs_less():
+    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares():
+        (layout,) = layouts_of_kernels([(25, 100)], rows=1)
+    assert layout.spec == P(None, "gtp") and layout.array_shape == (25, 105) and layout.shape == (25, 100)
+
+
+def test_a_weight_is_padded_to_whole_blocks_where_that_costs_at_most_3_percent():
+    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares():
+        stored = [layouts_of_kernels([(4096, rows)], rows=1)[0].array_shape for rows in (4096, 1024)]
+        (alone,) = layouts_of_kernels([(9001, 1024)], rows=1)
+    assert stored == [(4096, 4144), (4102, 1024)], "112 rows to a block on every rank; 96 of 1024 would be 9 %"
+    assert alone.array_shape == (9184, 1024), "224 columns"
+
+
+def test_one_element_and_dimensions_of_an_uneven_tensor_axis_are_not_padded():
+    whole = r"stays whole on every rank of gtp 3, which cannot .* choose sizes that the degrees divide\.$"
+    with jax.set_mesh(mesh_of(3, 2)), gtp.even_shares(), pytest.warns(UserWarning, match=whole):
+        (single,) = layouts_of_kernels([(1, 1)], rows=1)
+        (uneven,) = layouts_of_kernels([(5, 7)], rows=1, split_dim=1)
+    assert single.ranks == 1 and single.array_shape == (1, 1)
+    assert uneven.array_shape == (5, 7)
+
+
+def test_padding_that_is_not_at_the_end_of_a_dimension_is_refused():
+    storage = {"tensor": Division(0, ("tp",), (2,)), "gather": Division(0, ("gtp",), (3,))}
+    with pytest.raises(ValueError, match=r"dimension 0 of a weight of shape \(10, 8\) is padded, and divided among"):
+        Layout((10, 8), **storage, padding=Padding(0, 2), rows=1)
 
 
 def test_a_dense_layer_stores_its_logical_shape():
