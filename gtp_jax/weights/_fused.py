@@ -11,8 +11,13 @@ with the first two dimensions joined. One matmul multiplies it as it is, without
 the activation into the kernels' outputs. In a layer of experts, each rank's part contains the kernels of one expert
 after another, and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 
-Other shards (columns; rows that are not a multiple of a block; weights of which each tensor rank takes a part) are
-reordered first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
+Other shards (columns; rows that are not a multiple of a block; padded ones; weights of which each tensor rank takes a
+part) are reordered first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
+
+[Note: padded shards]
+Padding lies at the end of one dimension of the stored array (`layout.Padding`). The gathered weight is cut, never the
+activations: of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA reads the weight in
+place; elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with zeros.
 """
 
 from __future__ import annotations
@@ -78,7 +83,9 @@ def fuse(parts: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
     """
     if not in_order(layouts):
         return fuse_kernels(whole_kernels(parts, layouts), layouts)
-    return parts if parts.ndim > 3 else jnp.reshape(parts, (-1, parts.shape[-1]))
+    if parts.ndim > 3:
+        return parts
+    return _cut(jnp.reshape(parts, (-1, parts.shape[-1])), layouts[0])
 
 
 def fuse_kernels(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
@@ -92,7 +99,7 @@ def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
     """Splits a fused weight's gradient into those of all ranks' parts: the transpose of `fuse`."""
     first = layouts[0]
     if in_order(layouts):
-        return jnp.reshape(gradient, (first.ranks, *_lead(first), -1, gradient.shape[-1]))
+        return jnp.reshape(_padded(gradient, first), (first.ranks, *_lead(first), -1, gradient.shape[-1]))
     use = [layout.matrix_of(layout.use_shape) for layout in layouts]
     whole = jnp.reshape(gradient, (*first.use_shape[:-2], sum(rows for rows, _ in use), use[0][1]))
     pieces = jnp.split(whole, np.cumsum([rows for rows, _ in use])[:-1], axis=-2)
@@ -105,7 +112,8 @@ def in_order(layouts: Sequence[Layout]) -> bool:
     if first.takes_part or not (first.by_rows or first.ranks == 1):
         return False
     one_matrix = len(layouts) == 1 and len(first.shape) == 2
-    return one_matrix or first.ranks == 1 or all(one.shard_shape[one.rows] % BLOCK == 0 for one in layouts)
+    whole_blocks = all(one.shard_shape[one.rows] % BLOCK == 0 and not one.padding.size for one in layouts)
+    return one_matrix or first.ranks == 1 or whole_blocks
 
 
 def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
@@ -181,8 +189,8 @@ def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array
     for piece, layout in zip(jnp.split(parts, ends[:-1], axis=-2), layouts, strict=True):
         ahead = -3 if layout.by_rows else -2  # the place before the dimension that the ranks divide
         moved = jnp.moveaxis(piece, 0, ahead)
-        rows, cols = layout.matrix_of(layout.whole_shape)
-        kernels.append(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)))
+        rows, cols = layout.matrix_of(layout.joined_shape)
+        kernels.append(_cut(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)), layout))
     return kernels
 
 
@@ -191,6 +199,7 @@ def _for_each_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> j
     parts = []
     for kernel, layout in zip(kernels, layouts, strict=True):
         rows, cols = layout.matrix_of(layout.shard_shape)
+        kernel = _padded(kernel, layout)
         if layout.by_rows:
             parted = jnp.reshape(kernel, (*_lead(layout), layout.ranks, rows, cols))
             parts.append(jnp.moveaxis(parted, -3, 0))
@@ -198,6 +207,22 @@ def _for_each_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> j
             parted = jnp.reshape(kernel, (*_lead(layout), rows, layout.ranks, cols))
             parts.append(jnp.moveaxis(parted, -2, 0))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
+
+
+def _cut(kernel: jax.Array, layout: Layout) -> jax.Array:
+    """Returns a whole kernel, `(*lead, rows, cols)`, without the padding of the stored array."""
+    if not layout.padding.size:
+        return kernel
+    rows, cols = layout.matrix_of(layout.whole_shape)
+    return kernel[..., :rows, :cols]
+
+
+def _padded(kernel: jax.Array, layout: Layout) -> jax.Array:
+    """Returns a whole kernel, `(*lead, rows, cols)`, with the padding of the stored array: the transpose of `_cut`."""
+    if not layout.padding.size:
+        return kernel
+    more = [size - own for size, own in zip(layout.matrix_of(layout.joined_shape), kernel.shape[-2:], strict=True)]
+    return jnp.pad(kernel, (*((0, 0),) * (kernel.ndim - 2), *((0, size) for size in more)))
 
 
 def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
