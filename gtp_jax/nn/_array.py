@@ -18,10 +18,11 @@ from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
 from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
+from ._padded import Padded
 from ._weight import ArrayWeight, placed_once
 
 
-class GatheredOnUse(nnx.Variable):
+class GatheredOnUse(Padded):
     """The methods of a variable that holds a weight of any shape; see `Param`."""
 
     def gather(self) -> jax.Array:

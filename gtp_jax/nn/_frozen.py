@@ -211,6 +211,13 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
                 f"the recipe sends {name} in {form.name}, which cannot be stored. Freeze with one of gtp_jax's "
                 "recipes, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
             )
+        padded = [layout for layout in group.layouts if form is not None and layout.padding.size]
+        if padded:
+            raise ValueError(
+                f"the weight of shape {padded[0].shape} of {name} is stored padded to {padded[0].array_shape}, and a "
+                "padded weight cannot be stored as codes. Create the model outside of `gtp_jax.even_shares()`, or name "
+                "the module in the recipe's `exclude`."
+            )
         cut = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
         if cut and form is not None:
             raise ValueError(

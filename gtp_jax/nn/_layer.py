@@ -45,7 +45,7 @@ def partition_of(leaf: Leaf) -> Any:
     if layout is not None and isinstance(leaf, nnx.Variable):
         layout = leaf.get_metadata().get("array") or layout  # an array of any shape has both
     if layout is not None:
-        return stacked_spec(layout.spec, leaf.get_value().ndim)
+        return stacked_spec(layout.spec, value.ndim)
     named = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
     return PartitionSpec(*(named or ()))
 
@@ -125,7 +125,7 @@ def check_shape(variable: Leaf, owner: str) -> None:
     if layout is None or shape is None or current_view() == "local":
         return
     ahead = len(shape) - len(layout.shape)
-    if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.shape:
+    if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.array_shape:
         raise ValueError(
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Assign an array "
             "of the weight's own shape, which is the logical one on every mesh: `kernel[...] = array`. This also "

@@ -11,10 +11,11 @@ from flax import nnx
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
 from ..hook import largest_unit
-from ..layout import Layout
-from ..mesh import Roles, check_mesh_in_scope, current_roles
+from ..layout import ArrayLayout, Layout
+from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
 from ._frozen import Frozen
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
+from ._padded import padded_layout
 from ._update_rule import UpdateRule, update_rule_of
 from ._weight import layer_counts
 
@@ -39,6 +40,7 @@ class ModelDef:
         roles: the roles of the mesh axes.
         frozen_specs: a nested dict of the partitions of frozen weights.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
+        padded: the layouts of the parameters and frozen weights whose stored arrays are padded, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
         largest_unit: the number of bytes of gradients that a rank reduces for that unit of `gtp_jax.shard` for which it
@@ -54,6 +56,7 @@ class ModelDef:
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     update_rules: dict[tuple[str, ...], UpdateRule] = dataclasses.field(default_factory=dict)
+    padded: dict[Path, Layout | ArrayLayout] = dataclasses.field(default_factory=dict)
     layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     largest_unit: int = 0
 
@@ -67,6 +70,15 @@ class ModelDef:
         check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
+
+    def logical_shapes(self, params: Tree) -> dict[Path, tuple[int, ...]]:
+        """Returns the shape of each parameter without padding, by path."""
+        found = {}
+        for path, leaf in with_paths(params):
+            layout = self.padded.get(path)
+            own = () if layout is None else layout.shape
+            found[path] = (*leaf.shape[: leaf.ndim - len(own)], *own)
+        return found
 
     def model(
         self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None, *, read_only: bool = False
@@ -146,10 +158,15 @@ def split_model(model: nnx.Module) -> Split:
             for path, v in nnx.to_flat_state(variables)
             if isinstance(v, nnx.Param) and (rule := update_rule_of(v)) is not None
         },
+        {
+            tuple(map(str, path)): layout
+            for path, v in nnx.to_flat_state(variables)
+            if isinstance(v, nnx.Variable) and (layout := padded_layout(v)) is not None
+        },
         layer_counts(model),
         largest_unit(model),
     )
-    values = _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable))
+    values = _dicts(jax.tree.map(lambda v: v.get_raw_value(), params, is_leaf=_is_variable))
     return Split(model_def, values, _nested(others), _nested(frozen))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..chain import Schedule
 from ..formats import Operands, Tiled
 from ..hook import weight_paths
-from ..layout import ArrayLayout, Layout
+from ..layout import ArrayLayout, Layout, pad
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
 from ..recipes import Recipe, current_recipe
@@ -45,13 +45,15 @@ from ..weights import (
     use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
+from ._padded import PaddedParam, padded_layout, refuse_optimizer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
     """Makes a weight that is gathered. Its values are those that `init` gives to the logical array, on every mesh."""
-    return _sharded(init(key, layout.shape, dtype), layout.spec, layout=layout)
+    kind = nnx.Param if layout.array_shape == layout.shape else PaddedParam
+    return _sharded(pad(init(key, layout.shape, dtype), layout), layout.spec, kind, layout=layout)
 
 
 def make_vector(
@@ -170,9 +172,9 @@ def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis
     return jnp.moveaxis(jnp.concatenate(fitted), 0, axis)
 
 
-def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Param:
+def _sharded(value: jax.Array, spec: PartitionSpec, kind: type[nnx.Param] = nnx.Param, **metadata: Any) -> nnx.Param:
     eager = current_view() == "global"
-    return placed_once(nnx.Param(value, out_sharding=tuple(spec), eager_sharding=eager, **metadata))
+    return placed_once(kind(value, out_sharding=tuple(spec), eager_sharding=eager, **metadata))
 
 
 def placed_once[P: nnx.Variable](variable: P) -> P:
@@ -187,6 +189,8 @@ def placed_once[P: nnx.Variable](variable: P) -> P:
     variable.set_metadata(eager_sharding=False)
     if "layout" in variable.get_metadata():
         variable.set_metadata(on_set_value=refuse_broadcast)
+    if padded_layout(variable) is not None:
+        variable.set_metadata(on_create_value=refuse_optimizer)
     return variable
 
 

@@ -1,0 +1,136 @@
+"""Variables whose stored array is padded, and that are read and set in their logical shape."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from ..layout import ArrayLayout, Layout, cut, pad
+from ..mesh import current_view, stacked_spec
+
+
+class Padded(nnx.Variable):
+    """The methods of a variable that may hold a padded array; see `gtp_jax.layout.Storage`.
+
+    `param[...]`, `param.shape` and `get_value` give the logical array. An array of logical shape that is put into the
+    variable, by `param[...] = array`, `set_value` or `nnx.update`, is padded. `nnx.state` and `get_raw_value` have the
+    stored array, whose padding is zero. An array of the stored shape is refused by `nnx.update`, with which
+    `nnx.Optimizer` would otherwise set what it computes with the padding.
+    """
+
+    def get_value(self, **index: Any) -> Any:
+        layout, value = padded_layout(self), self.get_raw_value()
+        if layout is None or not _has_shape(value, layout.array_shape):
+            return super().get_value(**index)
+        if isinstance(value, jax.ShapeDtypeStruct):  # of an abstract model; JAX has no uneven shardings
+            return jax.ShapeDtypeStruct(logical_shape(self), value.dtype)
+        whole = cut(super().get_value(), layout)
+        at = index.get("index", ...)
+        return whole if at is ... else whole[at]
+
+    def set_value(self, value: Any, **index: Any) -> None:
+        layout, before = padded_layout(self), self.get_raw_value()
+        if layout is None or current_view() == "local":
+            super().set_value(value, **index)
+            return
+        if isinstance(before, jax.Array) and _has_shape(before, layout.array_shape):
+            super().set_raw_value(cut(before, layout))
+        try:
+            super().set_value(value, **index)
+        except BaseException:
+            super().set_raw_value(before)
+            raise
+        self.set_raw_value(self.get_raw_value())
+
+    def set_raw_value(self, value: Any, **options: Any) -> None:
+        layout = padded_layout(self)
+        # Flax passes an option from `nnx.update` with an array, and from nowhere else
+        if options and layout is not None and current_view() != "local" and _has_shape(value, layout.array_shape):
+            raise _not_updated(layout)
+        super().set_raw_value(_stored(value, padded_layout(self)), **options)
+
+    def update_from_state(self, variable_state: Any) -> None:
+        super().update_from_state(variable_state)
+        self.set_raw_value(self.get_raw_value())
+
+    @classmethod
+    def from_metadata(cls, value: Any, attributes: dict[str, Any]) -> Self:
+        return super().from_metadata(_stored(value, _of_metadata(attributes)), attributes)  # pyright: ignore
+
+
+class _RefuseOptimizer:
+    """A hook for `on_create_value` that refuses the variables of an `nnx.Optimizer`, which copies a parameter's
+    metadata to them. Its truth value is false, because NNX warns of every hook of a new variable that is true.
+
+    Raises:
+        ValueError: if the variable belongs to an `nnx.Optimizer`.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "refuse_optimizer"
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        layout = padded_layout(variable)
+        if layout is not None and isinstance(variable, nnx.OptState):
+            raise _not_updated(layout)
+        return value
+
+
+# one object, by which metadata are compared
+refuse_optimizer = _RefuseOptimizer()
+
+
+def _not_updated(layout: Layout | ArrayLayout) -> ValueError:
+    return ValueError(
+        f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, and an `nnx.Optimizer` or a call "
+        "of `nnx.update` does not know which elements are padding. Train with `gtp_jax.TrainState` and `train_step`, "
+        "or create the model outside of `gtp_jax.even_shares()`."
+    )
+
+
+class PaddedParam(Padded, nnx.Param):
+    """The parameter of a layer whose array is padded."""
+
+
+def padded_layout(variable: nnx.Variable) -> Layout | ArrayLayout | None:
+    """Returns the layout of a weight that is stored padded; `None` for any other variable."""
+    return _of_metadata(variable.get_metadata())
+
+
+def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
+    """Returns the shape of the logical array of a variable that may be abstract."""
+    layout, shape = padded_layout(variable), tuple(variable.get_raw_value().shape)
+    if layout is None or not _has_shape(variable.get_raw_value(), layout.array_shape):
+        return shape
+    return (*shape[: len(shape) - len(layout.shape)], *layout.shape)
+
+
+def _of_metadata(metadata: dict[str, Any]) -> Layout | ArrayLayout | None:
+    layout = metadata.get("array") or metadata.get("layout")
+    return None if layout is None or layout.array_shape == layout.shape else layout
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    own = getattr(value, "shape", ())
+    return len(own) - len(shape) in (0, 1) and tuple(own[len(own) - len(shape) :]) == shape
+
+
+def _stored(value: Any, layout: Layout | ArrayLayout | None) -> Any:
+    """Returns what a variable stores when an array of logical shape is put into it, on the mesh in scope."""
+    if layout is None or current_view() == "local" or not _has_shape(value, layout.shape):
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    padded = pad(jnp.asarray(value), layout)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or isinstance(padded, Tracer):
+        return padded
+    return jax.device_put(padded, NamedSharding(jax.sharding.get_mesh(), stacked_spec(layout.spec, padded.ndim)))
