@@ -79,18 +79,36 @@ def _outputs(
         for path, leaf in with_paths(params)
     ]
     like = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    traced, given, out = traced_update(optimizer, like, known)
+    ndims = {path: leaf.ndim for path, leaf in with_paths(like)}
+    values = terms.of(traced, input_values(given, counts), ndims)
+    return _used(dict(zip((path for path, _ in with_paths(out)), values, strict=True)))
+
+
+def traced_update(
+    optimizer: optax.GradientTransformation, like: Tree, counts: Mapping[Path, int]
+) -> tuple[Any, tuple[Any, ...], tuple[Tree, Tree]]:
+    """Traces an update on abstract arrays.
+
+    Args:
+        optimizer: any optax optimizer.
+        like: the shapes and dtypes of the parameters.
+        counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
+
+    Returns:
+        The closed jaxpr; the shapes of its arguments `(gradients, state, parameters, loss)`; and those of its results,
+        `(updates, new state)`.
+    """
     update = optax.with_extra_args_support(optimizer).update
 
     def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
         return update(grads, state, params, value=value, grad=grads, value_fn=_any_loss)
 
-    with layers_in_scope(known, examined=True):
+    with layers_in_scope(counts, examined=True):
         state = jax.eval_shape(lambda params: optimizer.init(params), like)
         given = (like, state, like, jax.ShapeDtypeStruct((), jnp.float32))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*given)
-    ndims = {path: leaf.ndim for path, leaf in with_paths(like)}
-    values = terms.of(traced, input_values(given, counts), ndims)
-    return _used(dict(zip((path for path, _ in with_paths(out)), values, strict=True)))
+    return traced, given, out
 
 
 def _used(outputs: dict[Path, Value]) -> dict[Path, Value]:

@@ -8,6 +8,8 @@ from typing import Any
 import optax
 
 from ..nn import ModelDef
+from ._on_padding import left_in_padding
+from ._padding import paddings
 from ._per_layer import layers_in_scope
 
 Tree = Any
@@ -28,21 +30,30 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack` (see `per_layer`).
+    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack` (see `per_layer`), and
+    takes and returns arrays as they are stored.
 
-    Its update takes any extra arguments, and passes on those that the original update accepts.
+    The optimizer itself is given logical arrays, unless it updates padded ones alike; see
+    [Note: optimizers on padding]. Its update takes any extra arguments, and passes on those that the original update
+    accepts.
     """
     names = _extra_names(optimizer)
 
     def init(params: Tree) -> Tree:
+        padding = paddings(model_def, params)
         with layers_in_scope(model_def.layer_counts):
-            return optimizer.init(params)
+            return padding.pad(optimizer.init(padding.cut(params)))
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        padding = paddings(model_def, updates)
+        dirty = left_in_padding(optimizer, model_def, padding, updates)
+        if dirty is None:
+            updates, state, params = map(padding.cut, (updates, state, params))
+            extra = {name: padding.cut_argument(value) for name, value in extra.items()}
         known = {name: value for name, value in extra.items() if names is None or name in names}
         with layers_in_scope(model_def.layer_counts):
             try:
-                return optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
+                updated = optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
             except TypeError as error:
                 if "required keyword-only argument" not in str(error):
                     raise
@@ -51,6 +62,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
                     "`value`, the loss; `grad`, the gradients; and `value_fn`, the loss as a function of the "
                     "parameters. For other arguments write your own step with `gtp_jax.loss_and_gradients`."
                 ) from error
+        return padding.pad(updated) if dirty is None else padding.with_zeros(updated, dirty)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -21,6 +21,7 @@ from ..recipes import Recipe, check_recipe
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
 from ._optimizer import check_optimizer, of_model
+from ._padding import paddings
 from ._scaling import ScalingState, first_scaling
 from ._state_form import form
 
@@ -33,8 +34,10 @@ class TrainState:
     """Parameters, optimizer state, step count and the model's other variables: a pytree of arrays.
 
     Attributes:
-        params: a nested dict of the float32 master weights, in logical shapes, sharded by `model_def.specs`.
-        opt_state: the state of the optax optimizer; its moments are sharded like the parameters they belong to.
+        params: a nested dict of the float32 master weights, sharded by `model_def.specs`. Arrays that gtp cannot divide
+            evenly are padded with zeros (`model_def.padded`); `logical` returns them without.
+        opt_state: the state of the optax optimizer; its moments are sharded and padded like the parameters they belong
+            to.
         step: the number of updates made, int32.
         model_def: the rest of the model; static.
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
@@ -98,6 +101,15 @@ class TrainState:
         else:
             model_state, scaling = jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)
         return distinct(cls(params, opt_state, step, model_def, model_state, frozen, scaling))
+
+    def logical(self) -> TrainState:
+        """Returns the state with arrays of logical shapes, to be read or compared; a step takes only the state itself.
+
+        XLA chooses the shardings of arrays that were padded, which may be whole on every device.
+        """
+        params, frozen = (paddings(self.model_def, tree) for tree in (self.params, self.frozen))
+        own = params.cut(self.params), params.cut(self.opt_state), frozen.cut(self.frozen)
+        return dataclasses.replace(self, params=own[0], opt_state=own[1], frozen=own[2])
 
     def model(self) -> Any:
         """Returns the model with the parameters and the other variables of this state.

@@ -21,7 +21,7 @@ import numpy as np
 from ..mesh import Path, of_parameter, with_paths
 
 _NONE: frozenset[Path] = frozenset()
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -34,7 +34,7 @@ _CALLS = (
 )
 _SAME = ("copy", "copy_p", "stop_gradient", "squeeze", "reshape", "broadcast_in_dim", "expand_dims", "pvary")
 _TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
     "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
     "is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real "
@@ -110,7 +110,7 @@ class Terms:
 
     def _apply(self, eqn: Any, args: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
+        if name in CALLS:
             inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
             return self._outputs(inner, args)
         if name == "cond":
@@ -134,7 +134,7 @@ class Terms:
         whole = all(size in (1, math.prod(out.shape)) for size in sizes)
         if name == "scatter" and self._is_history(eqn, args[0]):
             return [self._joined(("history",), args)]
-        if name in _ELEMENTWISE and whole or not any(value.owners for value in args):
+        if name in ELEMENTWISE and whole or not any(value.owners for value in args):
             if name == "random_bits":  # whatever the shape: layers in a list would draw different ones anyway
                 return [self._joined((name,), args)._replace(random=True)]
             return [self._joined((name, settings, place), args) for place in range(len(eqn.outvars))]

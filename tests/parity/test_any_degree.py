@@ -43,6 +43,13 @@ CASES = {
     ),
     "gtp 7": (dict(gtp=7), dataclasses.replace(ODD, vocab_size=98, hidden_size=28), 4),
     "gtp 5, dp 1": (dict(gtp=5), ODD, 4),
+    "padded over gtp 7, tied": (dict(gtp=7), dataclasses.replace(ODD, tie_embeddings=True), 4),
+    "padded over gtp 3, dp 2": (dict(dp=2, gtp=3), ODD, 4),
+    "padded over gtp 3, tp 2, looped": (
+        dict(gtp=3, tp=2),
+        dataclasses.replace(ODD, vocab_size=98, num_heads=8, num_kv_heads=4, unroll=1),
+        4,
+    ),
     "two dp, gtp 2, tp 2": (dict(dp=2, gtp=2, tp=2), dataclasses.replace(ODD, tie_embeddings=True), 8),
 }
 
@@ -53,7 +60,8 @@ def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
     degrees, config, length = CASES[name]
     size = int(np.prod([d for axis, d in degrees.items() if axis != "tp"]))
     data = batches(config, size * 2, length)[:3]
-    start, gradient, losses, end = train(config, degrees, data)
+    with gtp.even_shares("padded" in name):
+        start, gradient, losses, end = train(config, degrees, data)
     expected_gradient, expected_losses, expected_end = oracle(config, start, data)
     assert_close(gradient, expected_gradient, 1e-12, "gradient of ")
     assert_close(losses, expected_losses, 1e-12, "loss of step ")

@@ -108,14 +108,14 @@ def train(
         model = placed(lambda rngs: Llama(config, rngs=rngs), 3)
         state = gtp.TrainState.create(model, optimizer)
         host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
-        start = host(state.params)
+        start = host(state.logical().params)
         step = gtp.train_step(next_token_loss, optimizer, max_grad_norm=0.5, microbatches=microbatches, view=view)
         losses, gradient = [], None
         for batch in data:
             state, metrics = step(state, batch)
-            gradient = gradient or host((state.opt_state[0], metrics["grad_norm"]))
+            gradient = gradient or host((state.logical().opt_state[0], metrics["grad_norm"]))
             losses.append(float(metrics["loss"]))
-        return start, gradient, losses, host(state.params)
+        return start, gradient, losses, host(state.logical().params)
 
 
 _answers: dict = {}

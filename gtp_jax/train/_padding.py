@@ -1,0 +1,119 @@
+"""Converts the arrays of a state between their logical shapes and the padded ones in which they are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from ..layout import ArrayLayout, Layout, cut, pad
+from ..mesh import Path, of_parameter, with_paths
+from ..nn import ModelDef
+
+Tree = Any
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A parameter whose array is padded.
+
+    Attributes:
+        layout: its layout.
+        shape: the shape of the logical array, with the dimension of layers.
+        stored: the shape of the stored array.
+        spec: the partition of both, the logical one in unequal parts.
+    """
+
+    layout: Layout | ArrayLayout
+    shape: Shape
+    stored: Shape
+    spec: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Paddings:
+    """The parameters of a model whose arrays are padded, by path. Trees of any structure can be converted whose paths
+    end with those of the parameters, such as an optimizer's state."""
+
+    known: tuple[tuple[Path, Padded], ...] = ()
+
+    def cut(self, tree: Tree) -> Tree:
+        """Returns a tree with the logical arrays, given the stored ones."""
+        return self._mapped(tree, lambda one: one.stored, cut)
+
+    def pad(self, tree: Tree) -> Tree:
+        """Returns a tree with the stored arrays, given the logical ones."""
+        return self._mapped(tree, lambda one: one.shape, pad)
+
+    def shapes(self, tree: Tree) -> Tree:
+        """Returns the shapes and dtypes of the logical arrays, given those of the stored ones."""
+        return jax.eval_shape(self.cut, tree)
+
+    def with_zeros(self, tree: Tree, which: Sequence[bool]) -> Tree:
+        """Returns a tree of stored arrays with zeros as the padding of some of its leaves."""
+        known = dict(self.known)
+
+        def one(path: Path, leaf: Any) -> Any:
+            owner = of_parameter(path, known)
+            assert owner is not None, path
+            within = jnp.ones((), jnp.bool_)
+            ahead = leaf.ndim - len(owner.shape)
+            for dim, (size, more) in enumerate(zip(owner.shape, owner.stored, strict=True), ahead):
+                if size != more:
+                    within &= lax.broadcasted_iota(jnp.int32, leaf.shape, dim) < size
+            return jnp.where(within, leaf, jnp.zeros((), leaf.dtype))
+
+        pairs = zip(with_paths(tree), which, strict=True)
+        leaves = [one(path, leaf) if fill else leaf for (path, leaf), fill in pairs]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    def cut_argument(self, value: Any) -> Any:
+        """Returns an argument of an optimizer's update as it takes it: a tree of logical arrays, or a function of such
+        a tree."""
+        return (lambda params: value(self.pad(params))) if callable(value) else self.cut(value)
+
+    def _mapped(
+        self, tree: Tree, before: Callable[[Padded], Shape], convert: Callable[[jax.Array, Any], jax.Array]
+    ) -> Tree:
+        known = dict(self.known)
+        if not known:
+            return tree
+
+        def one(path: Path, leaf: Any) -> Any:
+            owner = of_parameter(path, known)
+            if owner is None or leaf.shape[leaf.ndim - len(owner.shape) :] != before(owner):
+                return leaf
+            spec = PartitionSpec(*(None,) * (leaf.ndim - len(owner.shape)), *owner.spec)
+            converted = convert(leaf, owner.layout)
+            traced = isinstance(converted, Tracer) and not jax.sharding.get_abstract_mesh().empty
+            return lax.with_sharding_constraint(converted, spec) if traced else converted
+
+        leaves = [one(path, leaf) for path, leaf in with_paths(tree)]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def paddings(model_def: ModelDef, stored: Tree) -> Paddings:
+    """Returns how the parameters of a model are padded.
+
+    Args:
+        model_def: the definition of the model.
+        stored: the parameters, their gradients, the frozen weights, or the shapes of any of these.
+    """
+    if not model_def.padded:
+        return Paddings()
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    specs = dict(with_paths(model_def.specs, is_spec) + with_paths(model_def.frozen_specs, is_spec))
+    known = []
+    for path, leaf in with_paths(stored):
+        if (layout := model_def.padded.get(path)) is not None:
+            ahead = leaf.shape[: leaf.ndim - len(layout.shape)]
+            one = Padded(layout, (*ahead, *layout.shape), (*ahead, *layout.array_shape), specs[path])
+            known.append((path, one))
+    return Paddings(tuple(known))

@@ -1,0 +1,287 @@
+"""Weights that gtp does not divide are stored padded, and are what they are without a mesh."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import split_model
+from gtp_jax.nonuniform import leaf_specs
+from gtp_jax.train._on_padding import left_in_padding
+from gtp_jax.train._optimizer import of_model
+from gtp_jax.train._padding import paddings
+
+
+class Model(nnx.Module):
+    """A table of 33 rows, a stack with 26 features, and a head; 3, 5 and 7 divide none of their dimensions."""
+
+    def __init__(self, rngs):
+        options = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+        self.embed = gtp.Embed(34, 26, rngs=rngs, **options)
+        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(26, 26, rngs=rngs, **options), 2, rngs=rngs)
+        self.head = gtp.Dense(26, {"a": 34, "b": 8}, use_bias=True, rngs=rngs, **options)
+
+    def __call__(self, tokens):
+        made = self.head(self.blocks(self.embed(tokens)))
+        return jnp.concatenate([made["a"], made["b"]], -1)
+
+
+@contextlib.contextmanager
+def on(gtp_degree, dp=1):
+    with jax.set_mesh(gtp.make_mesh(gtp=gtp_degree, dp=dp, devices=jax.devices()[: gtp_degree * dp])):
+        with gtp.even_shares():
+            yield
+
+
+def made(seed=0):
+    return gtp.init(Model, nnx.Rngs(seed))
+
+
+def same(found, wanted, atol=0.0):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def paddings_of(state):
+    """Everything in the arrays of a state that is not in its logical arrays."""
+    found = []
+    for stored, logical in zip(jax.tree.leaves(state), jax.tree.leaves(state.logical()), strict=True):
+        if stored.shape == logical.shape:
+            continue
+        outside = np.ones(stored.shape, bool)
+        outside[tuple(map(slice, logical.shape))] = False
+        found.append(np.asarray(stored)[outside])
+    return np.concatenate([np.zeros(0), *found])
+
+
+def test_a_padded_weight_is_read_in_its_logical_shape(x64):
+    plain = made()
+    with on(7):
+        model = made()
+        kernel = model.head.kernel["a"]
+        assert isinstance(kernel, nnx.Param)
+        assert kernel.get_raw_value().shape == (28, 34) and kernel.shape == kernel[...].shape == (26, 34)
+        assert {s.data.shape for s in kernel.get_raw_value().addressable_shards} == {(4, 34)}
+        same(kernel[...], plain.head.kernel["a"][...])
+        same(kernel[-1], plain.head.kernel["a"][-1])
+        same(kernel[-1, 2:4], plain.head.kernel["a"][-1, 2:4])
+        same(model.blocks.layers.kernel[1], plain.blocks.layers.kernel[1])
+        assert (2 * kernel).shape == (26, 34) and "(26, 34)" in str(kernel) and "28" not in str(kernel.shape)
+        assert jax.tree.leaves(nnx.state(model.head))[-2].shape == (28, 34), "`nnx.state` has what is stored"
+
+
+def test_a_logical_array_that_is_put_into_a_padded_weight_is_padded(x64):
+    new = np.random.default_rng(0).normal(size=(26, 34))
+    stacked = np.random.default_rng(1).normal(size=(2, 26, 26))
+    with on(7):
+        model = made()
+        kernel, layers = model.head.kernel["a"], model.blocks.layers.kernel
+        where = {id(one): one.get_raw_value().sharding for one in (kernel, layers)}
+
+        def holds(variable, wanted):
+            raw = np.asarray(variable.get_raw_value())
+            same(raw[tuple(map(slice, wanted.shape))], wanted)
+            assert np.count_nonzero(raw) == np.count_nonzero(wanted), "the padding is zero"
+            assert variable.get_raw_value().sharding == where[id(variable)]
+
+        kernel[...] = new
+        holds(kernel, new)
+        kernel.set_value(jnp.asarray(2 * new))
+        holds(kernel, 2 * new)
+        kernel[...] = kernel[...].at[-1].set(jnp.ones(34))
+        holds(kernel, np.concatenate([2 * new[:-1], np.ones((1, 34))]))
+        kernel[...] = 3.0
+        holds(kernel, np.full((26, 34), 3.0))
+        layers[...] = stacked
+        holds(layers, stacked)
+        nnx.update(model.head, {"kernel": {"a": jnp.asarray(new)}})
+        holds(kernel, new)
+        state = nnx.state(model.head)
+        state["kernel"]["a"] = state["kernel"]["a"].replace(jnp.asarray(-new))
+        nnx.update(model.head, state)
+        holds(kernel, -new)
+        with pytest.raises(ValueError, match=r"array of shape \(34,\) is assigned to a weight of shape \(26, 34\)"):
+            kernel[...] = jnp.ones(34)
+        holds(kernel, -new)
+        kernel.set_raw_value(jnp.ones((5, 34)))
+        with pytest.raises(ValueError, match=r"weight of shape \(26, 34\).*holds an array of shape \(5, 34\)"):
+            model.head(jnp.ones((7, 26)))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "view"), [((7,), "global"), ((7,), "local"), ((3, 2), "global")], ids=["7", "7 local", "3 x dp 2"]
+)
+def test_losses_and_gradients_are_those_without_a_mesh(degrees, view, x64):
+    tokens = np.arange(7 * 6 * 5 * 2).reshape(7 * 6 * 5, 2) % 34
+
+    def loss(model, batch):
+        return jnp.sum(jnp.sin(model(batch))), jnp.asarray(float(batch.size)) * 1.0
+
+    found = []
+    for gtp_and_dp in ((1,), degrees):
+        with on(*gtp_and_dp):
+            state = gtp.TrainState.create(made(), optax.sgd(1e-1))
+            step = gtp.train_step(loss, optax.sgd(1e-1), view=view)
+            state, metrics = step(state, jnp.asarray(tokens))
+            assert not paddings_of(state).any()
+            found.append((jax.tree.map(np.asarray, state.logical().params), float(metrics["grad_norm"])))
+    same(found[1], found[0], atol=1e-12)
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "yogi": lambda: optax.yogi(1e-2),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.9, jax.random.key(0)), optax.sgd(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "power": lambda: optax.stateless(lambda grads, _: jax.tree.map(lambda g: 1e-2 * g ** (g.shape[-1] % 5), grads)),
+    "masked": lambda: optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
+def test_optimizers_see_logical_arrays_and_leave_the_padding_zero(name, x64):
+    found = []
+    for degree in (1, 7):
+        with on(degree):
+            optimizer = OPTIMIZERS[name]()
+            state = gtp.TrainState.create(made(), optimizer)
+
+            @jax.jit
+            def update(state, optimizer=optimizer):
+                grads = jax.tree.map(lambda p: jnp.cos(7 * p) * (p != 0), state.params)
+                updates, opt_state = of_model(optimizer, state.model_def).update(grads, state.opt_state, state.params)
+                return optax.apply_updates(state.params, updates), opt_state
+
+            for _ in range(3):
+                params, opt_state = update(state)
+                state = gtp.TrainState(params, opt_state, state.step, state.model_def, state.model_state)
+            assert not paddings_of(state).any()
+            logical = state.logical()
+            floats = [x for x in jax.tree.leaves(logical.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+            found.append(jax.tree.map(np.asarray, (logical.params, floats)))
+    same(found[1], found[0], atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "on_shard"),
+    [
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))), True),
+        (optax.MultiSteps(optax.lion(1e-3), 2), True),
+        (optax.contrib.muon(1e-2), False),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=8), False),
+    ],
+    ids=["clipped adamw", "accumulated lion", "muon", "adafactor"],
+)
+@pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
+def test_elementwise_optimizers_run_on_the_padded_shards(optimizer, on_shard, x64):
+    with on(7):
+        model_def, params, _, _ = split_model(made())
+        found = left_in_padding(optimizer, model_def, paddings(model_def, params), params)
+    assert (found is not None) == on_shard
+
+
+def test_a_checkpoint_is_logical_and_moves_from_8_to_7_to_5_to_8(tmp_path, x64):
+    optimizer, kept, manifests = optax.adamw(1e-2), None, []
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, degree in enumerate((8, 7, 5, 8)):
+            with on(degree):
+                state = gtp.TrainState.create(made(seed=number), optimizer)
+                if kept is not None:
+                    state, _ = checkpoints.restore(state)
+                    same(state.logical(), kept)
+                    assert not paddings_of(state).any()
+                kept = jax.tree.map(np.asarray, state.logical())
+                checkpoints.save(number, state)
+                checkpoints.wait()
+                assert checkpoints.verify() == []
+                manifests.append(checkpoints.manifest()["leaves"])
+        assert all(one == manifests[0] for one in manifests), "shapes and digests do not depend on the mesh"
+        stored = checkpoints.arrays(1)["params/embed/table"]
+        assert stored.shape == (34, 26) and stored.open().shape == (34, 26)
+        same(stored.read(0, 34), kept.params["embed"]["table"])
+
+
+def test_an_nnx_state_with_padded_weights_is_saved_in_logical_shapes(tmp_path, x64):
+    with Checkpoints(tmp_path) as checkpoints:
+        with on(7):
+            checkpoints.save(0, nnx.state(made()))
+            checkpoints.wait()
+        with on(5):
+            state, _ = checkpoints.restore(nnx.state(made(seed=1)))
+            model = made(seed=1)
+            nnx.update(model, state)
+            same(model.embed.table[...], made().embed.table[...])
+
+
+def test_a_padded_weight_is_not_frozen_as_codes(x64):
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = gtp.Dense(26, 33, rngs=rngs)
+            self.adapter = nnx.LoRAParam(jnp.ones(3))
+
+    with (
+        on(7),
+        pytest.raises(
+            ValueError,
+            match=r"\(26, 33\) of dense is stored padded to \(26, 35\).*outside of `gtp_jax.even_shares\(\)`",
+        ),
+    ):
+        gtp.freeze(gtp.init(Adapted, nnx.Rngs(0)), gtp.FP8())
+
+
+def test_weights_that_the_core_and_a_replica_pad_differently_do_not_move(x64):
+    with on(7):
+        one = split_model(made())
+    with on(5):
+        other = split_model(made())
+    with pytest.raises(ValueError, match=r"of shape \(26, 26\), is stored padded to \(26, 28\) or \(26, 30\)"):
+        leaf_specs(one.model_def, one.params, other.model_def)
+
+
+def loss_of(model, tokens):
+    return jnp.sum(jnp.sin(model(tokens)))
+
+
+@pytest.mark.parametrize("name", ["sgd", "centralize", "adamw", "muon"])
+def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_stored_whole(name, x64):
+    made_of = {"sgd": optax.sgd, "centralize": lambda rate: optax.chain(optax.centralize(), optax.sgd(rate))}
+    optimizer = made_of[name](1e-2) if name in made_of else OPTIMIZERS[name]()
+    tokens, found = jnp.arange(70).reshape(35, 2) % 34, []
+
+    @nnx.jit
+    def step(model, own):
+        own.update(model, nnx.grad(loss_of)(model, tokens))
+
+    for degree in (1, 7):
+        with on(degree), gtp.even_shares(False), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
+            model = made()
+            step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
+            found.append(jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param))))
+    same(found[1], found[0], atol=1e-13)
+    with on(7):
+        model = made()
+        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model)))
+        with pytest.raises(ValueError, match=r"is stored padded to .*`nnx.Optimizer`.*outside of `gtp_jax.even_shares"):
+            step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
+        same(nnx.as_pure(nnx.state(model)), before)
+
+
+def test_models_of_one_class_in_and_out_of_even_shares_do_not_share_a_program(x64):
+    with on(7), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
+        shapes = []
+        for pad in (False, True, False):
+            with gtp.even_shares(pad):
+                shapes.append(made().embed.table.get_raw_value().shape)
+    assert shapes == [(34, 26), (35, 26), (34, 26)]
