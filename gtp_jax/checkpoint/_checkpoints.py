@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ..mesh import of_all_processes
+from ..mesh import Path, of_all_processes
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
@@ -315,23 +315,28 @@ class Checkpoints:
         _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
-    def restore_part(self, like: dict[str, Any], part: str, step: int | None = None) -> dict[str, Any]:
+    def restore_part(
+        self, like: dict[str, Any], part: str, step: int | None = None, padded: Mapping[Path, Any] | None = None
+    ) -> dict[str, Any]:
         """Restores the arrays whose names begin with `part`.
 
         Args:
             like: nested dict of them, from the root of the state on, as in `restore`.
             part: the beginning of their names, such as `opt_state/0/mu/`.
             step: which step; the latest by default.
+            padded: the layouts of the parameters whose arrays are padded, by path (`ModelDef.padded`).
 
         Raises:
             FileNotFoundError, ValueError: as in `restore`.
         """
-        _, arrays = self._read(like, step, part=part)
+        _, arrays = self._read(like, step, part=part, padded=padded)
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
-    def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
+    def _read(
+        self, state_like: Any, step: int | None, part: str = "", padded: Mapping[Path, Any] | None = None
+    ) -> tuple[dict[str, Any], list[jax.Array]]:
         """Returns a step's manifest, and those of its arrays whose names begin with `part`."""
-        chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
+        chosen = [leaf for leaf in leaves(state_like, padded) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
         check_format(content, f"the checkpoint {path}")
@@ -340,7 +345,8 @@ class Checkpoints:
         if not part and content.get(FILES):  # a run must not go on from a step whose files are damaged
             read_together(lambda: read_step_files(path, content), path)
         stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
-        digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
+        read = {leaf.name: leaf.of_disk(array) for leaf, array in zip(chosen, stored, strict=True)}
+        digests = Digests(read).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:
             raise DamagedCheckpoint(path, other_values(wrong))

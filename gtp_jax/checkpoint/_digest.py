@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import of_all_processes
+from ._logical import LogicalArray
 
 # Odd, so that multiplication by them loses no bit. `_LANES` are from the golden ratio and the square root of three.
 _LANES = (0x9E3779B1, 0xBB67AE85)
@@ -35,17 +36,18 @@ class Digests:
     one pass and without communication. The computation starts at once, so other work can be done before `result`.
 
     Args:
-        arrays: the arrays by their paths in the state.
+        arrays: the arrays by their paths in the state. Of a padded array, only the logical part is digested.
 
     Raises:
         TypeError: if an array has a dtype other than integer, float or bool, or is sharded over several devices by
             anything but a `NamedSharding`.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: Mapping[str, jax.Array | LogicalArray]) -> None:
+        self._arrays = {name: one.array if isinstance(one, LogicalArray) else one for name, one in arrays.items()}
         with jax.set_mesh(_NO_MESH):  # JAX refuses to compute on devices outside the mesh in scope
-            self._launched = [_device_sums(array) for array in arrays.values()]
+            pairs = zip(self._arrays.values(), arrays.values(), strict=True)
+            self._launched = [_device_sums(array, one.shape) for array, one in pairs]
 
     def result(self) -> dict[str, str]:
         """Returns the digests by path.
@@ -89,23 +91,23 @@ def _text(sums: np.ndarray) -> str:
     return "".join(f"{int(value):08x}" for value in sums)
 
 
-def _device_sums(array: jax.Array) -> jax.Array:
-    """Returns the sums of each device's part, `(devices, lanes)`."""
+def _device_sums(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the sums of each device's part, `(devices, lanes)`, of an array whose logical part has this shape."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
-        return _sums_on(sharding.mesh, sharding.spec, array.ndim)(array)
+        return _sums_on(sharding.mesh, sharding.spec, array.ndim, None if shape == array.shape else shape)(array)
     if len(sharding.device_set) > 1:
         raise TypeError(f"an array with {sharding} has no digest; place it with a `NamedSharding`.")
     return _whole_sums(array)
 
 
 @functools.cache
-def _sums_on(mesh: Any, spec: PartitionSpec, ndim: int) -> Any:
+def _sums_on(mesh: Any, spec: PartitionSpec, ndim: int, shape: tuple[int, ...] | None) -> Any:
     axes = (*spec, *(None,) * (ndim - len(spec)))
 
     def sums(part: jax.Array) -> jax.Array:
         begins = [0 if a is None else lax.axis_index(a) * n for a, n in zip(axes, part.shape, strict=True)]
-        return _sums(part, begins)[None]
+        return _sums(part, begins, shape)[None]
 
     whole_mesh = PartitionSpec(mesh.axis_names)
     return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=whole_mesh, check_vma=False))
@@ -145,14 +147,20 @@ def _part_sums(words: jax.Array, begin: jax.Array) -> jax.Array:
     return _sums(words, [begin, *(0,) * (words.ndim - 1)])
 
 
-def _sums(array: jax.Array, begins: Sequence[Any]) -> jax.Array:
-    """Returns the sums over a part of an array that begins at the indices `begins`."""
+def _sums(array: jax.Array, begins: Sequence[Any], shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Returns the sums over a part of an array that begins at the indices `begins`; if `shape` is given, over those of
+    its elements that lie within an array of this shape."""
     words = _words(array)
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim, begin in enumerate((*begins, *(0,) * (words.ndim - len(begins)))):
         constant = jnp.uint32(_DIMS[dim % len(_DIMS)] + 2 * (dim // len(_DIMS)))
         place += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + jnp.asarray(begin, jnp.uint32)) * constant
     mixed = [_mix(words * jnp.uint32(lane) ^ place) for lane in _LANES]
+    if shape is not None:
+        within = jnp.ones((), jnp.bool_)
+        for dim, (begin, size) in enumerate(zip(begins, shape, strict=True)):
+            within &= lax.broadcasted_iota(jnp.int32, words.shape, dim) + begin < size
+        mixed = [jnp.where(within, lane, 0) for lane in mixed]
     # One reduction for both sums: with two, XLA would make a pass for each, five times as slow on CPU.
     zeros = [jnp.uint32(0) for _ in _LANES]
     return jnp.stack(lax.reduce(mixed, zeros, _added, tuple(range(words.ndim))))

@@ -12,20 +12,23 @@ import tensorstore as ts
 
 from .._foreign import brief
 from .._random_keys import as_key, is_key, key_impl, key_words
-from ..mesh import Path, with_paths
+from ..mesh import Path, of_parameter, with_paths
+from ._logical import LogicalArray
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a state, of the same shape in memory and on disk.
+    """One array of a state.
 
     Attributes:
         path: the keys on disk, outermost first.
-        array: the array, or its shape, dtype and sharding.
+        array: the array, or its shape, dtype and sharding. In memory it may be padded.
+        logical: the shape on disk if the array is padded in memory; otherwise `None`.
     """
 
     path: Path
     array: Any
+    logical: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -34,8 +37,8 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.array.shape
+        """The logical shape, that of the array on disk."""
+        return self.array.shape if self.logical is None else self.logical
 
     @property
     def dtype(self) -> str:
@@ -43,27 +46,44 @@ class Leaf:
         return str(self.array.dtype)
 
     def stored(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape, dtype and sharding of what orbax writes and reads."""
-        shape = jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=self.array.sharding)
+        """Returns the shape, dtype and sharding of the array in memory, as orbax knows them."""
+        shape = jax.ShapeDtypeStruct(self.array.shape, self.array.dtype, sharding=self.array.sharding)
         return key_words(shape) if is_key(shape) else shape
 
-    def to_disk(self) -> jax.Array:
-        """Returns the array that orbax writes."""
+    def to_disk(self) -> jax.Array | LogicalArray:
+        """Returns the array that is written."""
+        if self.logical is not None:
+            return LogicalArray(self.array, self.logical)
         return key_words(self.array) if is_key(self.array) else self.array  # orbax restores a typed key as integers
+
+    def of_disk(self, stored: jax.Array) -> jax.Array | LogicalArray:
+        """Returns an array that orbax read, as `to_disk` returns it."""
+        return stored if self.logical is None else LogicalArray(stored, self.logical)
 
     def to_memory(self, stored: jax.Array) -> jax.Array:
         """Returns an array that orbax read, as a typed key if `array` is one."""
         return as_key(stored, key_impl(self.array)) if is_key(self.array) else stored
 
 
-def leaves(state: Any) -> list[Leaf]:
+def leaves(state: Any, padded: Mapping[Path, Any] | None = None) -> list[Leaf]:
     """Returns the leaves of a train state, in the order of `jax.tree.leaves`.
+
+    Args:
+        state: a train state; a pytree of `nnx` variables; or any other pytree of arrays.
+        padded: the layouts of the parameters whose arrays are padded, by path; those of `state.model_def` by default.
+            Variables know their own.
 
     Raises:
         TypeError: if a leaf is neither a jax array nor a `ShapeDtypeStruct` with a sharding.
         ValueError: if two leaves have the same path on disk, or one leaf's path lies below another's.
     """
-    listed = [_leaf(path, array) for path, array in with_paths(state)]
+    known: Mapping[Path, Any] = padded or getattr(getattr(state, "model_def", None), "padded", {})
+    variables = with_paths(state, is_leaf=_is_variable)
+    layouts = [layout for _, one in variables for layout in [_layout(one)] * len(jax.tree.leaves(one))]
+    listed = [
+        _leaf(path, array, of_parameter(path, known) if layout is None else layout)
+        for (path, array), layout in zip(with_paths(state), layouts, strict=True)
+    ]
     names: dict[str, str] = {}
     for leaf in listed:
         joined = leaf.name.replace("/", ".")  # orbax joins keys with dots, the manifest with slashes
@@ -122,14 +142,32 @@ def check_savable(leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _leaf(path: Path, array: Any) -> Leaf:
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_metadata")
+
+
+def _layout(node: Any) -> Any:
+    """Returns the layout in the metadata of a variable, if there is one."""
+    metadata = node.get_metadata() if _is_variable(node) else {}
+    return metadata.get("array") or metadata.get("layout")
+
+
+def _leaf(path: Path, array: Any, layout: Any) -> Leaf:
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or array.sharding is None:
         raise TypeError(
             f"`{'/'.join(path)}` of the state is a {type(array).__name__} without a sharding; a jax.Array, or a "
             "jax.ShapeDtypeStruct with a sharding, is expected. Make the state under `jax.set_mesh(mesh)`, or place "
             "the array with `jax.device_put(value, sharding)`."
         )
-    return Leaf(path, array)
+    return Leaf(path, array, _logical(array.shape, layout))
+
+
+def _logical(shape: tuple[int, ...], layout: Any) -> tuple[int, ...] | None:
+    """Returns the logical shape of an array of this shape if it is padded as a layout says; otherwise `None`."""
+    ahead = 0 if layout is None else len(shape) - len(layout.shape)
+    if layout is None or layout.array_shape == layout.shape or shape[ahead:] != layout.array_shape:
+        return None
+    return (*shape[:ahead], *layout.shape)
 
 
 def _above(name: str) -> Iterator[str]:

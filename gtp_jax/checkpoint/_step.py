@@ -21,6 +21,7 @@ from ..mesh import have_equally_many_devices, of_all_processes
 from ._damage import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
+from ._logical import LogicalArray
 from ._manifest import FILES, SAVE, read
 from ._pruning import Pruning
 from ._side_files import FOLDER, read_files, write_files
@@ -118,7 +119,9 @@ def write_step(
     else:
         # A stack of matrices is stored in chunks of one matrix, so that reading one does not read them all.
         chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
-        written = ocp.args.StandardSave(tree, save_args=chunks, custom_metadata={SAVE: save})
+        padded = any(isinstance(array, LogicalArray) for array in arrays.values())
+        kind = ocp.args.PyTreeSave if padded else ocp.args.StandardSave
+        written = kind(tree, save_args=chunks, custom_metadata={SAVE: save})
     promised: Any = _Promise(description, files)
     items = {ARRAYS: written, MANIFEST: ocp.args.JsonSave(promised)}
     manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -170,9 +173,7 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
         shapes = [leaf.stored() for leaf in leaves]
         return [jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype) for x in shapes]
     target = _nested({_keys(leaf.name): leaf.stored() for leaf in leaves})
-    restore_args = jax.tree.map(
-        lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
-    )
+    restore_args = _nested({_keys(leaf.name): _restore_args(leaf) for leaf in leaves})
     with naming_damage(path / ARRAYS):
         limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses larger parts
         # A Checkpointer would make processes wait for each other, although one of them may find damage and raise.
@@ -181,6 +182,14 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
     return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in leaves]
+
+
+def _restore_args(leaf: Leaf) -> ocp.ArrayRestoreArgs:
+    like = leaf.stored()
+    # orbax fills a larger array with zeros, which are the padding, unless it is to be strict
+    return ocp.ArrayRestoreArgs(
+        sharding=like.sharding, global_shape=like.shape, dtype=like.dtype, strict=leaf.logical is None
+    )
 
 
 def _largest_part(path: Any, leaves: Sequence[Leaf]) -> int:

@@ -18,6 +18,7 @@ from .._foreign import parse_json, printable
 from ._damage import DamagedCheckpoint
 from ._file_sums import FileSums
 from ._foreign_json import check_sums, read_file, strange_files
+from ._logical import LogicalArray, LogicalHandler
 from ._pruning import COMMITTED
 from ._quiet import work_abandoned
 from ._streamed import StreamedArray, StreamHandler
@@ -64,7 +65,8 @@ class _Summed:
 
 def _has_no_part(*saved: Any) -> bool:
     """Returns whether this process stores no part of the arrays, because none of its devices does."""
-    arrays = [x for x in jax.tree.leaves([_items(one) for one in saved]) if isinstance(x, jax.Array)]
+    leaves = [x.array if isinstance(x, LogicalArray) else x for x in jax.tree.leaves([_items(one) for one in saved])]
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
     return bool(arrays) and not any(array.addressable_shards for array in arrays)
 
 
@@ -78,11 +80,15 @@ class SummedArrays(_Summed, ocp.StandardCheckpointHandler):
 
 
 class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
-    """orbax's handler of trees, with sums, for arrays that are computed while they are written."""
+    """orbax's handler of trees, with sums, for arrays that are padded in memory or computed while they are written."""
 
     def __init__(self, guard: Callable[[], None]) -> None:
-        handlers = (StreamedArray, StreamHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
-        registry = ocp.type_handlers.create_type_handler_registry(*handlers)
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (StreamedArray, StreamHandler()),
+            (LogicalArray, LogicalHandler()),
+            # no file of shardings: orbax could not read one that lacks the arrays of the other handlers
+            (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
+        )
         super().__init__(guard, type_handler_registry=registry)
 
 
