@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..formats import QuantizedArray
-from ..layout import Layout
+from ..layout import ArrayLayout, Layout, cut
 from ..mesh import of_all_processes
-from ..nn import Layer, partition_of, weight_owners, with_gathered_weights
+from ..nn import Layer, padded_layout, partition_of, weight_owners, with_gathered_weights
 
 Gather = Literal["once", "each_token"]
 
@@ -142,12 +142,11 @@ def _make_whole(variables: list[tuple[nnx.Variable, Any]]) -> None:
     values = [v.get_raw_value() for v, _ in variables]
     targets: list[_Target] = []
     for variable, dtype in variables:
-        before = _specs(variable)
+        before, padded = _specs(variable), padded_layout(variable)
         _lay_out_whole(variable)
         codes = isinstance(variable.get_raw_value(), QuantizedArray)
-        targets += [
-            _Target(None if codes else np.dtype(dtype), *pair) for pair in zip(before, _specs(variable), strict=True)
-        ]
+        kept = None if codes else np.dtype(dtype)
+        targets += [_Target(kept, *pair, padded) for pair in zip(before, _specs(variable), strict=True)]
     ready = _whole(jax.tree.leaves(values), targets=tuple(targets))
     for (variable, _), value in zip(variables, jax.tree.unflatten(jax.tree.structure(values), ready), strict=True):
         variable.set_raw_value(value)
@@ -160,11 +159,13 @@ class _Target(NamedTuple):
         dtype: the new dtype; `None` to keep the old one.
         before: the partition spec before the gather.
         after: the partition spec after the gather.
+        padded: the layout of a stored array that is padded; otherwise `None`.
     """
 
     dtype: np.dtype | None
     before: PartitionSpec
     after: PartitionSpec
+    padded: Layout | ArrayLayout | None
 
 
 def _specs(variable: nnx.Variable) -> list[PartitionSpec]:
@@ -192,6 +193,7 @@ def _whole_array(x: jax.Array, target: _Target) -> jax.Array:
     bits = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
     for spec in (target.before, target.after):  # cast before the gather: XLA does not move a cast across a bitcast
         bits = lax.with_sharding_constraint(bits, spec)
+    bits = bits if target.padded is None else cut(bits, target.padded)
     return lax.bitcast_convert_type(bits, x.dtype)
 
 

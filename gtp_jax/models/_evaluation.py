@@ -154,13 +154,13 @@ def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manife
     """
     step, arrays = manifest["step"], checkpoints.arrays(manifest["step"])
     made = dict(with_paths(checkpoints.restore_params(state_like, step)))
-    names = {"/".join((_PARAMS, *path)): path for path in made}
+    names, padded = {"/".join((_PARAMS, *path)): path for path in made}, state_like.model_def.padded
     for place, own in _places(manifest):
         like: dict[str, Any] = {}
         for name in own:
             _put(like, tuple(_beside(place, name).split("/")), made[names[name]])
         b1 = None if place.b1 is None else _scalar(arrays[place.b1])[0]
-        beside = dict(with_paths(checkpoints.restore_part(like, f"{place.weights}/", step)))
+        beside = dict(with_paths(checkpoints.restore_part(like, f"{place.weights}/", step, padded)))
         for name in own:
             path = names[name]
             made[path] = _of(made[path], beside[tuple(_beside(place, name).split("/"))], b1)

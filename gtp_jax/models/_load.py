@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from ..checkpoint import Checkpoints, checkpoints_in
+from ..layout import pad
 from ..mesh import check_mesh_in_scope
-from ..nn import Frozen, abstract_model, freeze, layout_of
+from ..nn import Frozen, abstract_model, freeze, layout_of, logical_shape, padded_layout
 from ..recipes import Recipe
 from ._adapters import Adapters
 from ._base import FROZEN, BaseArray, base_arrays
@@ -142,7 +143,7 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
     base = base_arrays(checkpoints, manifest, model)
     has = evaluation_arrays(checkpoints, manifest) | {f"{FROZEN}{path}": array for path, array in base.items()}
     wants = {f"{FROZEN if isinstance(v, Frozen) else 'params/'}{path}": v for path, v in variables.items()}
-    shapes = ({name: x.shape for name, x in has.items()}, {name: v.get_raw_value().shape for name, v in wants.items()})
+    shapes = ({name: x.shape for name, x in has.items()}, {name: logical_shape(v) for name, v in wants.items()})
     lines = [
         f"  {name}: {shapes[0].get(name, 'no such array')} found, {shapes[1].get(name, 'no such array')} wanted"
         for name in {**shapes[1], **shapes[0]}
@@ -155,6 +156,8 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
         like, array = variable.get_raw_value(), has[name]
         dtype = kept if layout_of(variable) is not None else like.dtype
         whole = _of_base(array, dtype, where) if isinstance(array, BaseArray) else _read(array, dtype, where)
+        layout = padded_layout(variable)
+        whole = whole if layout is None else pad(whole, layout)
         variable.set_raw_value(jax.device_put(whole, like.sharding))
 
 
