@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ..mesh import AXES
 from ._faults import FaultPlan
 from ._layouts import plan_fold, plan_unfold
-from ._models import lay_out, leaf_specs
+from ._models import lay_out, leaf_specs, padded_differently
 from ._replica_dtypes import replica_dtypes_of
 from ._transferred import transferred
 
@@ -33,11 +34,13 @@ def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -
         warnings.simplefilter("ignore")  # about weights that stay whole, at degrees that may not be chosen
         of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
 
-    def in_turn(core_tp: int) -> int:
+    def in_turn(core_tp: int) -> float:
         mesh = _abstract(len(plan.replicas), plan.gtp, core_tp)
         with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
             warnings.simplefilter("ignore")
             core, params = lay_out(factory, mesh)
+            if any(padded_differently(core, replica) for replica in of_degree.values()):
+                return math.inf
             wires = replica_dtypes_of(core, params, None)
         of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
         unfold, fold = [], []

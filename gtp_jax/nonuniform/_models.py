@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from ..mesh import with_paths
+from ..mesh import Path, with_paths
 from ..nn import ModelDef, abstract_model, split_model
 from ._layouts import LeafSpecs
 
@@ -45,12 +45,31 @@ def leaf_specs(
         params: the parameters, or their shapes and dtypes.
         replica: the definition of the model in the replica.
         dtypes: the dtypes in which the arrays travel; by default those of the parameters.
+
+    Raises:
+        ValueError: if the core and the replica pad a parameter differently.
     """
+    if paths := padded_differently(core, replica):
+        name = ".".join(paths[0])
+        one, other = (model.padded.get(paths[0]) for model in (core, replica))
+        shapes = [known.array_shape for known in (one, other) if known is not None]
+        logical = next(known.shape for known in (one, other) if known is not None)
+        raise ValueError(
+            f"{name}, of shape {logical}, is stored padded to {' or '.join(map(str, shapes))}, but differently "
+            "on the core and in a replica of another degree, so that it cannot move between them. Choose sizes that "
+            "gtp divides, or another gtp."
+        )
     specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
     leaves = jax.tree.leaves(params)
     dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
     rows = zip(leaves, dtypes, *specs, strict=True)
     return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
+
+
+def padded_differently(core: ModelDef, replica: ModelDef) -> list[Path]:
+    """Returns the paths of the parameters whose stored arrays are padded differently on the core and in a replica."""
+    shapes = [{path: one.array_shape for path, one in model.padded.items()} for model in (core, replica)]
+    return [path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)]
 
 
 def check_parameters_only(model_def: ModelDef) -> None:
