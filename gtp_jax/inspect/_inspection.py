@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import hlo
 from ..experts import Exchange, exchanges
-from ..layout import Layout
+from ..layout import Layout, even_shares
 from ..mesh import Roles, make_mesh, use_roles
 from ..models import PRESETS, ModelConfig, build, family_of, preset_of
 from ..nn import abstract_model
@@ -200,7 +200,8 @@ def inspect(options: InspectOptions) -> Inspection:
             view="local",
             reduce_over_dp=execution.reduce_over_dp,
         )
-        model = abstract_model(lambda rngs: build(config, rngs=rngs))
+        with even_shares():
+            model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer, recipe=recipe)
         found = exchanges(model, recipe, tokens=batch * options.seq // (ranks * execution.microbatches))
         wire = explain(model, recipe)
@@ -266,11 +267,13 @@ def _batch(mesh: Mesh, roles: Roles, batch: int, seq: int) -> dict[str, jax.Shap
 def _parameters(state: TrainState) -> tuple[Parameter, ...]:
     parameters = []
     layouts = jax.tree.leaves(state.model_def.layouts, is_leaf=lambda node: not isinstance(node, dict))
-    for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(state.params), layouts, strict=True):
+    shapes = state.model_def.logical_shapes(state.params).values()
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    for (path, leaf), shape, layout in zip(leaves, shapes, layouts, strict=True):
         parameters.append(
             Parameter(
                 path=".".join(str(key.key) for key in path),
-                logical_shape=leaf.shape,
+                logical_shape=shape,
                 dtype=str(leaf.dtype),
                 partition=tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec)),
                 bytes_per_device=hlo.bytes_per_device(leaf),
@@ -292,6 +295,9 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     whole += [axis for axis in replicas if degrees[axis] > 1]
     if whole:
         notes.append(f"stored whole on every rank of {', '.join(whole)}")
+    if layout.padding.size:
+        more = math.prod(layout.array_shape) / math.prod(layout.shape) - 1
+        notes.append(f"stored as {'x'.join(map(str, layout.array_shape))}, padded by {more:.1%}")
     if layout.takes_part and split is not None:
         counts = ", ".join(map(str, split.counts))
         notes.append(f"{split.axis} ranks use {counts} of {split.size}, padded by {split.padding:.1%}")

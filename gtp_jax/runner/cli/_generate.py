@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ...generation import generate_stream, sampling_of
+from ...layout import even_shares
 from ...mesh import choose_devices, make_mesh, on_gpu
 from ...models import END_TOKEN, ModelConfig, Origin, config_of, load, opened
 from ...recipes import RECIPES
@@ -139,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     with _mesh(args.tp, config):
         began = time.perf_counter()
         recipe = RECIPES[args.recipe]() if args.recipe else None
-        model = load(args.source, step=manifest["step"], dtype=dtype, recipe=recipe)
+        with even_shares(recipe is None):  # codes cannot be stored padded
+            model = load(args.source, step=manifest["step"], dtype=dtype, recipe=recipe)
         kept, took = args.recipe or dtype, time.perf_counter() - began
         note(f"{where}: {config.param_count():,} parameters in {kept} on {_devices()}, restored in {took:.1f} s")
         stream = generate_stream(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -257,7 +258,7 @@ def compile_step(
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),
-        trained=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        trained=sum(map(math.prod, state.model_def.logical_shapes(state.params).values())),
     )
 
 

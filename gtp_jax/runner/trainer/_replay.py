@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...checkpoint import Checkpoints, whole_step
+from ...layout import even_shares
 from ...mesh import choose_devices, make_mesh, on_gpu, use_roles
 from ...train import never_skip
 from ..data import Corpus
@@ -173,7 +174,7 @@ def _twice(
     devices = np.asarray(ordinary.devices).reshape(-1)[place].reshape(ordinary.devices.shape)
     meshes = Meshes(Mesh(devices, ordinary.axis_names, axis_types=ordinary.axis_types))
     options: Any = _DETERMINISTIC if on_gpu() else None
-    with jax.set_mesh(meshes.mesh), use_roles(roles):
+    with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares(config.pads):
         like, optimizer = abstract_state(config, model)
         job = compile_step(config, model, meshes, corpus, like, optimizer, compiler_options=options)
         return [_run(job, like, checkpoints, begin, step) for _ in range(2)]

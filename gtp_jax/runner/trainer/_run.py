@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ...checkpoint import Checkpoints
+from ...layout import even_shares
 from ...mesh import check_degrees, choose_devices, of_all_processes, on_gpu, use_roles
 from ...models import ModelConfig, build
 from .._compiled import keep_compiled
@@ -144,9 +145,11 @@ def _start(
     with use_roles(config.parallelism.roles):
         meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
     check_terms(model, corpus)
-    check_fits(config, model, meshes.mesh)
+    pads = config.pads and meshes.replicas is None  # unequal replicas would pad a weight differently
+    with even_shares(pads):
+        check_fits(config, model, meshes.mesh)
     if supervision is not None and supervision.rehearse:
-        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles):
+        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):
             watch.doing("compile")
             compile_step(config, model, meshes, corpus, *abstract_state(config, model))
         return 0
@@ -167,7 +170,8 @@ def _start(
             interrupt.own(directory)
         peers.listen(watch.heard, interrupt.heard)
         alone = launch.processes == 1 and supervision is None
-        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
+        roles = config.parallelism.roles
+        with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares(pads), _failures(watch, alone):
             return _train(
                 config,
                 model,

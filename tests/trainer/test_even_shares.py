@@ -1,0 +1,27 @@
+"""A run whose gtp divides no dimension of its weights stores even shares, and goes on where gtp divides them."""
+
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import read_log
+
+from .runs import small, write_text
+
+
+def losses(out):
+    return [record["loss"] for record in read_log(out / "log.jsonl") if "loss" in record]
+
+
+def test_a_run_with_padded_weights_goes_on_where_nothing_is_padded_with_the_same_losses(tmp_path, capsys):
+    sizes = dict(num_layers=1, hidden_size=36, num_heads=3, num_kv_heads=3, head_dim=12, intermediate_size=100)
+    flags = lambda name, **changes: small(text, tmp_path / name, **sizes, eval_every=3, **changes)  # noqa: E731
+    text = write_text(tmp_path / "text", documents=4)
+    assert main(["train", *flags("even", gtp=4, dp=2, tp=1, steps=3)]) == 0
+    assert main(["train", *flags("moved", gtp=8, tp=1, steps=3)]) == 0
+    assert "stays whole" not in capsys.readouterr().err
+    assert main(["train", f"--out={tmp_path / 'moved'}", "--resume", "--step=2", "--gtp=4", "--dp=2"]) == 0
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "even"), rel=1e-4)
+    manifests = [Checkpoints(tmp_path / name / "checkpoints", read_only=True).manifest(2) for name in ("moved", "even")]
+    shapes = [{name: leaf["shape"] for name, leaf in one["leaves"].items()} for one in manifests]
+    assert shapes[0] == shapes[1], "a checkpoint does not depend on the mesh"
