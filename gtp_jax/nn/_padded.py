@@ -88,6 +88,25 @@ class _RefuseOptimizer:
 refuse_optimizer = _RefuseOptimizer()
 
 
+class RefuseLinen:
+    """The `linen_meta_type` of a padded weight: `nnx.bridge.to_linen` asks it for what Linen stores, which would be the
+    whole array on every rank, in a collection of its own."""
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
+        """Refuses to store a padded weight in Linen.
+
+        Raises:
+            ValueError: always.
+        """
+        layout = metadata["layout"]
+        raise ValueError(
+            f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables cannot "
+            "be. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "
+            "`gtp_jax.even_shares(False)`."
+        )
+
+
 def _not_updated(layout: Layout | ArrayLayout) -> ValueError:
     return ValueError(
         f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, and an `nnx.Optimizer` or a call "

@@ -45,7 +45,7 @@ from ..weights import (
     use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
-from ._padded import PaddedParam, padded_layout, refuse_optimizer
+from ._padded import PaddedParam, RefuseLinen, padded_layout, refuse_optimizer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -190,7 +190,7 @@ def placed_once[P: nnx.Variable](variable: P) -> P:
     if "layout" in variable.get_metadata():
         variable.set_metadata(on_set_value=refuse_broadcast)
     if padded_layout(variable) is not None:
-        variable.set_metadata(on_create_value=refuse_optimizer)
+        variable.set_metadata(on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
     return variable
 
 

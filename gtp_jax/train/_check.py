@@ -17,6 +17,7 @@ from ..nn import init
 from ..recipes import Recipe, check_recipe
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
+from ._padding import paddings
 from ._state import TrainState
 
 Tree = Any
@@ -85,7 +86,7 @@ def check(
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:
             found = gradients(request, state, batch)
-            grads = mean_gradients(state.params, found)
+            grads = paddings(state.model_def, state.params).cut(mean_gradients(state.params, found))
             parts = {"aux": found.aux, "gradient": grads, "model_state": found.model_state}
             return {"loss": mean(found.total, found.tokens)} | {
                 f"{part} {_path(path)}": leaf

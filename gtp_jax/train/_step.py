@@ -197,7 +197,8 @@ def loss_and_gradients(
     The loss is the one that `train_step` reports, and the arguments are those of `train_step`. Call this with the mesh
     in scope and under `jax.jit`; outside `jax.jit` operations run one by one. The random bits of stochastic rounding
     depend on `seed` and `state.step`: increment `state.step` after every update, or every step will use the same bits.
-    What a call writes to the model's variables is discarded.
+    What a call writes to the model's variables is discarded. The gradient of a weight that is stored padded is padded
+    too, with zeros (see `even_shares`): your step must then update each element by itself, as AdamW does.
 
     Raises:
         ValueError: if `train_step` would refuse an argument, or if the state was donated to a step.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -252,6 +252,10 @@ def loss_of(model, tokens):
     return jnp.sum(jnp.sin(model(tokens)))
 
 
+def loss_of_batch(model, tokens):
+    return loss_of(model, tokens), jnp.asarray(float(tokens.size))
+
+
 @pytest.mark.parametrize("name", ["sgd", "centralize", "adamw", "muon"])
 def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_stored_whole(name, x64):
     made_of = {"sgd": optax.sgd, "centralize": lambda rate: optax.chain(optax.centralize(), optax.sgd(rate))}
@@ -275,6 +279,28 @@ def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_store
         with pytest.raises(ValueError, match=r"is stored padded to .*`nnx.Optimizer`.*outside of `gtp_jax.even_shares"):
             step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
         same(nnx.as_pure(nnx.state(model)), before)
+
+
+def test_check_compares_padded_gradients_with_one_device(x64):
+    tokens = jnp.arange(70).reshape(35, 2) % 34
+    with on(7):
+        errors = gtp.check(loss_of_batch, Model, tokens, tolerance=1e-12)
+        assert {name for name in errors if name.startswith("gradient")} >= {"gradient embed.table"}
+
+
+def test_linen_refuses_to_store_a_padded_weight():
+    x = jnp.ones((7, 26))
+    bridged = nnx.bridge.to_linen(gtp.Dense, 26, 34, dtype=jnp.float32)
+    with on(7), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
+        with pytest.raises(
+            ValueError, match=r"\(26, 34\) is stored padded to \(26, 35\), which Linen variables cannot"
+        ):
+            jax.jit(bridged.init)(jax.random.key(0), x)
+        with gtp.even_shares(False):
+            variables = bridged.init(jax.random.key(0), x)
+        assert linen.meta.unbox(variables)["params"]["kernel"].shape == (26, 34)
+        assert bridged.apply(variables, x).shape == (7, 34), "outside of `init`, the scope changes nothing"
 
 
 def test_models_of_one_class_in_and_out_of_even_shares_do_not_share_a_program(x64):
