@@ -21,6 +21,7 @@ from ._life import Lives as Lives
 from ._life import WeightLife as WeightLife
 from ._report import as_json as as_json
 from ._report import as_text as as_text
+from ._share import StateShare as StateShare
 from ._timeline import draw as draw
 from ._trace import KINDS as KINDS
 from ._trace import Op as Op

@@ -30,6 +30,7 @@ from ..ops import lacks_blocked_product, multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
+from ._share import StateShare, share_of
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
 _PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
@@ -115,6 +116,8 @@ class Explanation:
         units: one fact for each module whose weights `gtp_jax.shard` has sharded.
         calls: each call of such a module within the call that was explained.
         weights: one fact for each weight that `gtp_jax.shard` has sharded; empty if the recipe quantizes none.
+        share: what each device stores of the weights and of AdamW's state, and an even share; `None` if nothing is
+            trained.
     """
 
     facts: tuple[WireFact, ...]
@@ -124,6 +127,7 @@ class Explanation:
     units: tuple[UnitFact, ...] = ()
     calls: tuple[UnitCall, ...] = ()
     weights: tuple[WeightFact, ...] = ()
+    share: StateShare | None = None
 
     @property
     def unmultiplied(self) -> tuple[str, ...]:
@@ -198,6 +202,8 @@ class Explanation:
             parts.append(columns(("module", "experts", "router", "trained with", "reached by"), rows))
         if self.untouched:
             parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
+        if self.share is not None:
+            parts.append(str(self.share))
         return "\n\n".join(parts)
 
 
@@ -258,7 +264,8 @@ def explain(
         and ((placement := placement_of(v)) is None or not placement.gathered)
     ]
     weights = weights if any(kind.wire is not None for kind in recipe.kinds) else ()
-    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model, calls), calls, weights)
+    units, share = unit_facts(model, calls), share_of(model)
+    return Explanation(facts, tuple(others), attentions, experts, units, calls, weights, share)
 
 
 def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:

@@ -44,6 +44,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "wire": [dataclasses.asdict(fact) for fact in inspection.wire.facts],
         "exchanges": [{**dataclasses.asdict(one), "rounds": one.rounds} for one in inspection.exchanges],
         "untouched": list(inspection.wire.untouched),
+        "share": None if inspection.wire.share is None else dataclasses.asdict(inspection.wire.share),
         "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
         "host_bytes": inspection.host_bytes,
         "collectives": [{"count": count, **_collective(c)} for c, count in hlo.summary(inspection.collectives)],

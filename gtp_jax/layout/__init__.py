@@ -7,6 +7,7 @@ from ._choice import layouts_of_kernels as layouts_of_kernels
 from ._even_shares import even_shares as even_shares
 from ._layout import Layout as Layout
 from ._layout import axes_in_use as axes_in_use
+from ._layout import listed as listed
 from ._padding import cut as cut
 from ._padding import pad as pad
 from ._split import Split as Split
