@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..formats import QuantizedArray
 from ..layout import ArrayLayout, Layout, cut
-from ..mesh import of_all_processes
+from ..mesh import device_memory
 from ..nn import Layer, padded_layout, partition_of, weight_owners, with_gathered_weights
 
 Gather = Literal["once", "each_token"]
@@ -25,7 +25,6 @@ Gather = Literal["once", "each_token"]
 # The memory that a device needs in addition to the whole weights while they are gathered, as a fraction of their size.
 _BESIDE = 0.1
 
-_MIB = 1 << 20
 
 # Unsigned integer dtypes by item size in bytes.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -120,8 +119,8 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
     travels = [_layout(v).ranks > 1 or _layout(v).copies > 1 for v, _ in variables]
     if gather is not None:
         return "each_token" if gather == "each_token" else "whole" if codes else "fused"
-    needed, free = sum(bytes_of), _free_bytes()
-    if free is None or needed * (1 + _BESIDE) <= free:
+    needed, memory = sum(bytes_of), device_memory()
+    if memory is None or needed * (1 + _BESIDE) <= memory.free:
         return "whole" if codes else "fused"
     if not any(travels):
         return "whole"
@@ -130,8 +129,8 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
     sent = sum(one for one, moves in zip(bytes_of, travels, strict=True) if moves)
     warnings.warn(
         f"every device gathers {quantity(sent, 'B')} of weights for every token, because a whole copy, "
-        f"{quantity(needed, 'B')}, does not fit into the {quantity(free, 'B')} of free memory. Save a checkpoint, and "
-        "generate from it with `gtp-jax generate`, which restores the weights whole.",
+        f"{quantity(needed, 'B')}, does not fit into the {quantity(memory.free, 'B')} of free memory. Save a "
+        "checkpoint, and generate from it with `gtp-jax generate`, which restores the weights whole.",
         stacklevel=5,
     )
     return "each_token"
@@ -208,15 +207,3 @@ def _whole_bytes(variable: nnx.Variable, dtype: jax.typing.DTypeLike) -> int:
     if isinstance(value, QuantizedArray):
         return sum(x.nbytes for x in jax.tree.leaves(value)) // parts
     return math.prod(value.shape) * np.dtype(dtype).itemsize // parts
-
-
-def _free_bytes() -> int | None:
-    """Returns the free memory of a process's first device in bytes, as the minimum over all processes.
-
-    Returns `None` if devices do not report their memory.
-    """
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    free = (stats["bytes_limit"] - stats["bytes_in_use"]) // _MIB
-    return int(of_all_processes(np.int32(free)).min()) * _MIB  # all processes must choose the same way

@@ -17,6 +17,7 @@ from gtp_jax.generation import _generate, _programs, _weights
 from gtp_jax.generation._caches import make_caches
 from gtp_jax.generation._sampling import sampling_of
 from gtp_jax.hlo._hlo import parse
+from gtp_jax.mesh import DeviceMemory
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 from ..hlo.programs import needs_target
@@ -163,7 +164,7 @@ def test_there_are_two_programs_for_all_that_fits_into_a_power_of_two():
 
 
 def test_without_room_for_a_whole_copy_the_bytes_of_every_token_are_said(programs, monkeypatch):
-    monkeypatch.setattr(_weights, "_free_bytes", lambda: 100_000)
+    monkeypatch.setattr(_weights, "device_memory", lambda: DeviceMemory(10**9, 100_000))
     with scope_of(dict(gtp=8)):
         model = model_of(SIZES)
         with pytest.warns(UserWarning, match="gathers 1.31 MB of weights for every token, because a whole copy"):
@@ -176,7 +177,7 @@ def test_weights_that_are_whole_are_used_as_they_are_without_room_for_a_copy(pro
         model = model_of(dataclasses.replace(SIZES, dtype="float64"))  # in bfloat16, rounding decides between tokens
         wanted = gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens
         del programs["_fused"]
-        monkeypatch.setattr(_weights, "_free_bytes", lambda: 100_000)
+        monkeypatch.setattr(_weights, "device_memory", lambda: DeviceMemory(10**9, 100_000))
         np.testing.assert_array_equal(gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens, wanted)
     assert "_fused" not in programs and gathers(programs["decode"])[0] == {}
 

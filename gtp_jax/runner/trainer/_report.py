@@ -16,6 +16,7 @@ from ...models import ModelConfig
 from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
 from ..flags import flag_of, knobs, settings_of
 from ._account import goodput
+from ._held import Held
 from ._job import Job
 from ._log import Record, loss_key
 from ._loop import Outcome
@@ -24,8 +25,8 @@ from ._samples import block
 from ._train_flags import TrainConfig
 
 
-def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Corpus, unigram: float) -> str:
-    """Returns the heading: model, mesh, recipe and text, and the unigram entropy as the loss to beat."""
+def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held, corpus: Corpus, unigram: float) -> str:
+    """Returns the heading: model, mesh, state, recipe and text, and the unigram entropy as the loss to beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
@@ -38,6 +39,7 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Cor
         f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
+        f"state   {held}\n"
         f"recipe  {config.quantization.summary}\n"
         f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
         f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"

@@ -31,6 +31,7 @@ from ._directory import NOT_BEGUN, RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
 from ._divergence import Diverged
 from ._events import EventLog, events_in
+from ._held import Held, check_held_fits, held_of
 from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
@@ -148,6 +149,9 @@ def _start(
     pads = config.pads and meshes.replicas is None  # unequal replicas would pad a weight differently
     with even_shares(pads):
         check_fits(config, model, meshes.mesh)
+    with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):
+        held = held_of(abstract_state(config, model)[0], meshes.mesh)
+    check_held_fits(held)
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):
             watch.doing("compile")
@@ -176,6 +180,7 @@ def _start(
                 config,
                 model,
                 meshes,
+                held,
                 corpus,
                 directory,
                 watch,
@@ -256,6 +261,7 @@ def _train(
     config: TrainConfig,
     model: ModelConfig,
     meshes: Meshes,
+    held: Held,
     corpus: Corpus,
     directory: RunDirectory,
     watch: Recorder,
@@ -273,7 +279,7 @@ def _train(
     )
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
-    say(heading(config, model, meshes, corpus, unigram), flush=True)
+    say(heading(config, model, meshes, held, corpus, unigram), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best, guard=guard)
     with opened as checkpoints, _failures(watch, alone):
         settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}

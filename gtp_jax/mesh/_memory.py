@@ -1,0 +1,35 @@
+"""What devices report about their memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ._processes import of_all_processes
+
+_MIB = 1 << 20
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a process's first device, in bytes, as the minimum over all processes.
+
+    Attributes:
+        limit: what JAX may allocate.
+        free: what is left of it.
+    """
+
+    limit: int
+    free: int
+
+
+def device_memory() -> DeviceMemory | None:
+    """Returns the memory of the devices; `None` if they do not report it, such as CPUs. All processes must call it, and
+    get the same."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    limit, used = stats["bytes_limit"], stats["bytes_in_use"]
+    least = of_all_processes(np.array([limit // _MIB, (limit - used) // _MIB], np.int32)).min(axis=0)
+    return DeviceMemory(*(int(size) * _MIB for size in least))
