@@ -16,8 +16,9 @@ part) are reordered first, by one copy of the weight. The result has the same fo
 
 [Note: padded shards]
 Padding lies at the end of one dimension of the stored array (`layout.Padding`). The gathered weight is cut, never the
-activations: of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA reads the weight in
-place; elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with zeros.
+activations: of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA for GPUs makes the
+matmul read it in place, but copies it once where a chain gathers ahead; elsewhere the cut is part of the copy that
+reorders. Backward pads the gradient once, with zeros.
 """
 
 from __future__ import annotations

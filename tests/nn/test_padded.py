@@ -1,6 +1,7 @@
 """Weights that gtp does not divide are stored padded, and are what they are without a mesh."""
 
 import contextlib
+import re
 import warnings
 
 import jax
@@ -9,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gtp_jax as gtp
+from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.nn import split_model
+from gtp_jax.nn import abstract_model, split_model
 from gtp_jax.nonuniform import leaf_specs
 from gtp_jax.train._on_padding import left_in_padding
 from gtp_jax.train._optimizer import of_model
@@ -20,13 +23,13 @@ from gtp_jax.train._padding import paddings
 
 
 class Model(nnx.Module):
-    """A table of 33 rows, a stack with 26 features, and a head; 3, 5 and 7 divide none of their dimensions."""
+    """A table of 34 rows, a stack with 26 features, and a head; 3, 5 and 7 divide none of their dimensions."""
 
-    def __init__(self, rngs):
-        options = dict(dtype=jnp.float64, param_dtype=jnp.float64)
-        self.embed = gtp.Embed(34, 26, rngs=rngs, **options)
-        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(26, 26, rngs=rngs, **options), 2, rngs=rngs)
-        self.head = gtp.Dense(26, {"a": 34, "b": 8}, use_bias=True, rngs=rngs, **options)
+    def __init__(self, rngs, dim=26, ids=34, dtype=jnp.float64):
+        options = dict(dtype=dtype, param_dtype=jnp.promote_types(dtype, jnp.float32))
+        self.embed = gtp.Embed(ids, dim, rngs=rngs, **options)
+        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(dim, dim, rngs=rngs, **options), 2, rngs=rngs)
+        self.head = gtp.Dense(dim, {"a": ids, "b": 8}, use_bias=True, rngs=rngs, **options)
 
     def __call__(self, tokens):
         made = self.head(self.blocks(self.embed(tokens)))
@@ -188,6 +191,22 @@ def test_elementwise_optimizers_run_on_the_padded_shards(optimizer, on_shard, x6
         model_def, params, _, _ = split_model(made())
         found = left_in_padding(optimizer, model_def, paddings(model_def, params), params)
     assert (found is not None) == on_shard
+
+
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for a GPU needs its packages")
+def test_a_step_on_h200_pads_each_gradient_once_and_no_activation():
+    mesh = gtp.make_mesh(gtp=7, devices=hlo.topology_devices(hlo.parse_target("h200:7")))
+    with jax.set_mesh(mesh), gtp.even_shares():
+        # in whole blocks of the matmuls, which would be padded otherwise
+        model = abstract_model(lambda rngs: Model(rngs, dim=272, ids=344, dtype=jnp.bfloat16))
+        state = gtp.TrainState.create(model, optax.adamw(1e-3))
+        tokens = jax.ShapeDtypeStruct((7, 512), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("gtp")))
+        lowered = gtp.train_step(loss_of_batch, optax.adamw(1e-3), view="local").lower(state, tokens)
+        text = str(lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text())
+    stored = [x.shape for x in jax.tree.leaves(state.params)]
+    assert stored == [(2, 272, 273), (344, 273), (344,), (8,), (273, 344), (273, 8)]
+    found = sorted(re.findall(r"= (\w+\[[\d,]*\])\S* pad\(", text))
+    assert found == ["f32[273,272]", "f32[273,272]", "f32[344,273]", "f32[344,273]", "f32[8,273]"]
 
 
 def test_a_checkpoint_is_logical_and_moves_from_8_to_7_to_5_to_8(tmp_path, x64):
