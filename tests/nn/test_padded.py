@@ -300,6 +300,39 @@ def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_store
         same(nnx.as_pure(nnx.state(model)), before)
 
 
+class Mixed(nnx.Module):
+    """A padded table, and weights that are never padded: of any shape, and of modules that `gtp.shard` has sharded."""
+
+    def __init__(self, rngs):
+        options = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+        self.embed = gtp.Embed(34, 260, rngs=rngs, **options)
+        self.scale = gtp.Param(jax.random.normal(rngs.params(), (260, 26, 10), jnp.float64))
+        self.layers = nnx.List([nnx.Linear(260, 260, rngs=rngs, **options) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = jnp.einsum("...i,ijk->...jk", self.embed(tokens), self.scale.gather()).reshape(*tokens.shape, 260)
+        for layer in self.layers:
+            x = jnp.sin(layer(x))
+        return x
+
+
+def test_weights_that_are_never_padded_stay_whole_with_a_warning_and_train_as_on_one_device(x64):
+    tokens, optimizer, found = jnp.arange(70).reshape(35, 2) % 34, optax.adamw(1e-2), []
+    for degree in (1, 7):
+        with on(degree), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = gtp.TrainState.create(gtp.shard(gtp.init(Mixed, nnx.Rngs(0)), blocks="layers.*"), optimizer)
+            shapes = jax.tree.map(jnp.shape, state.params)
+            state, metrics = gtp.train_step(loss_of_batch, optimizer)(state, tokens)
+            found.append(jax.tree.map(np.asarray, (state.logical().params, metrics["loss"])))
+    assert shapes["embed"]["table"] == (34, 266), "the last mesh pads the table"
+    assert (shapes["scale"], shapes["layers"]["1"]["kernel"]) == ((260, 26, 10), (260, 260))
+    texts = [str(one.message) for one in caught]
+    assert any("weight of shape (260, 26, 10) stays whole on every rank of gtp 7" in text for text in texts)
+    assert not any("even_shares" in text for text in texts), "which would not help"
+    same(found[1], found[0], atol=1e-12)
+
+
 def test_check_compares_padded_gradients_with_one_device(x64):
     tokens = jnp.arange(70).reshape(35, 2) % 34
     with on(7):
