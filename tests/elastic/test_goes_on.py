@@ -75,6 +75,20 @@ def test_a_killed_process_whose_device_is_broken_leaves_a_run_on_the_others(text
 
 
 @pytest.mark.slow
+def test_a_run_ends_with_the_numbers_if_the_devices_that_are_left_cannot_hold_its_state(text, tmp_path):
+    out = tmp_path / "run"
+    with elastic(flags(text, out, **SMALL), tmp_path, DEVICE_BROKEN="1", DEVICE_MEMORY="10000000") as run:
+        wait(lambda: logged(out, 5), run)
+        os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGKILL)
+        assert run.wait(TIMEOUT_S) == 2
+    output = (tmp_path / "output.txt").read_text()
+    assert "state   8.44 MB of weights and optimizer on each device; an even share is 8.40 MB" in output
+    assert "gtp-jax train: error: each device of gtp 2 would hold 12.6 MB of weights and optimizer" in output
+    assert "but has 10 MB of memory for arrays" in output and "repair them and resume" in output
+    assert [event["failures"] for event in events(out, "end")] == [1]
+
+
+@pytest.mark.slow
 def test_a_replica_that_lost_a_device_goes_on_at_a_lower_tp(text, left_alone, tmp_path):
     out = tmp_path / "run"
     changes = {**SMALL, "batch": 12, "gtp": 1, "steps": 12}
