@@ -96,10 +96,10 @@ class Layout(Storage):
     def of_rank(self) -> Layout:
         """The layout of the rows that one rank sends in a gather, as a weight of its own that is not gathered.
 
-        Requires that shards are whole rows (`by_rows`), and that the tensor axis, if it divides rows, divides them
-        evenly in storage.
+        Requires that shards are whole rows (`by_rows`) without padding, and that the tensor axis, if it divides rows,
+        divides them evenly in storage.
         """
-        assert self.by_rows and not self.takes_part, self
+        assert self.by_rows and not self.takes_part and not self.padding.size, self
         shape = tuple(size // self.ranks if d == self.rows else size for d, size in enumerate(self.shape))
         split = self.split
         if split is not None and self.split_dim == self.rows:

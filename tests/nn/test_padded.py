@@ -333,6 +333,20 @@ def test_weights_that_are_never_padded_stay_whole_with_a_warning_and_train_as_on
     same(found[1], found[0], atol=1e-12)
 
 
+def test_fewer_tokens_than_rows_of_a_padded_table_are_those_of_one_device(x64):
+    def made_table(rngs):
+        return gtp.Embed(1003, 26, rngs=rngs, dtype=jnp.float64, param_dtype=jnp.float64)
+
+    tokens, found = np.array([[1, 1002], [500, 3], [999, 0], [143, 144], [287, 288], [1001, 860], [7, 2]]), []
+    for degree in (1, 7):
+        with on(degree):
+            state = gtp.TrainState.create(gtp.init(made_table, nnx.Rngs(0)), optax.sgd(1e-1))
+            state, metrics = gtp.train_step(loss_of_batch, optax.sgd(1e-1), view="local")(state, tokens)
+            found.append(jax.tree.map(np.asarray, (state.logical().params, metrics["loss"])))
+    assert state.params["table"].shape == (1008, 26)
+    same(found[1], found[0], atol=1e-12)
+
+
 def test_check_compares_padded_gradients_with_one_device(x64):
     tokens = jnp.arange(70).reshape(35, 2) % 34
     with on(7):
