@@ -139,7 +139,7 @@ PARTITIONERS: tuple[Contender, ...] = _partitioners()
 # `gtp_jax bf16`, it shows what gtp_jax's own layers gain. `gtp-jax bench suite` runs it.
 STOCK_MODELS: tuple[Contender, ...] = tuple(
     Contender(STOCK, variant, "regather", "stock.py", flags, tp="1", guards=True)
-    for variant, flags in (("bf16", ()), ("bf16 local", ("--view=local",)))
+    for variant, flags in (("bf16", ()), ("bf16 local", ("--view=local",)), ("nvfp4", ("--recipe=nvfp4",)))
 )
 
 

@@ -139,6 +139,7 @@ def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tu
 _BF16 = _each(OURS, "bf16")
 _BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # policies do not differ if no weights are gathered
 _FP8_ONCE = _each(OURS, "fp8-matmuls", policies=("regather",))
+_NVFP4_ONCE = _each(OURS, "nvfp4", policies=("regather",))
 _STOCK = _each(STOCK, "bf16", "bf16 local", policies=("regather",))
 _FSDP2 = _each(FSDP2, "bf16")
 # without collectives there is nothing to combine; the variant without extras shows what the norm and the guard cost
@@ -237,7 +238,7 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
         "reference-gtp2",
         "reference, gtp 2",
         _options("reference", 8192, gtp=2),
-        (*_BF16, *_STOCK, *_AT_BEST, *_FSDP2),
+        (*_BF16, *_NVFP4_ONCE, *_STOCK, *_each(STOCK, "nvfp4", policies=("regather",)), *_AT_BEST, *_FSDP2),
         _goal(1.03),
         steps=8,
     ),

@@ -23,6 +23,7 @@ from gtp_jax.chain import REMAT
 from gtp_jax.mesh import View
 from gtp_jax.nn import abstract_model
 from gtp_jax.ops import attention, rope
+from gtp_jax.recipes import RECIPES
 
 
 class Block(nnx.Module):
@@ -86,6 +87,7 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--remat", choices=REMAT, default="matmuls", help="what a block saves for backward")
     flags.add_argument("--view", choices=get_args(View), default="global", help="of the step")
+    flags.add_argument("--recipe", choices=sorted(RECIPES), help="what travels or multiplies in other formats")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -96,7 +98,8 @@ def main() -> None:
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, view=args.view)
+        recipe = RECIPES[args.recipe]() if args.recipe else None
+        step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
 
         def sharded(rngs: nnx.Rngs) -> Llama:
             # a loop over microbatches would keep gathered weights in each
