@@ -10,13 +10,13 @@ _scope = jax.make_user_context(default_value=False)
 
 
 def even_shares(pad: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Lets models that are created in this scope store padded a weight of which the mesh divides no dimension, instead
-    of whole on every rank: with zeros at the end of one dimension, so that all ranks store equal shares.
+    """Lets models that are created in this scope pad weights of which the mesh divides no dimension, instead of storing
+    them whole on every rank. The padding is zeros at the end of one dimension, so that all ranks store equal shares.
 
-    Make a `TrainState` of such a model. In a step, optimizers are given the logical arrays, unless their update of
-    padded ones is the same; norms, checks and checkpoints read no padding. Code that does not know of the padding must
-    not update the weights: `nnx.state` has the padded arrays, whose zeros would change the means and factors of some
-    optimizers. So `nnx.Optimizer` refuses such a model.
+    Make a `TrainState` of such a model. In a step, optimizers are given the logical arrays, unless updating the padded
+    ones gives the same result; norms, checks and checkpoints read no padding. Code that does not know about the padding
+    must not update the weights: `nnx.state` has the padded arrays, whose zeros would change the means and factors of
+    some optimizers. Therefore, `nnx.Optimizer` refuses such a model.
 
     Args:
         pad: `False` ends an outer scope.

@@ -120,8 +120,8 @@ class Layout(Storage):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape that a gather makes of the shards, without padding of the stored array, before a rank takes its
-        part of an uneven split."""
+        """The shape of the weight that a gather returns, without the padding of the stored array, before each rank
+        takes its part of an uneven split."""
         return self._own_shape if self.takes_part else self.use_shape
 
     def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
