@@ -31,8 +31,8 @@ from ._wire import Kernels, OwnFormat, Wire
 # contain a layer, the first is used.
 Prepared = dict[ModulePath, tuple[Stretch, ...]]
 
-# `_FIRST` is the number of layers of a stack that are joined first: as many as have been gathered once the first layer
-# is computed. `_NEXT` is the number joined at a time after that: few enough to arrive while two layers compute.
+# `_FIRST` layers of a stack are joined first: as many as are gathered before the first layer has been computed. After
+# that, `_NEXT` layers are joined at a time: few enough to arrive while two layers compute.
 _FIRST, _NEXT = 2, 6
 
 

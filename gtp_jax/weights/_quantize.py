@@ -71,8 +71,8 @@ class Bundle:
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether the scale of a tensor is rounded to a power of two, which is so if the weights are multiplied in a
-        format."""
+        """Whether a scale that follows from a tensor's own amax is rounded to a power of two. This is so if the
+        weights are multiplied in a format."""
         return self._first.operands is not None
 
     @property

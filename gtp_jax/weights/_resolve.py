@@ -157,7 +157,8 @@ def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
 
 
 def _check_dense(group: WeightGroup, path: ModulePath, numbers: str) -> None:
-    """Refuses a weight of another module than a dense layer. `numbers` says what it would be multiplied in."""
+    """Refuses a weight whose module is not a dense layer; with delayed scaling, also a weight if no rank knows the amax
+    of its gradient. `numbers` says what the weight would be multiplied in."""
     name = ".".join(map(str, path)) or "a module"
     remedy = f"Name {name} in the recipe's `exclude`, or choose another recipe for it by `override`."
     if not group.as_codes or len(group.layouts[0].shape) > 2:

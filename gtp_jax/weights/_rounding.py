@@ -45,8 +45,9 @@ class CallKeys:
         return _folded(words, _LINK) if link else words
 
     def for_view(self) -> CallKeys:
-        """Returns the keys for the current call of a module that is split, and merged inside a `shard_map`, where calls
-        are counted from 0. For the first call, the keys are unchanged."""
+        """Returns the keys for the current call of a module that is split, and merged again inside a `shard_map`. Calls
+        are counted from 0 there, so the number of this call is folded into the keys; those of the first call are
+        unchanged."""
         number, self._calls = self._calls, self._calls + 1
         return CallKeys(self._words if not number else _folded(_folded(self._words, number), _LINK))
 

@@ -1,4 +1,4 @@
-"""Selects what is sent of the layers of a stack, which is made once per step for all or some of them."""
+"""Holds the wires that a step makes once for some or all layers of a stack, and selects those that layers gather."""
 
 from __future__ import annotations
 

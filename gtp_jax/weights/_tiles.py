@@ -1,9 +1,10 @@
 """Quantizes shards in tiles that shards may cut, and gathers their codes. Called inside a `shard_map`.
 
 [Note: cut tiles]
-A tile of 128 x 128 elements may lie in the shards of several ranks. Each rank finds the largest magnitude of its part
-of every tile; one vector of those of all tiles of all weights is reduced once per step. So every rank knows all scales,
-which need not be sent, and rounds its part as if it had the whole tile: codes are those of one device on every mesh.
+A tile of 128 x 128 elements may lie in the shards of several ranks. Each rank finds the largest magnitude in its part
+of every tile. One all-reduce per step takes the maxima over ranks, for all tiles of all weights together. Every rank
+then knows all scales, so none are sent, and rounds its part as if it had the whole tile: the codes are the same on
+every mesh, and equal those of one device.
 """
 
 from __future__ import annotations

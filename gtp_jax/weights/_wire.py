@@ -68,8 +68,8 @@ class Wire(abc.ABC):
 class OwnFormat(WireFormat, Protocol):
     """Describes a format of your own, which is the `wire` of a recipe. It is hashable and compared by value.
 
-    Weights in such a format are decoded before they are multiplied. They can be neither frozen nor gathered before a
-    step.
+    Weights in such a format are decoded before they are multiplied. They can be neither frozen nor gathered in
+    advance (`pregathered_layers`).
     """
 
     def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
