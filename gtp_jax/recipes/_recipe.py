@@ -31,9 +31,10 @@ EXCLUDED = ("*embed*", "wte", "*head")
 class Recipe:
     """Defines which weights of a model are quantized, and how.
 
-    `train_step` quantizes every weight once per step, from its float32 master, with one amax over all its shards.
-    Forward, backward and every microbatch use the same codes. (Under `use_recipe`, every call of a module quantizes.)
-    Gradients flow to the master through a straight-through estimator (Bengio et al. 2013, arXiv 1308.3432).
+    `train_step` quantizes every weight once per step, from its float32 master; if the format has an amax, it is taken
+    over all shards. Forward, backward and every microbatch use the same codes. (Under `use_recipe`, every call of a
+    module quantizes.) Gradients flow to the master through a straight-through estimator (Bengio et al. 2013, arXiv
+    1308.3432).
 
     Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), such as `"mlp.down"`,
     `"attention"` or `"blocks.*.mlp"`. A pattern matches every module whose path contains its names consecutively, and
