@@ -152,7 +152,7 @@ class NumberHasGradient(TypeError):
 
 @jax.custom_vjp
 def _number(tokens: jax.Array) -> jax.Array:
-    """Returns a number of tokens; raises an error when differentiated: a step ignores its gradient."""
+    """Returns a number of tokens; raises an error when differentiated, because a step ignores its gradient."""
     return tokens
 
 

@@ -1,11 +1,12 @@
 """Determines whether an optimizer's update of padded arrays is that of the logical arrays, from its jaxprs.
 
-[Note: optimizers on padding] An elementwise update of a padded array is right outside of the padding, whatever the
+[Note: optimizers on padding] An elementwise update of a padded array is right outside the padding, whatever the
 padding holds. A sum over a whole array is right if the padding is zero. An optimizer that does anything else with a
 padded array (a mean, whose divisor is the number of elements; a factor, a product, a random number per element) is
 given the logical arrays instead. The update is traced for both shapes. Where the two jaxprs compute the same, each
-value either has the same shape in both, or is an array with padding, which may be known to be zero. What is not is set
-to zero after the update, so that the padding of parameters and of the optimizer's state is always zero.
+value either has the same shape in both, or is an array with padding, whose padding may be known to
+be zero. Padding that is not known to be zero is set to zero after the update, so that the padding of parameters and of
+the optimizer's state is always zero.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ReadsPadding(Exception):
 def left_in_padding(
     optimizer: optax.GradientTransformation, model_def: ModelDef, paddings: Paddings, like: Tree
 ) -> tuple[bool, ...] | None:
-    """Returns, for each leaf of `(updates, new state)`, whether an optimizer that updates padded arrays may leave other
-    numbers than zero in the padding; `None` if it must be given the logical arrays, or nothing is padded.
+    """Returns, for each leaf of `(updates, new state)`, whether an optimizer that updates padded arrays may leave
+    values other than zero in the padding; `None` if it must be given the logical arrays, or nothing is padded.
 
     Args:
         optimizer: any optax optimizer.
@@ -94,7 +95,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
         inputs: what the padding of each argument holds.
 
     Raises:
-        ReadsPadding: if the results outside of the padding may be others than those of logical arrays.
+        ReadsPadding: if the results outside the padding may differ from those of logical arrays.
     """
     one, other = (getattr(closed, "jaxpr", closed) for closed in (stored, logical))
     pairs = zip(getattr(stored, "consts", ()), getattr(logical, "consts", ()), strict=True)
@@ -154,7 +155,7 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
 
 
 def _is_zero_of(eqn: Any, zeros: list[bool], args: list[Kind]) -> bool:
-    """Returns whether an elementwise result is zero where the arguments that are marked are."""
+    """Returns whether the result of an elementwise operation is zero wherever the arguments marked in `zeros` are."""
     name = eqn.primitive.name
     if name == "mul":
         return any(zeros)

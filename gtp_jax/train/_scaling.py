@@ -85,9 +85,10 @@ def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax
 
 
 def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
-    """Returns, in the view in scope, a zero for each amax that a rank will find, of input and gradient of each module.
+    """Returns, in the view in scope, a zero for each amax that a rank will find: for the input and for the incoming
+    gradient of each module.
 
-    In global view, all ranks' zeros of a module are one array, as by `ranks_spec`.
+    In global view, the zeros of all ranks for a module are one array, sharded by `ranks_spec`.
     """
     ranks = jax.sharding.get_abstract_mesh().size if current_view() == "global" else 1
 
@@ -103,7 +104,7 @@ def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Arr
 def scaling_of(
     amaxes: Mapping[ModulePath, jax.Array], slots: Mapping[ModulePath, jax.Array]
 ) -> dict[ModulePath, Scaling]:
-    """Returns what modules multiply with. Gradients of the slots are then amaxes."""
+    """Returns the scaling that each module multiplies with. The gradients of the slots are then amaxes."""
     return {path: Scaling(amax, maximum_gradient(slots[path])) for path, amax in amaxes.items()}
 
 

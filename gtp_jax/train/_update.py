@@ -78,7 +78,7 @@ def updated(
     specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
 
     def apply() -> TrainState:
-        # within the branch, so that XLA fuses what follows the sums as without a branch: no bit changes
+        # computed within the branch, so that XLA fuses what follows the sums as it does without a branch, bit for bit
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
