@@ -361,7 +361,7 @@ def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
         "dgrad": (sum(group.rows_in_blocks), operands.gradient.block[1]),
     }
     ragged = [f"{name} along {length}" for name, (length, block) in lengths.items() if length % block]
-    # Hadamard transforms take tokens in whole runs; without them, the number of tokens is unknown here
+    # with Hadamard transforms, tokens fill whole blocks; without, the number of tokens decides, which is unknown here
     ragged += [] if operands.hadamard else ["wgrad where tokens fill no whole blocks"]
     return "scaled_matmul" + (f", but {', '.join(ragged)}: {values}" if ragged else "")
 

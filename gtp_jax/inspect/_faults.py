@@ -58,7 +58,7 @@ class FaultOptions:
     batch: int = knob(64, "training", "sequences per step, over all replicas", metavar="N")
     microbatches: int = knob(1, "training", "microbatches per step of each replica", metavar="N")
     grad_reduce: GradReduce = knob(
-        "float32", "training", "what gradients are sent in, as in training", kind=str, choices=GRAD_REDUCE
+        "float32", "training", "how weight gradients are summed, as in training", kind=str, choices=GRAD_REDUCE
     )
     chip: str = knob("h200", "speed", f"chip whose links set the transfer times: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(

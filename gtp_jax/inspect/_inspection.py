@@ -110,7 +110,7 @@ class Parameter:
 
     Attributes:
         path: the path of the weight in the model.
-        logical_shape: the shape of the stored array.
+        logical_shape: the shape of the weight, without padding.
         dtype: the dtype of the stored array.
         partition: the mesh axes that shard each dimension.
         bytes_per_device: the bytes of the largest shard.
