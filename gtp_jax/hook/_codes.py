@@ -40,7 +40,7 @@ class Coded:
     Attributes:
         form: the format.
         operands: the formats in which it is multiplied; `None` if it is multiplied in the model's compute dtype.
-        inputs: the number of leading dimensions that are joined to the features in; see [Note: seen as a matrix].
+        inputs: the number of leading dimensions that are joined into the features in; see [Note: seen as a matrix].
         layout: the layout of the matrix `(features in, features out)`. Its rows are the features out, or the dimension
             that ranks divide if the choice does not change the codes.
     """
@@ -293,8 +293,8 @@ def product(
         coded: the weight's format, of which `multiplies` is true.
         factor: the weight's place in the product.
         batch: the mesh axes that shard the batch.
-        key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with other parts of the operands use
-            other bits.
+        key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with different parts of the operands
+            use different bits.
     """
     operands, (inner, outer) = coded.operands, tuple(coded.used)
     assert operands is not None
@@ -319,13 +319,13 @@ def product(
 
 
 def _in_order_of(coded: Coded, factor: Factor) -> bool:
-    """Returns whether a product contracts the features in of a weight, in order."""
+    """Returns whether a product contracts the input features of a weight, in order."""
     inputs, outputs = coded.layout.shape
     return (factor.contracted, factor.kept) == (_run(outputs, inputs), _run(1, outputs))
 
 
 def _turned(coded: Coded, factor: Factor) -> bool:
-    """Returns whether a product contracts the features out of a weight, in order."""
+    """Returns whether a product contracts the output features of a weight, in order."""
     inputs, outputs = coded.layout.shape
     return (factor.contracted, factor.kept) == (_run(1, outputs), _run(outputs, inputs))
 

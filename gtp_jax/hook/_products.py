@@ -48,8 +48,8 @@ class Factor(NamedTuple):
 
     Attributes:
         number: the number of the weight.
-        contracted: the runs of the contracted dimensions, with those joined that are contiguous; `None` if unknown.
-        kept: those of the other dimensions.
+        contracted: the runs of the contracted dimensions, with contiguous runs joined; `None` if unknown.
+        kept: the runs of the other dimensions, likewise.
     """
 
     number: int
@@ -62,8 +62,9 @@ Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
 # Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
 Times = Callable[[jax.Array, Array], jax.Array]
-# Arguments: a weight; a function of a `Times`, of `x` and of a view of the weight; `x`; and that view. Returns the
-# function's result for a `Times` that computes the product in another way; `None` to compute it as the jaxpr does.
+# Computes a product with a weight in another way than the jaxpr. Its arguments are the weight; a function
+# `f(times, x, view)` that returns the product, given a `Times`; `x`; and the view of the weight. Returns the result of
+# `f` for a `Times` of its own, or `None` to compute the product as the jaxpr does.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
@@ -91,12 +92,13 @@ def values_of(array: Any) -> Any:
 
 
 def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
-    """Returns the numbers of the weights from which a jaxpr, or one within it, computes floats that are narrower than
-    float32, from weights alone.
+    """Returns the numbers of the weights from which a jaxpr, or one nested in it, computes floats narrower than float32
+    without reading anything but weights.
 
     Args:
         jaxpr: the jaxpr.
-        owners: for each of its inputs, the numbers of the weights from which alone it is computed.
+        owners: for each of its inputs, the numbers of the weights from which it is computed; empty if it depends on
+            anything else.
     """
     known, found = dict(zip(jaxpr.invars, owners, strict=True)), set[int]()
     for v, own in known.items():
@@ -210,12 +212,12 @@ def _through(eqn: Any, view: View | None) -> View | None:
 
 
 def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
-    """Returns the slot of the view that an operation makes of a view with this slot."""
+    """Returns the slot of an operation's result, given the slot of the view that it reads."""
     return slot if eqn.primitive.name == "convert_element_type" else eqn.primitive.bind(slot, **eqn.params)
 
 
 def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] | None:
-    """Returns the dimensions after a reshape; `None` if one of them would begin or end within an index of a run."""
+    """Returns the dimensions after a reshape; `None` if one of them would divide a run unevenly."""
     rest = [run for dim in dims for run in dim if run[1] != 1]
     found = []
     for size in shape:
@@ -234,7 +236,7 @@ def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] 
 
 
 def _joined(view: View, dims: Sequence[int]) -> Runs | None:
-    """Returns the runs of some dimensions, with those joined that are contiguous; `None` if unknown."""
+    """Returns the runs of some dimensions, with contiguous runs joined; `None` if unknown."""
     if view.dims is None:
         return None
     found: list[tuple[int, int]] = []
