@@ -50,7 +50,7 @@ def _keys(parts: Sequence[Documents]) -> np.ndarray:
 
 
 def _places(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first token and the length of each document that has tokens."""
+    """Returns the index of the first token, and the length, of each document that has tokens."""
     lengths = np.diff(documents.offsets)
     return documents.offsets[:-1][lengths > 0], lengths[lengths > 0]
 
