@@ -38,8 +38,8 @@ class Execution:
     grad_reduce: GradReduce = knob(
         "float32",
         "execution",
-        "how weight gradients are summed over gtp: reduce-scatter in float32; sent in bf16, so that each rank's is "
-        "rounded once, and summed in float32; or reduce-scatter in bf16, which rounds every partial sum",
+        "how weight gradients are summed over gtp: reduce-scatter in float32; sent in bf16, so that each rank's "
+        "gradient is rounded once, and summed in float32; or reduce-scatter in bf16, which rounds every partial sum",
         kind=str,
         choices=GRAD_REDUCE,
     )
