@@ -52,7 +52,7 @@ def start_child(
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kills a child and everything it started, without waiting. What it started may outlive it."""
+    """Kills a child and everything that it started, which may have outlived it. Does not wait."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 
