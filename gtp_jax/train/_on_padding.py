@@ -4,9 +4,9 @@
 padding holds. A sum over a whole array is right if the padding is zero. An optimizer that does anything else with a
 padded array (a mean, whose divisor is the number of elements; a factor, a product, a random number per element) is
 given the logical arrays instead. The update is traced for both shapes. Where the two jaxprs compute the same, each
-value either has the same shape in both, or is an array with padding, whose padding may be known to
-be zero. Padding that is not known to be zero is set to zero after the update, so that the padding of parameters and of
-the optimizer's state is always zero.
+value either has the same shape in both, or is an array with padding, which may be known to be zero. Padding that is not
+known to be zero is set to zero after the update, so that the padding of parameters and of the optimizer's state is
+always zero.
 """
 
 from __future__ import annotations
