@@ -11,6 +11,7 @@ MESHES = {
     "gtp 8": dict(gtp=8),
     "gtp 4 x tp 2": dict(gtp=4, tp=2),
     "dp 2 x gtp 2 x tp 2": dict(dp=2, gtp=2, tp=2),
+    "dp 2 x gtp 2": dict(dp=2, gtp=2),
     "gtp 3": dict(gtp=3),
     "tp 3": dict(tp=3),
 }

@@ -91,6 +91,32 @@ def test_rows_and_gradients_are_those_of_one_device(kind, mesh, length, x64):
         assert_close(value_and_gradients(graph)(own, np.asarray(tokens)), wanted)
 
 
+@pytest.mark.parametrize("rows, mesh", [(97, "gtp 8"), (97, "dp 2 x gtp 2"), (100, "gtp 8")])
+def test_rows_of_a_padded_table_are_those_of_one_device(rows, mesh, x64):
+    """The padding of 97 and 100 rows over 8 ranks is more than one row, and that of 97 over 2 ranks changes no shape
+    when it is left out of each rank's share."""
+
+    class Narrow(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = gtp.Embed(rows, 11, **WIDE, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.embed(tokens)
+
+    def after_a_step():
+        state = gtp.TrainState.create(gtp.init(Narrow, nnx.Rngs(0)), optax.sgd(1.0))
+        step = gtp.train_step(lambda model, tokens: jnp.sum(jnp.sin(9 * model(tokens))), optax.sgd(1.0))
+        state, metrics = step(state, tokens)
+        return state.model_def.padded, (metrics["loss"], jax.tree.map(np.asarray, state.logical().params))
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, rows, (8, 2))).at[0].set(rows - 1)
+    _, wanted = after_a_step()
+    with mesh_in_scope(mesh), gtp.even_shares():
+        padded, found = after_a_step()
+    assert padded
+    assert_close(found, wanted)
+
+
 def test_steps_of_zero_are_those_with_the_table_gathered(monkeypatch, x64):
     """The table is divided over dp too, and joined once per step."""
     config = LlamaConfig(
