@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from jax.core import Tracer
 
 from ..chain import Remat
 from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
-from ._choice import own_variables
+from ..weights import ModulePath
+from ._choice import name_of, own_variables
 from ._codes import coded, moving
 from ._movement import own_part
 from ._nodes import is_array
@@ -25,6 +26,9 @@ from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_weights, take, walking
 from ._weights import Weights, gather_once
 
+# The placements of weights, by their paths in a module; hashable.
+Placements = tuple[tuple[ModulePath, Placement], ...]
+
 
 @legacy_mesh_in_scope()
 def call_unit(
@@ -32,6 +36,7 @@ def call_unit(
     unit: nnx.Module,
     args: Any,
     kwargs: Any,
+    placements: Placements,
     *,
     remat: Remat,
     keep_last: bool,
@@ -40,13 +45,28 @@ def call_unit(
 ) -> Any:
     """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in forward and in backward.
 
+    Args:
+        method: the method.
+        unit: the unit.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        placements: the placements of its weights when it was sharded.
+        remat: the policy for what is saved for backward.
+        keep_last: whether its gathered weights are saved too if no unit follows.
+        batch: the mesh axes that shard the batch.
+        wide: whether gradients of its weights are summed in at least float32.
+
     Raises:
         ValueError: if the mesh in scope is not the one for which the unit was sharded, or if a weight is no longer
             sharded.
         TypeError: if the call is differentiated in forward mode.
     """
     _refuse_parts(unit)
-    if hook_is_off() or not _checked(unit, _sharded_in(unit)):
+    if hook_is_off():
+        return method(unit, *args, **kwargs)
+    nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
+    _refuse_stripped(unit, nodes, placements)
+    if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
     with _explained(unit):
         call = traced(method, unit, args, kwargs)
@@ -60,12 +80,14 @@ def call_unit(
 
 
 @legacy_mesh_in_scope()
-def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any) -> Any:
+def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
     """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
     _refuse_parts(holder)
-    own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None]
+    variables = own_variables(holder)
+    _refuse_stripped(holder, variables, placements)
+    own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
 
@@ -73,10 +95,31 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
 Sharded = list[tuple[nnx.Variable, Placement]]
 
 
-def _sharded_in(unit: nnx.Module) -> Sharded:
-    """Returns the sharded weights of a unit and of the modules within it."""
-    nodes = (node for _, node in nnx.iter_graph(unit))
-    return [(node, p) for node in nodes if (p := moving(node)) is not None]
+def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[ModulePath, Placement]:
+    """Returns the placements of weights that have lost them, by path: `nnx.update` with the state of another model
+    replaces the metadata of variables too.
+
+    Args:
+        nodes: what a module holds, by path.
+        placements: those of its weights when it was sharded.
+    """
+    return {
+        path: placement
+        for path, placement in placements
+        if isinstance(node := nodes.get(path), nnx.Variable)
+        and type(node) is placement.kind
+        and "placement" not in node.get_metadata()
+        and placement.fits(getattr(node.get_raw_value(), "shape", None))
+    }
+
+
+def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placements: Placements) -> None:
+    for path in stripped(nodes, placements):
+        raise ValueError(
+            f"the weight {name_of(path)} of {type(owner).__name__} was sharded by `gtp_jax.shard`, and now has the "
+            "array and the metadata of another model; `nnx.update` with the state of an unsharded model does that. "
+            "Call `gtp_jax.shard` on the model again, which puts its arrays back as shards."
+        )
 
 
 def _refuse_parts(owner: nnx.Module) -> None:

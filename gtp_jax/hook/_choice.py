@@ -75,7 +75,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         for path, m in heavy.items()
         if not all(any(_related(name, block) for block in blocks_names) for name in names[id(m)])
         and not any(id(m) in chosen_modules for _, m in nnx.iter_modules(m))
-        and any(is_weight(v) for v in own_variables(m))
+        and any(is_weight(v) for v in own_variables(m).values())
     }
     others = {path: outside[path] for path in _outermost(list(outside))}
     units = [*chosen, *others]
@@ -130,14 +130,14 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
     return dict(names)
 
 
-def own_variables(module: nnx.Module) -> list[nnx.Variable]:
-    """Returns the variables that a module itself holds, also in lists, without those of modules within it."""
-    found: list[nnx.Variable] = []
-    for _, value in _children(module):
+def own_variables(module: nnx.Module) -> dict[ModulePath, nnx.Variable]:
+    """Returns the variables that a module itself holds, also in lists, without those of modules within it; by path."""
+    found: dict[ModulePath, nnx.Variable] = {}
+    for name, value in _children(module):
         if isinstance(value, nnx.Variable):
-            found.append(value)
+            found[(name,)] = value
         elif _is_container(value):
-            found += own_variables(value)
+            found |= {(name, *path): variable for path, variable in own_variables(value).items()}
     return found
 
 

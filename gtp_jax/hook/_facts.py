@@ -108,7 +108,7 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
             variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
             when = "ahead of its call, in both passes"
         elif isinstance(kind, Holder):
-            variables = own_variables(module)
+            variables = list(own_variables(module).values())
             when = "as its call begins, and kept for backward if needed"
         else:
             continue

@@ -51,6 +51,15 @@ class Placement:
         """Returns the axes that divide dimension `dim` of the stored array, outermost first."""
         return (*self.used_axes(dim), *self.gathered_axes(dim))
 
+    def fits(self, shape: Sequence[int] | None) -> bool:
+        """Returns whether an array of this shape can be stored so."""
+        sizes = dict(self.degrees)
+        return (
+            shape is not None
+            and len(shape) == self.ndim
+            and all(size % math.prod(sizes[axis] for axis in self.axes(dim)) == 0 for dim, size in enumerate(shape))
+        )
+
     def check_mesh(self, owner: str) -> None:
         """Refuses a call under another mesh than the one for which the weight was sharded.
 

@@ -31,8 +31,8 @@ from ..mesh import (
     use_roles,
 )
 from ..weights import ModulePath
-from ._call import lies
-from ._choice import Blocks, choose, matches, name_of, names_of
+from ._call import Placements, lies, stripped
+from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make
 
@@ -128,10 +128,17 @@ def shard[M: nnx.Module](
     for paths, variable in variables.items():
         _put(paths, variable, placements.get(paths), own=id(variable) in own)
     for module in choice.units.values():
-        make(module, Unit(remat, keep_last, methods, roles.batch, grad_reduce is not None))
+        of_weights = _placements(dict(nnx.iter_graph(module)))
+        make(module, Unit(remat, keep_last, methods, roles.batch, grad_reduce is not None, of_weights))
     for module in choice.holders.values():
-        make(module, Holder())
+        make(module, Holder(_placements(own_variables(module))))
     return model
+
+
+def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
+    """Returns the placements that variables among a module's nodes have in their metadata, by path."""
+    variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+    return tuple((path, p) for path, v in variables.items() if (p := v.get_metadata().get("placement")) is not None)
 
 
 def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
@@ -320,6 +327,12 @@ def _on_mesh(value: Any, spec: PartitionSpec) -> Any:
     return value
 
 
+def _is_elsewhere(value: Any) -> bool:
+    """Returns whether an array is on other devices than those of the mesh in scope."""
+    concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return concrete and len(value.sharding.device_set) != jax.sharding.get_abstract_mesh().size
+
+
 def _mesh() -> Any:
     try:
         return jax.sharding.get_mesh()
@@ -342,13 +355,25 @@ def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> N
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
-    """Puts arrays that have replaced shards back as shards.
+    """Puts arrays that have replaced shards back as shards, and those that stay whole back on the mesh.
 
     Raises:
         ValueError: if there are no such arrays.
     """
-    moved = False
-    for variable in _variables(model).values():
+    variables, lost = _variables(model), dict[int, Placement]()
+    for _, module in nnx.iter_modules(model):
+        if (kind := kind_of(module)) is not None:
+            nodes: dict[ModulePath, Any] = dict(
+                nnx.iter_graph(module) if isinstance(kind, Unit) else own_variables(module)
+            )
+            lost |= {id(nodes[path]): placement for path, placement in stripped(nodes, kind.placements).items()}
+    for placement in set(lost.values()):
+        placement.check_mesh("the model")
+    moved = bool(lost)
+    for paths, variable in variables.items():
+        if id(variable) in lost:
+            _put(paths, variable, lost[id(variable)], own=False)
+            continue
         placement, value = placement_of(variable), variable.get_raw_value()
         if placement is None or not isinstance(value, jax.Array | np.ndarray) or isinstance(value, Tracer):
             continue
@@ -356,11 +381,19 @@ def _put_back[M: nnx.Module](model: M) -> M:
         if not isinstance(value, jax.Array) or not lies(value, placement):
             variable.set_raw_value(_on_mesh(value, placement.stored))
             moved = True
-    if not moved:
+    others = {
+        paths: [array for array in jax.tree.leaves(variable.get_raw_value()) if _is_elsewhere(array)]
+        for paths, variable in variables.items()
+        if placement_of(variable) is None
+    }
+    if not moved and not any(array.committed for arrays in others.values() for array in arrays):
         raise ValueError(
             "the model, or a part of it, is sharded already, and all its arrays are where they belong. Shard a "
             "whole model once; to shard it differently, build it again."
         )
+    own = _of_own_layers(model)
+    for paths in (paths for paths, arrays in others.items() if arrays):
+        _put(paths, variables[paths], None, own=id(variables[paths]) in own)
     return model
 
 

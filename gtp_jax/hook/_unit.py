@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx
 
 from ..chain import Remat
-from ._call import call_holder, call_unit
+from ._call import Placements, call_holder, call_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Unit:
         methods: the names of the methods that gather.
         batch: the mesh axes that shard the batch.
         wide: whether gradients of its weights are summed in at least float32.
+        placements: the placements of its weights, by their paths in the module.
     """
 
     remat: Remat
@@ -32,11 +33,18 @@ class Unit:
     methods: tuple[str, ...]
     batch: tuple[str, ...]
     wide: bool
+    placements: Placements
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The kind of a module that contains units: each of its public methods begins a walk."""
+    """The kind of a module that contains units: each of its public methods begins a walk.
+
+    Attributes:
+        placements: the placements of the weights that it holds itself, by their paths in the module.
+    """
+
+    placements: Placements
 
 
 Kind = Unit | Holder
@@ -89,8 +97,8 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kind, Unit):
             options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "batch": kind.batch, "wide": kind.wide}
-            return call_unit(method, self, args, kwargs, **options)
-        return call_holder(method, self, args, kwargs)
+            return call_unit(method, self, args, kwargs, kind.placements, **options)
+        return call_holder(method, self, args, kwargs, kind.placements)
 
     return call
 

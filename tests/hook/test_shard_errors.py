@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -100,6 +101,55 @@ def test_arrays_from_elsewhere_are_refused_until_they_are_put_back(x64):
         with pytest.raises(ValueError, match=r"of shape \(16, 64\) of Block.*Call `gtp_jax.shard` on the model again"):
             model(tokens())
         assert jnp.array_equal(gtp.shard(model)(tokens()), wanted)
+
+
+class Few(nnx.Module):
+    """Two blocks, and an array that the model owns itself."""
+
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)])
+        self.tables = nnx.List([nnx.Param(jnp.arange(128.0).reshape(8, 16))])
+
+    def __call__(self, x):
+        return self.layers[1](jnp.tanh(self.layers[0](x + self.tables[0])))
+
+
+def on_one_device(model, committed):
+    device = jax.devices()[0] if committed else None
+    return jax.tree.map(lambda array: jax.device_put(np.asarray(array), device), nnx.state(model))
+
+
+UPDATES = [("the model", False), ("the model", True), ("an unsharded model", False), ("its tables alone", False)]
+
+
+@pytest.mark.parametrize("of, committed", UPDATES)
+def test_after_nnx_update_with_arrays_on_one_device_the_next_call_refuses_them(of, committed):
+    x, wanted = np.ones((8, 16), np.float32), Few()(jnp.ones((8, 16)))
+
+    def call(model, x):  # `nnx.jit` would put arrays back itself
+        graph, state = nnx.split(model)
+        return jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Few(), "layers.*", min_size=64)
+        own = [(array.sharding, array.ndim) for array in jax.tree.leaves(nnx.state(model))]
+        state = on_one_device(model if of == "the model" else Few(), committed)
+        if of == "its tables alone":
+            state = nnx.filter_state(state, nnx.PathContains("tables"))
+        nnx.update(model, state)
+        with pytest.raises(ValueError, match="`nnx.update` with .* Call `gtp_jax.shard` on the model again, which"):
+            model(x)
+        if of == "the model" and not committed:  # a trace does not know where arrays are
+            np.testing.assert_allclose(call(model, x), wanted, atol=1e-5)
+        elif not committed:
+            with pytest.raises(ValueError, match="now has the array and the metadata of another model"):
+                call(model, x)
+        assert gtp.shard(model) is model
+        np.testing.assert_allclose(call(model, x), wanted, atol=1e-5)
+        placed = zip(jax.tree.leaves(nnx.state(model, nnx.Param)), own, strict=True)
+        assert all(array.sharding.is_equivalent_to(*place) for array, place in placed)
+        with pytest.raises(ValueError, match="sharded already, and all its arrays are where they belong"):
+            gtp.shard(model)
 
 
 class Odd(nnx.Module):
