@@ -35,4 +35,5 @@ from ._placement import placement_of as placement_of
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard
+from ._walk import INSIDE_TRANSFORMATION as INSIDE_TRANSFORMATION
 from ._weights import Weights as Weights

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+# The reason why a call inside a transformation of the model's own takes no token.
+INSIDE_TRANSFORMATION = "called inside a transformation (scan, remat, cond, vmap, jit)"
+
 
 class Token(NamedTuple):
     """Two zeros that pass from unit to unit; see [Note: tokens carry order, never values].
@@ -97,7 +100,7 @@ def take(unit: Any) -> Token:
     if walk is None:
         reason = "no method of the model is running"
     elif walk.trace != _trace():
-        reason = "called inside a transformation (scan, remat, cond, vmap, jit)"
+        reason = INSIDE_TRANSFORMATION
     elif walk.token is None:
         reason = "the first of its call"
     if (steps := _steps.get()) is not None:

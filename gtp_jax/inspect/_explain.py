@@ -14,6 +14,7 @@ from ..experts import GroupedDense, MoE, choose_transport
 from ..formats import Format, Operands, Tiled
 from ..hlo import columns, quantity
 from ..hook import (
+    INSIDE_TRANSFORMATION,
     UnitCall,
     UnitFact,
     WeightFact,
@@ -187,6 +188,10 @@ class Explanation:
         if self.calls:
             rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
             parts.append(columns(("call of", "gathered", "why"), rows))
+        if any(c.reason == INSIDE_TRANSFORMATION for c in self.calls):
+            parts.append(
+                "calls inside a transformation gather in place: to gather ahead, unroll it, or use `gtp_jax.Stack`"
+            )
         if self.unmultiplied:
             parts.append(f"used in no product that the recipe's format supports: {', '.join(self.unmultiplied)}")
         if self.narrow:

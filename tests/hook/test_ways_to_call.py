@@ -80,6 +80,14 @@ def test_within_a_transformation_weights_are_gathered_in_place_and_the_report_sa
     assert {call.reason for call in calls} == {"called inside a transformation (scan, remat, cond, vmap, jit)"}
 
 
+@pytest.mark.parametrize("way, advised", [("scan", True), ("plain", False)])
+def test_explain_says_to_unroll_a_transformation_or_to_use_a_stack(way, advised, x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(way)(), min_size=64)
+        text = str(gtp.explain(model, call=lambda model: model(tokens(), way)))
+    assert ("to gather ahead, unroll it, or use `gtp_jax.Stack`" in text) == advised
+
+
 def test_second_derivatives_are_those_without_a_mesh(x64):
     def penalty(model, tokens):
         graph, state = nnx.split(model)
