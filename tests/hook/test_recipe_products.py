@@ -264,6 +264,38 @@ def test_explain_names_the_weights_whose_products_stay_as_they_are():
     assert f"that the recipe's format supports: {', '.join(found.unmultiplied)}" in str(found)
 
 
+class Einsums(nnx.Module):
+    """A weight that code multiplies without a `dot_general` to choose, as Tunix's layers do."""
+
+    def __init__(self, equation, shape, rngs):
+        self.equation, self.w = equation, nnx.Param(jax.random.normal(rngs.params(), shape) / 8)
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+
+def test_every_product_of_layers_that_take_no_dot_general_is_found():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+            self.mix = nnx.Einsum("bsi,io->bso", (WIDTH, WIDTH), (WIDTH,), rngs=rngs)
+            self.heads = Einsums("btd,ndh->btnh", (4, WIDTH, 16), rngs)
+            self.out = Einsums("btnh,nhd->btd", (4, 16, WIDTH), rngs)
+
+        def __call__(self, x):
+            x = x + self.attention(x)
+            return x + self.mix(self.out(self.heads(x)))
+
+    with scope(MESHES["gtp 8"]):
+        model = nnx.Sequential(*[Block(nnx.Rngs(i)) for i in range(2)])
+        model = gtp.shard(model, Block, min_size=512)
+        found = gtp.explain(model, FP8, call=lambda model: model(jnp.ones((BATCH, 16, WIDTH))))
+    kernels = [f"attention.{name}.kernel" for name in ("query", "key", "value", "out")]
+    names = sorted(("heads.w", "mix.kernel", "out.w", *kernels))
+    assert [sorted(call.multiplied) for call in found.calls] == [[f"layers.{i}.{n}" for n in names] for i in range(2)]
+    assert found.unmultiplied == ()
+
+
 @pytest.mark.parametrize("remat", ["nothing", "everything"])
 def test_remat_changes_no_number_of_fp8_matmuls(remat):
     x = jax.random.normal(jax.random.key(0), (BATCH, 64))
