@@ -11,7 +11,7 @@ from .pages import ROOT
 # So many neighbouring characters of a quotation are a message's own: what stands in its place holders differs.
 RUN = 18
 # Quoted symptoms that are JAX's, or names of commands.
-OTHERS = ("Array has been deleted", "gtp-jax ")
+OTHERS = ("Array has been deleted", "can't apply forward-mode", "gtp-jax ")
 
 
 def quotations() -> list[str]:
