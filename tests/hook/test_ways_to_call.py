@@ -111,6 +111,6 @@ def frozen():
 @pytest.mark.usefixtures("frozen")
 def test_no_tracer_outlives_its_trace(x64):
     with scope(MESHES["gtp 8"]), jax.checking_leaks():
-        model = gtp.shard(make("plain", depth=2)(), min_size=64)
-        for way in ("plain", "nnx.remat", "cond"):
+        for way in ("plain", "nnx.remat", "jax.checkpoint", "cond", "vmap"):
+            model = gtp.shard(make(way, depth=2)(), min_size=64)
             nnx.jit(nnx.grad(mean_of(way))).lower(model, tokens())
