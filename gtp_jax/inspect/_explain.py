@@ -205,10 +205,10 @@ class Explanation:
         if self.experts:
             rows = [dataclasses.astuple(fact) for fact in self.experts]
             parts.append(columns(("module", "experts", "router", "trained with", "reached by"), rows))
-        if self.untouched:
-            parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
         if self.share is not None:
             parts.append(str(self.share))
+        if self.untouched:
+            parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
         return "\n\n".join(parts)
 
 

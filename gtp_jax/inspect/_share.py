@@ -52,7 +52,7 @@ def share_of(model: nnx.Module) -> StateShare | None:
     for variable in variables:
         mesh, spec = _placed(variable)
         sizes |= mesh
-        ranks = math.prod(mesh[axis] for axis in axes_of(spec))
+        ranks = math.prod(mesh.get(axis, 1) for axis in axes_of(spec))
         own += math.prod(variable.get_raw_value().shape) // ranks
     if not own:
         return None
