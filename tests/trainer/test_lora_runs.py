@@ -194,7 +194,7 @@ def test_mistakes_are_named(made, tmp_path, capsys):
             ["train", "--resume", f"--out={run}", "--recipe=fp8"],
             "a resumed run keeps its frozen base and the recipe of that base: bf16, not fp8. Remove --recipe",
         ),
-        (["convert", "export", str(run), str(tmp_path / "x")], "is of a run that trained adapters, and has no model"),
+        (["convert", "export", str(run), str(tmp_path / "x")], "is of a run that trained adapters, and holds no model"),
         (["convert", "merge", str(imported), str(tmp_path / "x")], "has no adapters: it is a model itself"),
         (["convert", "export", "--peft", "--dtype=float32", str(run), str(tmp_path / "x")], "--dtype: adapters are"),
         (
