@@ -49,7 +49,7 @@ def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(
     degree, (tp, parts) = 4, tp_and_parts
     config = LlamaConfig(**SIZES)
     mesh = gtp.make_mesh(gtp=degree, tp=tp, dp=2 // tp)
-    step = lowered_step(config, mesh, batch=8 * parts, seq=128, microbatches=parts, recipe=recipe)
+    step = lowered_step(config, mesh, batch=8 * parts, seq=256, microbatches=parts, recipe=recipe)
     found = hlo.collectives(step.compile().as_text())
     over_gtp = [c for c in found if c.axes == ("gtp",)]
     gathers = [c for c in over_gtp if c.kind == "all-gather"]
