@@ -36,7 +36,7 @@ class Digests:
     one pass and without communication. The computation starts at once, so other work can be done before `result`.
 
     Args:
-        arrays: the arrays by their paths in the state. Of a padded array, only the logical part is digested.
+        arrays: the arrays by their paths in the state. Only the logical part of a padded array is digested.
 
     Raises:
         TypeError: if an array has a dtype other than integer, float or bool, or is sharded over several devices by

@@ -32,7 +32,7 @@ Tree = Any
 
 
 class Kind(enum.IntEnum):
-    """What the padding of a value holds."""
+    """The contents of the padding of a value."""
 
     NONE = 0  # nothing: the value has the same shape without padding
     ZERO = 1
