@@ -83,9 +83,8 @@ def picture(curves: Sequence[Curve], title: str) -> Any:
     if handles:
         handles.sort(key=lambda handle: handle.get_label() == "others")
         figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
-    figure.suptitle(
-        f"{title}\nmeans over {width} steps; dashed: a deliberate omission or mistake", fontsize=11, color=_TEXT
-    )
+    note = "; dashed: a deliberate omission or mistake" if any(curve.variant.wrong for curve in curves) else ""
+    figure.suptitle(f"{title}\nmeans over {width} steps{note}", fontsize=11, color=_TEXT)
     return figure
 
 
