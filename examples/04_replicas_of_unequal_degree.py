@@ -17,8 +17,7 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-if not jax.config.jax_platforms:
-    jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 8)  # where there is no GPU
 
 BATCH = 12
 CONFIG = LlamaConfig(

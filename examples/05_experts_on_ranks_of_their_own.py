@@ -110,8 +110,7 @@ def main() -> None:
     flags.add_argument("--png", type=Path)
     flags.add_argument("--json", type=Path)
     args = flags.parse_args()
-    if not jax.config.jax_platforms:
-        jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 4)  # where there is no GPU
     windows = load_corpus(standard_library(), BYTES).rows(SEQ, 0)
     base, rate = SIZES[args.size]
     print(f"{base.param_count():,} parameters, {base.matmul_params():,} of which multiply each token", flush=True)

@@ -12,8 +12,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 
-if not jax.config.jax_platforms:
-    jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 8)  # where there is no GPU
 
 
 class Block(nnx.Module):

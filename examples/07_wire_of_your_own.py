@@ -127,8 +127,7 @@ def main() -> None:
     def loss(model: Any, batch: jax.Array) -> jax.Array:
         return jnp.mean((model(batch) - jnp.flip(batch, -1)).astype(jnp.float32) ** 2)
 
-    if not jax.config.jax_platforms:
-        jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 8)  # where there is no GPU
     with jax.set_mesh(gtp.make_mesh(gtp=jax.device_count())):
         optimizer = optax.adamw(3e-3)
         model = gtp.init(lambda r: gtp.Stack(lambda rngs: gtp.MLP(64, 256, rngs=rngs), 2, rngs=r), nnx.Rngs(0))

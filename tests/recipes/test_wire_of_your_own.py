@@ -1,4 +1,4 @@
-"""The wire format of `examples/07_wire_of_your_own.py`, E4M3 with a scale a row: its error, meshes, what travels."""
+"""The wire format of `examples/07_wire_of_your_own.py`, E4M3 with one scale per row: errors, meshes, bytes sent."""
 
 import dataclasses
 import importlib
