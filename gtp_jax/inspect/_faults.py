@@ -15,7 +15,7 @@ from ..hlo import CHIPS, quantity
 from ..layout import Layout
 from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
-from ..nn import GRAD_REDUCE, GradReduce, ModelDef
+from ..nn import GRAD_REDUCE, GradReduce, ModelDef, Split
 from ..nonuniform import (
     FaultPlan,
     LeafSpecs,
@@ -149,8 +149,8 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
         if options.faults.core_tp is None:
             plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)
-        core, params = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
-        of_degree = {tp: _laid_out(config, 1, plan.gtp, tp)[0] for tp in {r.tp for r in plan.replicas}}
+        core, params, *_ = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
+        of_degree = {tp: _laid_out(config, 1, plan.gtp, tp).model_def for tp in {r.tp for r in plan.replicas}}
         state = _state_bytes(core, params, plan)
         sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
         with jax.sharding.use_abstract_mesh(_abstract(sizes)):
@@ -176,7 +176,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     return report
 
 
-def _laid_out(config: Any, dp: int, gtp: int, tp: int) -> tuple[ModelDef, Any]:
+def _laid_out(config: Any, dp: int, gtp: int, tp: int) -> Split:
     mesh = _abstract(dict(zip(AXES, (dp, gtp, tp), strict=True)))
     return lay_out(lambda rngs: build(config, rngs=rngs), mesh)
 

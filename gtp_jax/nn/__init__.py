@@ -34,6 +34,7 @@ from ._loss import cross_entropy as cross_entropy
 from ._maxima import maximum_gradient as maximum_gradient
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
+from ._model_def import Split as Split
 from ._model_def import split_model as split_model
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric

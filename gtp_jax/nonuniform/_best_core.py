@@ -32,16 +32,16 @@ def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -
         return plan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about weights that stay whole, at degrees that may not be chosen
-        of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
+        of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp)).model_def for tp in {r.tp for r in plan.replicas}}
 
     def in_turn(core_tp: int) -> float:
         mesh = _abstract(len(plan.replicas), plan.gtp, core_tp)
         with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
             warnings.simplefilter("ignore")
-            core, params = lay_out(factory, mesh)
+            core, params, _, frozen = lay_out(factory, mesh)
             if any(padded_differently(core, replica) for replica in of_degree.values()):
                 return math.inf
-            wires = replica_dtypes_of(core, params, None)
+            wires = replica_dtypes_of(core, params, None, frozen=frozen)
         of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
         unfold, fold = [], []
         for replica in plan.with_core(core_tp).replicas:

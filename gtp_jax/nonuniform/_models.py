@@ -12,17 +12,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from ..mesh import Path, with_paths
-from ..nn import ModelDef, abstract_model, split_model
+from ..nn import ModelDef, Split, abstract_model, split_model
 from ._layouts import LeafSpecs
 
 Tree = Any
 
 
-def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
-    """Returns the definition of a model on a mesh, and the shapes of its parameters. Needs no devices."""
+def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> Split:
+    """Returns the definition of a model on a mesh, and the shapes of its arrays. Needs no devices."""
     with jax.sharding.use_abstract_mesh(mesh):
-        model_def, params, _, _ = split_model(abstract_model(factory))
-        return model_def, params
+        return split_model(abstract_model(factory))
 
 
 def with_whole_sequences(model_def: ModelDef) -> ModelDef:
@@ -59,36 +58,48 @@ def leaf_specs(
             "on the core and in a replica of another degree, so that it cannot move between them. Choose sizes that "
             "gtp divides, or another gtp."
         )
-    specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
-    leaves = jax.tree.leaves(params)
+    return _leaf_specs(params, core.specs, replica.specs, dtypes)
+
+
+def frozen_leaf_specs(core: ModelDef, frozen: Tree, replica: ModelDef) -> list[LeafSpecs]:
+    """Returns how the core and a replica store each array of the frozen weights: values, or codes and scales.
+
+    Args:
+        core: the definition of the model on the core.
+        frozen: the frozen weights, or their shapes and dtypes.
+        replica: the definition of the model in the replica.
+    """
+    return _leaf_specs(frozen, core.frozen_specs, replica.frozen_specs)
+
+
+def _leaf_specs(tree: Tree, core: Tree, replica: Tree, dtypes: Sequence[np.dtype] | None = None) -> list[LeafSpecs]:
+    specs = [jax.tree.leaves(one, is_leaf=_is_spec) for one in (core, replica)]
+    leaves = jax.tree.leaves(tree)
     dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
     rows = zip(leaves, dtypes, *specs, strict=True)
     return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
 
 
 def padded_differently(core: ModelDef, replica: ModelDef) -> list[Path]:
-    """Returns the paths of the parameters whose stored arrays are padded differently on the core and in a replica."""
+    """Returns the paths of the parameters and frozen weights whose stored arrays are padded differently on the core and
+    in a replica."""
     shapes = [{path: one.array_shape for path, one in model.padded.items()} for model in (core, replica)]
     return [path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)]
 
 
 def check_parameters_only(model_def: ModelDef) -> None:
-    """Refuses a model that holds anything but trained parameters.
+    """Refuses a model that holds anything but parameters, trained or frozen.
 
     Raises:
-        ValueError: if the model has other variables, of which it names the first few, or frozen weights.
+        ValueError: if the model has other variables; the message names the first ones.
     """
     if model_def.state_specs:
         paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
         raise ValueError(
             f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
-            "degree would update separately. Remove dropout and batch statistics, or train on one mesh, without "
-            "`replicas`."
-        )
-    if model_def.frozen_specs:
-        raise ValueError(
-            "the model has frozen weights, which cannot be moved between layouts of unequal degree, because they may "
-            "be stored as codes. Leave out `freeze`, or train on one mesh, without `replicas`."
+            "degree would update separately. Remove batch statistics and modules with random streams, such as "
+            "`nnx.Dropout`; adapters (`gtp_jax.lora`) have dropout without one. Or train on one mesh in "
+            "`view='global'`, without `replicas`."
         )
 
 

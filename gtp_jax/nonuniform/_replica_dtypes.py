@@ -36,7 +36,12 @@ class ReplicaDtypes(NamedTuple):
 
 
 def replica_dtypes_of(
-    core: ModelDef, params: Tree, recipe: Recipe | None, reduce_over_dp: ReduceOverDp = "each"
+    core: ModelDef,
+    params: Tree,
+    recipe: Recipe | None,
+    reduce_over_dp: ReduceOverDp = "each",
+    *,
+    frozen: Tree | None = None,
 ) -> ReplicaDtypes:
     """Returns the dtypes in which parameters and gradients travel.
 
@@ -49,16 +54,19 @@ def replica_dtypes_of(
         params: the parameters, or their shapes and dtypes.
         recipe: the recipe of the step.
         reduce_over_dp: as in `train_step`; with `"last"`, gradients travel in the dtype of the parameters.
+        frozen: the frozen weights, or their shapes and dtypes, if there are any. They do not travel in a step.
     """
     leaves, tree = jax.tree.flatten(params)
     decided: dict[ModulePath, list[WeightGroup]] = defaultdict(list)
-    for (path, _), group in groups_of(core.model(params), recipe).items():
+    for (path, _), group in groups_of(core.model(params, frozen=frozen), recipe).items():
         decided[path].append(group)
-    numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))))
+    numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))), frozen=frozen)
     weights, gradients = ([np.dtype(leaf.dtype) for leaf in leaves] for _ in range(2))
     rounded = set()
     for path, owner in weight_owners(numbered).items():
         groups = decided[path]
+        if groups[0].frozen:
+            continue
         for number in (weight.get_raw_value() for weight in owner.weights()):
             stored = np.dtype(leaves[number].dtype)
             used = groups[0].dtype

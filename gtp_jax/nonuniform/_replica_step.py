@@ -18,7 +18,7 @@ from ._faults import Replica
 from ._layouts import LeafSpecs, plan_fold, plan_unfold
 from ._models import leaf_specs, with_whole_sequences
 from ._replica_dtypes import ReplicaDtypes
-from ._transfer import Parts, Transfer
+from ._transfer import Parts, Transfer, parts_of, settled
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -67,29 +67,31 @@ class ReplicaStep:
         self._sums: Sums | None = None
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
-    def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, Sums]:
+    def __call__(self, stored: Parts, frozen: Tree, batch: Tree) -> tuple[Parts, Sums]:
         """Returns the parts of the summed gradients that this process's core devices store, and the sums of loss and
         tokens, each of shape `(1,)` and replicated on all devices of the replica.
 
         Args:
             stored: the parts that this process's core devices store of each parameter and, last, of the number of
                 updates made. Emptied to free its memory.
+            frozen: the frozen weights, on this replica's mesh.
             batch: this replica's rows.
         """
         params, number = self.weights(stored)
         for part in stored:
             part.clear()
         with jax.set_mesh(self._mesh):
-            found, sums = self._program(params, number, batch)
+            found, sums = self._program(params, frozen, number, batch)
         settled(found)
         folded = self.fold([parts_of(g) for g in jax.tree.leaves(found)])
         settled([one for part in folded for one in part.values()])
         return folded, sums
 
-    def compile(self, batch: Tree) -> tuple[dict[str, jax.stages.Compiled], Sums]:
+    def compile(self, frozen: Tree, batch: Tree) -> tuple[dict[str, jax.stages.Compiled], Sums]:
         """Compiles the programs that run on several devices. Later steps use them.
 
         Args:
+            frozen: the frozen weights on this replica's mesh, or their shapes and shardings.
             batch: this replica's rows, or their shapes and shardings.
 
         Returns:
@@ -103,7 +105,7 @@ class ReplicaStep:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
         with jax.set_mesh(self._mesh):
             if isinstance(self._program, Jitted):
-                lowered = self._program.lower(params, number, batch)
+                lowered = self._program.lower(params, frozen, number, batch)
                 self._program, self._sums = lowered.compile(), lowered.out_info[1]
         found = {"gradients": self._program}
         for name, transfer in (("unfold", self.unfold), ("fold", self.fold)):
@@ -122,7 +124,7 @@ class ReplicaStep:
         settled(arrays)
         return jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
 
-    def _sum_gradients(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, Sums]:
+    def _sum_gradients(self, params: Tree, frozen: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, Sums]:
         # in local view every rank of tp counts the same tokens: loss, tokens and gradients are `copies` times too large
         copies = self._mesh.shape[TP]
         lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
@@ -131,7 +133,8 @@ class ReplicaStep:
             model_def = with_whole_sequences(model_def)
         # the cast weights are not read: a weight that was rounded before is used as it arrived, see `with_groups`
         params = self._cast(params, self._stored)
-        computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
+        state = TrainState(params, (), number, model_def, frozen=frozen)
+        computed = gradients(self._request, state, batch)
         assert computed.tokens is not None
         found = in_dtypes_of(params, computed.gradients)
         found = self._cast(jax.tree.map(lambda g: g / copies, found), self._sent_back)
@@ -145,15 +148,3 @@ class ReplicaStep:
     def _cast(self, tree: Tree, dtypes: Sequence[np.dtype]) -> Tree:
         leaves = [x.astype(dtype) for x, dtype in zip(jax.tree.leaves(tree), dtypes, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
-
-
-def parts_of(array: jax.Array) -> dict[Any, jax.Array]:
-    """Returns the parts of an array that this process's devices store, by device."""
-    return {shard.device: shard.data for shard in array.addressable_shards}
-
-
-def settled(tree: Tree) -> None:
-    """Waits for arrays on virtual CPU devices. They share a pool of threads, so programs over different devices could
-    otherwise deadlock."""
-    if jax.default_backend() == "cpu":
-        jax.block_until_ready(tree)

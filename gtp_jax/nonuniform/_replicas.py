@@ -51,7 +51,7 @@ class Replicas:
     Raises:
         ValueError: if the number of devices is wrong, if `batch`, `weights` or `tensor` of the roles in scope are not
             the default ones, if a term of the loss depends on the whole batch, which no replica has, or if the
-            replicas are unequal and the model holds variables other than trained parameters.
+            replicas are unequal and the model holds variables other than parameters, trained or frozen.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replicas:
         else:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
         # abstract meshes, because this process may have none of the devices
-        self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh)[0] for mesh in self.meshes)
+        self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh).model_def for mesh in self.meshes)
         if not plan.uniform:
             check_parameters_only(self.model_defs[0])
         if len(self.meshes) > 1:

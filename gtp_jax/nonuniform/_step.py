@@ -6,6 +6,7 @@
 2. for each replica, moves the weights to its own layout, at its own degree (`unfold`); computes the sums of loss,
    tokens and gradients over its own rows, in a separate program; and moves the gradients to the core's layout (`fold`);
 3. on the core, adds up the sums of all replicas, divides by the number of all tokens, clips, and updates.
+Frozen weights are moved to each replica's layout before the first step, and stay there, because no step changes them.
 Nothing is copied between these programs: a device's part of an array on one mesh becomes its part of an array on the
 other. Replicas cannot drift apart, because their weights are computed from the masters in each step.
 
@@ -15,6 +16,7 @@ Such a sum may be divided among ranks and replicas in any way. A loss that is no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +34,12 @@ from ..recipes import Recipe, recipe_of_call
 from ..train import Computed, Jitted, Request, TrainState, check_values, constrained, mean, never_skip, updated
 from ._batches import Batches, is_here
 from ._core_metrics import CoreMetrics
+from ._frozen_weights import FrozenWeights
 from ._layouts import without_replicas
 from ._models import check_parameters_only
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
-from ._replica_step import ReplicaStep, parts_of, settled
-from ._transfer import Parts, Transfer
+from ._replica_step import ReplicaStep
+from ._transfer import Parts, Transfer, of_devices, parts_of, settled
 
 if TYPE_CHECKING:
     from ._replicas import Replicas  # a circular import: it imports this module
@@ -75,6 +78,7 @@ class NonuniformStep:
         self._gather: dict[Recipe | None, Any] = {}
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
         self.tell = CoreMetrics(replicas)
+        self._frozen = FrozenWeights(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
     def __call__(
@@ -97,22 +101,24 @@ class NonuniformStep:
         stored = self._stored(state)
         gradients: Parts = [{} for _ in jax.tree.leaves(state.params)]
         sums: Parts = [{}, {}]
-        for step, mesh, part in zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True):
+        frozen, meshes = self._frozen(state), self._replicas.meshes
+        for step, mesh, own, part in zip(self._replica_steps(state), meshes, frozen, batches.parts, strict=True):
             if is_here(mesh):
-                found, total = step(_of_devices(stored, mesh), part)
+                found, total = step(of_devices(stored, mesh), own, part)
                 for kept, one in zip((*gradients, *sums), (*found, *map(parts_of, total)), strict=True):
                     kept.update(one)
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
-            after, metrics = self._update(state, *self._on_core(state, gradients, sums), self._flag(skip))
+            found = self._on_core(state, gradients, sums)
+            after, metrics = self._update(_without_frozen(state), *found, self._flag(skip), state.frozen)
         settled(after)
-        return after, self.tell(metrics)
+        return dataclasses.replace(after, frozen=state.frozen), self.tell(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
         """Returns each replica's parameters as the next step uses them: on its mesh, in the dtypes that they travel in.
         `None` stands for replicas of which this process has no device."""
         stored, replicas = self._stored(state), self._replicas
         return [
-            step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
+            step.weights(of_devices(stored, mesh))[0] if is_here(mesh) else None
             for step, mesh in zip(self._replica_steps(state), replicas.meshes, strict=True)
         ]
 
@@ -132,10 +138,11 @@ class NonuniformStep:
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
         found: dict[str, jax.stages.Compiled] = {}
         sums: Any = ()
-        steps = zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True)
-        for place, (step, mesh, part) in enumerate(steps):
+        frozen = self._frozen.shapes(state)
+        steps = zip(self._replica_steps(state), self._replicas.meshes, frozen, batches.parts, strict=True)
+        for place, (step, mesh, own, part) in enumerate(steps):
             if is_here(mesh):
-                programs, sums = step.compile(part)
+                programs, sums = step.compile(own, part)
                 found |= {f"{name} {place}": program for name, program in programs.items()}
         core = self._replicas.core
         if is_here(core):
@@ -144,7 +151,8 @@ class NonuniformStep:
                 if (gather := self._gather_of(state)) is not None:
                     self._gather[recipe_of_call(self._request.recipe)] = found["gather"] = _compiled(gather, state)
                 shapes = self._shapes_on_core(state, sums)
-                self._update = found["update"] = _compiled(self._update, state, *shapes, self._flag(None))
+                args = _without_frozen(state), *shapes, self._flag(None), state.frozen
+                self._update = found["update"] = _compiled(self._update, *args)
         return found
 
     def transfers(self, state: TrainState) -> list[dict[str, Transfer]]:
@@ -179,7 +187,8 @@ class NonuniformStep:
         if recipe not in self._wires:
             with jax.sharding.use_abstract_mesh(self._replicas.core.abstract_mesh):
                 reduce_over_dp = "each" if self._request.microbatches == 1 else self._request.reduce_over_dp
-                self._wires[recipe] = replica_dtypes_of(state.model_def, state.params, recipe, reduce_over_dp)
+                own = state.model_def, state.params, recipe, reduce_over_dp
+                self._wires[recipe] = replica_dtypes_of(*own, frozen=state.frozen)
         return self._wires[recipe]
 
     def _gather_of(self, state: TrainState) -> Any:
@@ -237,7 +246,7 @@ class NonuniformStep:
         return skip if skip is not None and is_here(core) else never_skip(core)
 
     def _updated(
-        self, state: TrainState, found: Tree, sums: list[jax.Array], skip: jax.Array
+        self, state: TrainState, found: Tree, sums: list[jax.Array], skip: jax.Array, frozen: Tree
     ) -> tuple[TrainState, dict[str, Any]]:
         specs = state.model_def.specs
         into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
@@ -251,8 +260,9 @@ class NonuniformStep:
         found, (total, tokens) = over_core(found, sums)
         computed = Computed(total, tokens, found, {}, ())
         limits: Any = {"max_grad_norm": self._max_grad_norm, "skip_nonfinite": self._skip_nonfinite}
+        state = dataclasses.replace(state, frozen=frozen)
         after, metrics = updated(state, computed, self._optimizer, **limits, skip=skip)
-        return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
+        return _without_frozen(after), {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
         check_parameters_only(state.model_def)
@@ -274,6 +284,7 @@ class NonuniformStep:
                 "the state has other parameters than the model that `replicas` was made for: the model has "
                 f"{theirs.num_leaves} parameters, the state {ours.num_leaves}. Pass the same `factory` to both."
             )
+        self._frozen.check(state)
 
 
 def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax.Array:
@@ -305,14 +316,14 @@ def _gathered(wires: ReplicaDtypes, state: TrainState) -> Tree:
     return jax.tree.unflatten(structure, constrained(rounded, list(map(without_replicas, specs))))
 
 
+def _without_frozen(state: TrainState) -> TrainState:
+    """Returns the state without its frozen weights, which a step neither donates nor returns: replicas use the same
+    arrays."""
+    return dataclasses.replace(state, frozen={})
+
+
 def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:
     return program.lower(*args).compile() if isinstance(program, Jitted) else program
-
-
-def _of_devices(stored: Parts, mesh: Mesh) -> Parts:
-    """Returns the parts that the devices of a mesh store."""
-    devices = set(mesh.devices.flat)
-    return [{device: x for device, x in part.items() if device in devices} for part in stored]
 
 
 def _is_divided(state: TrainState) -> bool:

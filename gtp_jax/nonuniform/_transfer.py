@@ -43,10 +43,14 @@ class Transfer:
         moves: the plan.
         devices: the devices, in the order of their numbers in the plan.
         name: the prefix of the programs' names in profiles: NAME_pack, NAME_permute, NAME_assemble.
+
+    Attributes:
+        moves: the plan.
+        name: the prefix.
     """
 
     def __init__(self, moves: Moves, devices: Sequence[Device], name: str = "transfer") -> None:
-        self.moves = moves
+        self.moves, self.name = moves, name
         self._devices = list(devices)
         self._mesh = Mesh(np.array(self._devices), (_AXIS,))
         self._here = [
@@ -117,6 +121,24 @@ class Transfer:
         return jax.shard_map(
             permute, mesh=self._mesh, in_specs=PartitionSpec(_AXIS), out_specs=PartitionSpec(_AXIS), check_vma=False
         )
+
+
+def parts_of(array: jax.Array) -> dict[Any, jax.Array]:
+    """Returns the parts of an array that this process's devices store, by device."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def settled(tree: Any) -> None:
+    """Waits for arrays on virtual CPU devices. They share a pool of threads, so programs over different devices could
+    otherwise deadlock."""
+    if jax.default_backend() == "cpu":
+        jax.block_until_ready(tree)
+
+
+def of_devices(stored: Parts, mesh: Mesh) -> Parts:
+    """Returns the parts that the devices of a mesh store."""
+    devices = set(mesh.devices.flat)
+    return [{device: x for device, x in part.items() if device in devices} for part in stored]
 
 
 def _permuted(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:

@@ -238,10 +238,10 @@ def _rounds(recipe: Recipe | None) -> bool:
 def _dropout_key(
     request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
 ) -> jax.Array | None:
-    """Returns the words of a microbatch's dropout in adapters, the same on every rank; `None` without any."""
+    """Returns the words of a microbatch's dropout in adapters, the same on every rank of a mesh; `None` without any."""
     if not drops(state.model_def.variables):
         return None
-    return rounding_key(request.seed, state.step if step is None else step, number)
+    return rounding_key(request.seed, state.step if step is None else step, number, replica=request.replica)
 
 
 class _ModelOf(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 import gtp_jax as gtp
 
 from .test_nonuniform_step import train
-from .unequal import Tiny, batches, loss
+from .unequal import Tiny, adapted_codes, batches, loss
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,18 +23,20 @@ WORKER = """
 import sys
 import jax
 jax.config.update("jax_enable_x64", True)
-address, count, rank, devices, folder, dp, gtp_degree, tp, batch, *failed = sys.argv[1:]
+address, count, rank, devices, name, folder, dp, gtp_degree, tp, batch, *failed = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", int(devices))
 jax.distributed.initialize(address, int(count), int(rank))
 from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from tests.nonuniform.unequal import OPTIMIZER, Tiny, batches, loss
+from tests.nonuniform import unequal
+from tests.nonuniform.unequal import OPTIMIZER, batches, loss
 
 plan = gtp.plan_faults(dp=int(dp), gtp=int(gtp_degree), tp=int(tp), failed=tuple(map(int, failed)), batch=int(batch))
-replicas = gtp.Replicas(Tiny, plan)
+model = getattr(unequal, name)
+replicas = gtp.Replicas(model, plan)
 with jax.set_mesh(replicas.core), Checkpoints(folder) as checkpoints:
-    state = gtp.TrainState.create(gtp.init(Tiny, nnx.Rngs(3)), OPTIMIZER)
+    state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(3)), OPTIMIZER)
     step = gtp.train_step(loss, OPTIMIZER, view="local", max_grad_norm=0.5, replicas=replicas)
     data = list(batches(plan.batch))
     for number, part in enumerate(data[:4]):
@@ -54,25 +56,27 @@ PLANS = {
     "2 and 1, where one process has no part of the state": (dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9), ()),
     "gtp 2, tp 2 and 1": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12), (2, 2, 1, 1)),
     "2 and 1, a process per replica": (dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9), (2, 1)),
+    "2 and 1, adapters on codes": (dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9), ()),
 }
 
 
 @functools.cache
-def on_one_device(rows):
-    return train(Tiny, loss, list(batches(rows))[:4])
+def on_one_device(model, rows):
+    return train(model, loss, list(batches(rows))[:4])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_several_processes_equal_one(name, x64, tmp_path):
     degrees, hosts = PLANS[name]
+    model = adapted_codes if "adapters" in name else Tiny
     plan = gtp.plan_faults(**degrees)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     sizes = [degrees[key] for key in ("dp", "gtp", "tp", "batch")]
-    arguments = [str(tmp_path / "run"), *map(str, sizes), *map(str, degrees["failed"])]
+    arguments = [model.__name__, str(tmp_path / "run"), *map(str, sizes), *map(str, degrees["failed"])]
     hosts = hosts or (1,) * len(plan.active)
     workers = [
         subprocess.Popen(
@@ -89,7 +93,7 @@ def test_several_processes_equal_one(name, x64, tmp_path):
     finally:
         for worker in workers:
             worker.kill()
-    wanted = on_one_device(plan.batch)
+    wanted = on_one_device(model, plan.batch)
     for worker, (out, error) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, error[-3000:]
         lines = [line.split() for line in out.splitlines() if line.startswith("loss")]

@@ -13,7 +13,6 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import abstract_model
 from gtp_jax.nonuniform import _step, replica_dtypes_of
 
 SIZES = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48)
@@ -108,11 +107,3 @@ def test_a_loss_that_reads_a_rounded_array_is_refused_by_message():
         pytest.raises(ValueError, match="the loss reads the array of a weight of shape .* rounded"),
     ):
         step(state, next(data(1)))
-
-
-def test_frozen_weights_are_refused_by_message():
-    mesh, _, step = begin(factory())
-    with jax.set_mesh(mesh), gtp.use_roles(gtp.Roles()):
-        model = abstract_model(lambda rngs: gtp.freeze(factory()(rngs), trained=nnx.PathContains("head")))
-        with pytest.raises(ValueError, match="the model has frozen weights, which cannot be moved"):
-            step(gtp.TrainState.create(model, OPTIMIZER), next(data(1)))

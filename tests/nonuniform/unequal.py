@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -65,6 +68,26 @@ class Tiny(nnx.Module):
     def __call__(self, tokens):
         x = self.embed(tokens)
         return self.head(x + self.mlp(x))
+
+
+# 128 hidden features: of those, ranks of 4 store whole blocks, and ranks of 3 everything.
+WIDE = functools.partial(Tiny, features=128, hidden=128)
+
+
+def adapted_codes(rngs):
+    """A model frozen as NVFP4 codes, with adapters."""
+    return with_b(gtp.lora(WIDE(rngs), 3, 6, recipe=gtp.NVFP4(), rngs=rngs))
+
+
+def with_b(model):
+    """The model, with other numbers than zeros in the adapters' second matrices, so that adapters add something."""
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "b":
+            value = v.get_value()
+            key = jax.random.key(sum(map(ord, "/".join(map(str, path)))))
+            new = v.replace(value + 0.1 * jax.random.normal(key, value.shape, value.dtype))
+            nnx.update(model, nnx.from_flat_state([(path, new)]))
+    return model
 
 
 def batches(rows, seq=SEQ, vocab=VOCAB):

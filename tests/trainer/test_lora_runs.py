@@ -19,7 +19,7 @@ from gtp_jax.models import load
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import read_log
 
-from .runs import small, write_text
+from .runs import small, train, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -205,3 +205,26 @@ def test_mistakes_are_named(made, tmp_path, capsys):
         assert main(arguments) == 2
         assert message in " ".join(capsys.readouterr().err.split()), arguments
     assert not (tmp_path / "x").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_adapters_on_codes_train_on_without_a_device_and_when_it_is_back(made, tmp_path):
+    """Without dropout, whose bits differ between meshes, the losses are those of the healthy run."""
+    flags = [f"--from={made / 'imported'}", *LORA[:1], *LORA[2:], "--recipe=fp8", "--dp=2", "--tp=2"]
+    text, healthy, hurt = made / "text", tmp_path / "healthy", tmp_path / "hurt"
+    train([*small(text, healthy, steps=4), *flags])
+    said = train([*small(text, hurt, steps=4), *flags, "--failed-devices", "3"])
+    assert "replicas of gtp 1 x tp 2 on 6 sequences; gtp 1 x tp 1 on 2 sequences" in said
+    found, wanted = dict(records(hurt)), dict(records(healthy))
+    assert found.keys() == wanted.keys() and max(found) == 4
+    for step, loss in wanted.items():
+        np.testing.assert_allclose(found[step], loss, rtol=1e-5)
+    train([*small(text, hurt, steps=5), "--resume", "--failed-devices"])
+    assert max(dict(records(hurt))) == 5
+    frozen, same = (digests(run, "frozen/") for run in (hurt, healthy))
+    assert frozen and frozen == same
+
+
+def digests(run, start):
+    leaves = Checkpoints(run / "checkpoints", read_only=True).manifest()["leaves"]
+    return {name: leaf["digest"] for name, leaf in leaves.items() if name.startswith(start)}

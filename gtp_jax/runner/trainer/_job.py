@@ -285,4 +285,8 @@ def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.
     takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
     if takes_state is None:  # in a process that holds no part of the state
         return hlo.Memory(0, 0, 0, 0, 0, 0)
-    return hlo.memory(takes_state, params=state.params, opt_state=state.opt_state, frozen=state.frozen)
+    own: Any = {"params": state.params, "opt_state": state.opt_state}
+    if "one step" in programs:
+        return hlo.memory(takes_state, **own, frozen=state.frozen)
+    # the update of replicas does not take frozen weights, which their own programs do
+    return dataclasses.replace(hlo.memory(takes_state, **own), frozen_bytes=hlo.bytes_per_device(state.frozen))

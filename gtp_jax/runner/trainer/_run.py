@@ -144,7 +144,7 @@ def _start(
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
-        meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
+        meshes = make_meshes(planned, degrees, lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     check_terms(model, corpus)
     pads = config.pads and meshes.replicas is None  # unequal replicas would pad a weight differently
     with even_shares(pads):

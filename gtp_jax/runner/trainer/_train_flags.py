@@ -304,11 +304,6 @@ class TrainConfig:
                 f"`lora` is {self.adapted.lora}, but adapters require a trained model. Give one with --from, from "
                 "`gtp-jax convert import` or `gtp-jax train`, or remove --lora."
             )
-        if self.faults.any:
-            raise ValueError(
-                f"`lora` is {self.adapted.lora} and devices have failed, but a frozen model cannot be divided among "
-                "replicas of unequal degree. Remove --failed-devices and --replica-batches, or --lora."
-            )
         for name in ("pregathered_layers", "grad_wire"):
             if value := getattr(self.quantization, name):
                 raise ValueError(

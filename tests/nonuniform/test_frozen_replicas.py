@@ -1,0 +1,196 @@
+"""Frozen weights in replicas of unequal degree: placed once, bit for bit, and trained around as on one device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.mesh import axes_of
+from gtp_jax.nonuniform import FrozenWeights, Transfer
+
+from .test_nonuniform_step import assert_close, begin, bits, train
+from .unequal import OPTIMIZER, VOCAB, WIDE, Everything, Tiny, adapted_codes, batches, loss, with_b
+
+FOUR_AND_THREE = dict(dp=2, tp=4, failed=(5,), batch=14)
+TWO_AND_ONE = dict(dp=2, tp=2, failed=(3,), batch=9)
+
+
+def frozen(rngs, *, of=Everything, recipe=None, trained=("mlp",)):
+    """A model of which only these modules are trained."""
+    filters = [nnx.PathContains(name) for name in trained]
+    return gtp.freeze(of(rngs), recipe, trained=nnx.Any(*filters))
+
+
+def adapted(rngs, *, of=WIDE, recipe=None, **options):
+    """A frozen model with adapters that already add something."""
+    return with_b(gtp.lora(of(rngs), 3, 6, recipe=recipe, rngs=rngs, **options))
+
+
+CASES = {
+    "most of a model, of every kind of leaf": (frozen, FOUR_AND_THREE),
+    "the tied table as codes": (
+        functools.partial(frozen, of=Tiny, recipe=gtp.FP8(exclude=()), trained=["mlp"]),
+        FOUR_AND_THREE,
+    ),
+    "all but a tied table": (
+        functools.partial(frozen, of=WIDE, recipe=gtp.NVFP4(), trained=["embed", "head"]),
+        TWO_AND_ONE,
+    ),
+    "adapters": (adapted, FOUR_AND_THREE),
+    "adapters on NVFP4": (functools.partial(adapted, recipe=gtp.NVFP4()), FOUR_AND_THREE),
+    "adapters on MXFP8, gtp 2": (
+        functools.partial(adapted, recipe=gtp.MXFP8()),
+        dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2),
+    ),
+    "adapters on FP8, one amax per expert": (
+        functools.partial(
+            adapted, of=functools.partial(Everything, experts="expert"), recipe=gtp.FP8(), targets=["mlp"]
+        ),
+        FOUR_AND_THREE,
+    ),
+}
+
+
+QUICK = "all but a tied table"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_steps_around_frozen_weights_are_those_of_one_device(name, x64):
+    make, degrees = CASES[name]
+    plan = gtp.plan_faults(**degrees)
+    data = list(batches(plan.batch))[:3]
+    devices = jax.devices()[: plan.slots]
+    options = dict(microbatches=plan.microbatches)
+    wanted = train(make, loss, data, **options)
+    found = train(make, loss, data, plan=plan, devices=devices, **options)
+    assert all(np.any(gradient) for gradient in wanted["gradient"].values())
+    assert_close(found, wanted)
+
+
+CODED = adapted_codes
+
+
+def placed(make=CODED, degrees=TWO_AND_ONE, loss=loss):
+    """Replicas, a state on their core, and a step."""
+    replicas = gtp.Replicas(make, gtp.plan_faults(**degrees), jax.devices()[:4])
+    with jax.set_mesh(replicas.core):
+        return replicas, begin(make), gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas)
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """The names of the transfers that run, one per replica."""
+    found, call = [], Transfer.__call__
+
+    def counted(self, parts):
+        found.append(self.name)
+        return call(self, parts)
+
+    monkeypatch.setattr(Transfer, "__call__", counted)
+    return found
+
+
+def test_codes_are_moved_once_whatever_the_number_of_steps(moves, x64):
+    replicas, state, step = placed()
+    before = bits(state.frozen)
+    with jax.set_mesh(replicas.core):
+        for batch in list(batches(9))[:3]:
+            state, _ = step(state, batch)
+    assert [moves.count(name) for name in ("unfold_frozen", "unfold", "fold")] == [2, 6, 6]
+    assert bits(state.frozen) == before
+
+
+def test_every_replica_has_the_bits_of_the_core_in_its_own_layout(x64):
+    replicas, state, _ = placed(degrees=FOUR_AND_THREE | {"tp": 2, "failed": (3,)})
+    frozen = FrozenWeights(replicas)
+    for tree, shapes, mesh in zip(frozen(state), frozen.shapes(state), replicas.meshes, strict=True):
+        assert bits(tree) == bits(state.frozen)
+        for found, shape in zip(jax.tree.leaves(tree), jax.tree.leaves(shapes), strict=True):
+            assert (found.shape, found.dtype, found.sharding) == (shape.shape, shape.dtype, shape.sharding)
+            assert found.sharding.mesh == mesh
+    (codes,) = {leaf.dtype for leaf in jax.tree.leaves(state.frozen["mlp"]["down"]["kernel"])} - {np.dtype("float32")}
+    assert codes == np.uint8 and state.frozen["mlp"]["down"]["kernel"].format.name == "NVFP4"
+
+
+def test_states_with_other_frozen_weights_take_turns_in_one_step(x64):
+    """A step must not go on with the frozen weights of the state before."""
+    found, alone = {}, {}
+    replicas, _, step = placed()
+    steps = {seed: placed()[2] for seed in (3, 4)}
+    data = list(batches(9))[:2]
+    with jax.set_mesh(replicas.core):
+        states = {seed: begin(CODED, seed=seed) for seed in (3, 4)}
+        for batch in data:
+            for seed, state in states.items():
+                states[seed], metrics = step(state, batch)
+                found.setdefault(seed, []).append(float(metrics["loss"]))
+        for seed in states:
+            state = begin(CODED, seed=seed)
+            for batch in data:
+                state, metrics = steps[seed](state, batch)
+                alone.setdefault(seed, []).append(float(metrics["loss"]))
+    assert found == alone and len({loss for losses in found.values() for loss in losses}) == 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_unequal_replicas_and_meshes_bit_for_bit(x64, tmp_path):
+    replicas, state, step = placed()
+    data = list(batches(9))
+    with jax.set_mesh(replicas.core), Checkpoints(tmp_path) as checkpoints:
+        state, _ = step(state, data[0])
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        saved = bits((state.params, state.frozen))
+        on, _ = step(state, data[1])
+        back, _ = checkpoints.restore(begin(CODED, seed=5))
+        again, _ = step(back, data[1])
+        assert bits(again) == bits(on)
+    for degrees in (dict(dp=2, tp=2), dict(gtp=1)):
+        mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+        with jax.set_mesh(mesh), Checkpoints(tmp_path, read_only=True) as checkpoints:
+            state, _ = checkpoints.restore(begin(CODED, seed=4))
+            assert bits((state.params, state.frozen)) == saved
+
+
+class Stock(nnx.Module):
+    """Flax layers, whose weights `gtp_jax.shard` divides over dp and gtp, frozen or not."""
+
+    def __init__(self, rngs):
+        shared = dict(param_dtype="float64", dtype="float64", rngs=rngs)
+        self.embed = nnx.Embed(VOCAB, 32, **shared)
+        self.up, self.down = nnx.Linear(32, 64, **shared), nnx.Linear(64, 32, **shared)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.embed.attend(x + self.down(jax.nn.gelu(self.up(x))))
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_replicas_divide_are_gathered_first(moves, x64):
+    def make(rngs):
+        return adapted(rngs, of=lambda rngs: gtp.shard(Stock(rngs), nnx.Linear, min_size=64))
+
+    replicas, state, _ = placed(make)
+    assert "dp" in {axis for leaf in jax.tree.leaves(state.frozen) for axis in axes_of(leaf.sharding.spec)}
+    data = list(batches(9))[:3]
+    found = train(make, loss, data, plan=replicas.plan, devices=jax.devices()[:4])
+    assert moves.count("unfold_frozen") == 2
+    assert_close(found, train(make, loss, data))
+
+
+def test_codes_of_another_format_than_the_replicas_were_made_for_are_refused_by_message(x64):
+    replicas, _, step = placed()
+    with jax.set_mesh(replicas.core):
+        state = begin(functools.partial(adapted, recipe=gtp.MXFP8()))
+        with pytest.raises(ValueError, match="other frozen weights, or codes of another format, than the model that"):
+            step(state, next(batches(9)))
+        with pytest.raises(ValueError, match="other frozen weights, or codes of another format, than the model that"):
+            step(begin(adapted), next(batches(9)))
