@@ -13,6 +13,8 @@ from ._events import Plan as Plan
 from ._events import Reduce as Reduce
 from ._forward import Forward as Forward
 from ._forward import forward as forward
+from ._offloads import Moved as Moved
+from ._offloads import offloads_recorded as offloads_recorded
 from ._plan import plan as plan
 from ._policy import OFFLOADED as OFFLOADED
 from ._policy import REMAT as REMAT

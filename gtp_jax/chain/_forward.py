@@ -14,6 +14,7 @@ from ..collectives import Turn, turn_after
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._host import to_host, without_activations
+from ._offloads import record_offload
 from ._stage import ByLayer, Outputs, Stage, in_loop, place, renumbered, together
 
 Tree = Any
@@ -110,10 +111,11 @@ class _Forward:
                     own = weights.pop((stage, layer))
                     if keep:
                         self.sent.pop((stage, layer), None)
-                    turn = turn_after(weights)
+                    given, turn = x, turn_after(weights)
                     x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep, turn)
                     if away:
-                        closure, saved[stage, layer] = without_activations(closure)
+                        closure, saved[stage, layer], inputs = without_activations(closure)
+                        record_offload(self.stages[stage].source, given, saved[stage, layer], inputs)
                     done[stage, layer] = closure, outputs, False
                 case Offload(stage, layer):
                     moving[stage, layer] = to_host(saved.pop((stage, layer)))

@@ -24,13 +24,14 @@ class _Away:
         return hash(_Away)
 
 
-def without_activations(closure: Any) -> tuple[Any, list[jax.Array]]:
-    """Returns the residual of a layer without its activations, and these: the floats that depend on the layer's input,
-    and the input itself. Weights and parameters stay."""
+def without_activations(closure: Any) -> tuple[Any, list[jax.Array], int]:
+    """Returns the residual of a layer without its activations; these: the input itself, and the floats that depend on
+    it; and how many of them are the input. Weights and parameters stay."""
     leaves, tree = _leaves(closure)
     away = [isinstance(leaf, jax.Array) and np.ndim(leaf) > 0 and _is_float(leaf) for leaf in leaves]
     rest = [_Away() if moves else leaf for leaf, moves in zip(leaves, away, strict=True)]
-    return _with(closure, tree, rest), [leaf for leaf, moves in zip(leaves, away, strict=True) if moves]
+    moved = [leaf for leaf, moves in zip(leaves, away, strict=True) if moves]
+    return _with(closure, tree, rest), moved, sum(away[: len(jax.tree.leaves(closure.args_res[_INPUT]))])
 
 
 def with_activations(closure: Any, arrays: list[jax.Array]) -> Any:

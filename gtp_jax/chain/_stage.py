@@ -66,6 +66,7 @@ class Stage:
         travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
         offload: whether the activations that layers save are moved to the host's memory between the passes.
         frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients.
+        source: the name of the module that the layers belong to, for `offloads_recorded`.
     """
 
     shards: Tree
@@ -85,6 +86,7 @@ class Stage:
     travels: bool = True
     offload: bool = False
     frozen: frozenset[Any] = frozenset()
+    source: str = ""
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
         """Returns one layer's part of a pytree. In a stacked pytree, layer 0 has the index `first`."""

@@ -31,6 +31,7 @@ from ..ops import lacks_blocked_product, multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
+from ._offload import OffloadFact, offload_facts
 from ._share import StateShare, share_of
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
@@ -119,6 +120,8 @@ class Explanation:
         weights: one fact for each weight that `gtp_jax.shard` has sharded; empty if the recipe quantizes none.
         share: what each device stores of the weights and of AdamW's state, and an even share; `None` if nothing is
             trained.
+        offloads: one fact for each `Stack` that the call runs, and whose layers keep what they save in the host's
+            memory.
     """
 
     facts: tuple[WireFact, ...]
@@ -129,6 +132,7 @@ class Explanation:
     calls: tuple[UnitCall, ...] = ()
     weights: tuple[WeightFact, ...] = ()
     share: StateShare | None = None
+    offloads: tuple[OffloadFact, ...] = ()
 
     @property
     def unmultiplied(self) -> tuple[str, ...]:
@@ -205,6 +209,7 @@ class Explanation:
         if self.experts:
             rows = [dataclasses.astuple(fact) for fact in self.experts]
             parts.append(columns(("module", "experts", "router", "trained with", "reached by"), rows))
+        parts += map(str, self.offloads)
         if self.share is not None:
             parts.append(str(self.share))
         if self.untouched:
@@ -231,7 +236,9 @@ def explain(
         model: the model, which may be abstract.
         recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.BF16()` by default.
         call: a function of the model, such as `lambda model: model(tokens)`. It is traced but not run, and the report
-            then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched.
+            then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched; and
+            for each `Stack` with `remat="offload"` or `"offload-matmuls"`, what a layer copies to the host, and whether
+            it computes longer than the copies take.
         path: the path of one module, or the end of it, such as `"layers.mlp.up"`; or of one weight that `gtp_jax.shard`
             has sharded. If given, the life of its weights in a step is returned instead: each state, and the function
             that makes it.
@@ -270,7 +277,9 @@ def explain(
     ]
     weights = weights if any(kind.wire is not None for kind in recipe.kinds) else ()
     units, share = unit_facts(model, calls), share_of(model)
-    return Explanation(facts, tuple(others), attentions, experts, units, calls, weights, share)
+    with recipe_of_step(recipe):
+        offloads = () if call is None else offload_facts(model, call)
+    return Explanation(facts, tuple(others), attentions, experts, units, calls, weights, share, offloads)
 
 
 def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:

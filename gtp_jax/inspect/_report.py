@@ -11,6 +11,7 @@ from ..chain import OFFLOADED
 from ..hlo import COMPUTE, columns, quantity
 from ..runner.flags import settings_of
 from ._inspection import Inspection
+from ._offload import break_even
 from ._timeline import seconds
 
 
@@ -95,7 +96,7 @@ def _on_host(inspection: Inspection) -> str:
     title = f"activations in the host's memory, remat {remat}"
     if target is None or inspection.order is None or inspection.timeline is None:
         return f"{title}\n\na CPU has one memory, so nothing is copied; --target compiles for GPUs"
-    link, rate = hlo.fact(hlo.parse_target(target).chip, "host_link_peak"), inspection.timeline.flop_rate
+    link = hlo.fact(hlo.parse_target(target).chip, "host_link_peak")
     rows, of_layer = [], 0.0
     microbatches = inspection.options.execution.microbatches
     for kind in (hlo.TO_HOST, hlo.FROM_HOST):
@@ -106,15 +107,8 @@ def _on_host(inspection: Inspection) -> str:
         times = sum(copy.times for copy in copies)
         rows.append((kind, times, quantity(moved, "B"), seconds(1e6 * moved / link.value), bare))
     table = columns(("copies", "count", "bytes", "take", "no compute under"), rows, right=(1, 2, 3, 4))
-    copying, computing = of_layer / link.value, inspection.layer_flops / rate.value
-    verdict = "which hides them" if copying <= computing else f"which hides {computing / copying:.0%} of them"
-    return (
-        f"{title}: {quantity(inspection.host_bytes, 'B')} per device\n\n{table}\n\n"
-        f"break-even: a layer's {quantity(of_layer, 'B')} take {seconds(1e6 * copying)} each way; its forward computes "
-        f"for {seconds(1e6 * computing)}, {verdict}\n"
-        f"  copies at {quantity(link.value, link.unit)}: {link.source}\n"
-        f"  matmuls and attention at {quantity(rate.value, rate.unit)}: {rate.source}"
-    )
+    even = break_even(of_layer, inspection.layer_flops, hlo.parse_target(target).chip)
+    return f"{title}: {quantity(inspection.host_bytes, 'B')} per device\n\n{table}\n\n{even}"
 
 
 def _over_dp(inspection: Inspection) -> str:

@@ -96,7 +96,8 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
     stages: list[Stage] = []
     counts: list[int] = []
     for number, link in enumerate(links):
-        own = _stages(link, shared, x if number == 0 else None)
+        found = _stages(link, shared, x if number == 0 else None)
+        own = [dataclasses.replace(stage, source=getattr(link.module, "traced_as", "")) for stage in found]
         stages += own
         counts.append(len(own))
     y, outputs = run(stages, x, schedule, shared.arrays)
