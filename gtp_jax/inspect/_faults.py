@@ -23,16 +23,19 @@ from ..nonuniform import (
     Replica,
     Transferred,
     box_of,
+    coded_leaves,
     elements,
     lay_out,
     leaf_specs,
     plan_fold,
     plan_unfold,
     replica_dtypes_of,
+    sent_back,
     transferred,
     with_best_core,
     without_replicas,
 )
+from ..recipes import BF16, GRAD_WIRES
 from ..runner.flags import Faults, check_knobs, knob, piece
 from ..train import state_specs
 
@@ -59,6 +62,13 @@ class FaultOptions:
     microbatches: int = knob(1, "training", "microbatches per step of each replica", metavar="N")
     grad_reduce: GradReduce = knob(
         "float32", "training", "how weight gradients are summed, as in training", kind=str, choices=GRAD_REDUCE
+    )
+    grad_wire: str | None = knob(
+        None,
+        "training",
+        "format in which weight gradients are exchanged, as in training; of these, replicas use mxfp8",
+        kind=str,
+        choices=tuple(GRAD_WIRES),
     )
     chip: str = knob("h200", "speed", f"chip whose links set the transfer times: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(
@@ -154,11 +164,14 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         state = _state_bytes(core, params, plan)
         sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
         with jax.sharding.use_abstract_mesh(_abstract(sizes)):
-            wires = replica_dtypes_of(core, params, None)
+            wires = replica_dtypes_of(core, params, BF16(grad_wire=options.grad_wire))
+    defs = [of_degree[replica.tp] for replica in plan.replicas]
+    coded = coded_leaves(wires.coded, core, params, plan, defs)
     unfold, fold, memory = [], [], []
     for replica in plan.replicas:
         model_def = of_degree[replica.tp]
         weights, gradients = (leaf_specs(core, params, model_def, dtypes) for dtypes in wires[:2])
+        gradients = sent_back(gradients, coded)
         unfold.append(plan_unfold(replica, weights))
         fold.append(plan_fold(replica, gradients))
         share = Fraction(replica.batch, replica.tp) / Fraction(plan.batch, plan.dp * plan.tp)
@@ -170,7 +183,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         memory.append(_memory(replica, leaves, transfers, sizes, state=state, activations=activations))
     whole = {tp: _whole(model_def, tp) for tp, model_def in of_degree.items()}
     of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
-    times = transferred(of_core[0], of_core[1], unfold, fold, sizes)
+    times = transferred(of_core[0], sent_back(of_core[1], coded), unfold, fold, sizes)
     report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), times, whole)
     _check_memory(report, options.memory)
     return report

@@ -12,6 +12,8 @@ from ._faults import Grid as Grid
 from ._faults import Replica as Replica
 from ._faults import plan_faults as plan_faults
 from ._frozen_weights import FrozenWeights as FrozenWeights
+from ._gradient_codes import coded_leaves as coded_leaves
+from ._gradient_codes import sent_back as sent_back
 from ._layouts import LeafSpecs as LeafSpecs
 from ._layouts import plan_fold as plan_fold
 from ._layouts import plan_unfold as plan_unfold

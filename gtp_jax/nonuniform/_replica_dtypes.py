@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ..formats import MXFP8
 from ..nn import ModelDef, groups_of, weight_owners
 from ..recipes import Recipe
 from ..train import ReduceOverDp
@@ -28,11 +29,14 @@ class ReplicaDtypes(NamedTuple):
         weights: the dtype in which each leaf travels to a replica.
         gradients: the dtype in which each leaf's gradient travels back and is summed over replicas.
         rounded: the modules whose weights travel in a narrower dtype than they are stored in.
+        coded: the numbers of the leaves whose gradients a recipe exchanges in MXFP8. They travel as codes if replicas
+            and core store whole blocks (`codable`), and otherwise as `gradients` says.
     """
 
     weights: tuple[np.dtype, ...]
     gradients: tuple[np.dtype, ...]
     rounded: frozenset[ModulePath]
+    coded: frozenset[int] = frozenset()
 
 
 def replica_dtypes_of(
@@ -62,7 +66,7 @@ def replica_dtypes_of(
         decided[path].append(group)
     numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))), frozen=frozen)
     weights, gradients = ([np.dtype(leaf.dtype) for leaf in leaves] for _ in range(2))
-    rounded = set()
+    rounded, coded = set(), set()
     for path, owner in weight_owners(numbered).items():
         groups = decided[path]
         if groups[0].frozen:
@@ -76,4 +80,6 @@ def replica_dtypes_of(
             sums = max((one.stored_sums for one in groups), key=lambda dtype: dtype.itemsize)
             if groups[0].divided and reduce_over_dp == "each" and sums.itemsize < stored.itemsize:
                 gradients[number] = sums
-    return ReplicaDtypes(tuple(weights), tuple(gradients), frozenset(rounded))
+            if all(one.reduction == MXFP8 for one in groups):
+                coded.add(number)
+    return ReplicaDtypes(tuple(weights), tuple(gradients), frozenset(rounded), frozenset(coded))

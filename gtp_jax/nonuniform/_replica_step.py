@@ -15,6 +15,7 @@ from ..mesh import TP
 from ..nn import ModelDef
 from ..train import Jitted, Request, TrainState, gradients, in_dtypes_of
 from ._faults import Replica
+from ._gradient_codes import encoded, sent_back
 from ._layouts import LeafSpecs, plan_fold, plan_unfold
 from ._models import leaf_specs, with_whole_sequences
 from ._replica_dtypes import ReplicaDtypes
@@ -58,18 +59,18 @@ class ReplicaStep:
         number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
         devices = list(mesh.devices.flat)
         self.unfold = Transfer(plan_unfold(replica, [*params, number]), devices, "unfold")
-        self.fold = Transfer(plan_fold(replica, gradients), devices, "fold")
+        self.fold = Transfer(plan_fold(replica, sent_back(gradients, wires.coded)), devices, "fold")
         # the number of updates made travels with the weights
         self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*params, number)]
         self._stored = [np.dtype(x.dtype) for x in leaves]
-        self._sent_back = wires.gradients
+        self._sent_back, self._coded = wires.gradients, wires.coded
         self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]
         self._sums: Sums | None = None
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
     def __call__(self, stored: Parts, frozen: Tree, batch: Tree) -> tuple[Parts, Sums]:
-        """Returns the parts of the summed gradients that this process's core devices store, and the sums of loss and
-        tokens, each of shape `(1,)` and replicated on all devices of the replica.
+        """Returns the parts of the summed gradients that this process's core devices store, or of their codes and
+        scales, and the sums of loss and tokens, each of shape `(1,)` and replicated on all devices of the replica.
 
         Args:
             stored: the parts that this process's core devices store of each parameter and, last, of the number of
@@ -142,7 +143,9 @@ class ReplicaStep:
         tokens = computed.tokens // copies if whole else computed.tokens / copies
         sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))
         pairs = zip(jax.tree.leaves(found), self._shardings[:-1], strict=True)
-        held = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
+        held: list[Any] = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
+        for number in self._coded:
+            held[number] = encoded(held[number], self._shardings[number])
         return jax.tree.unflatten(self._structure, held), sums
 
     def _cast(self, tree: Tree, dtypes: Sequence[np.dtype]) -> Tree:

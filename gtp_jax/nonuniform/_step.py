@@ -35,8 +35,9 @@ from ..train import Computed, Jitted, Request, TrainState, check_values, constra
 from ._batches import Batches, is_here
 from ._core_metrics import CoreMetrics
 from ._frozen_weights import FrozenWeights
+from ._gradient_codes import Codes, coded_leaves, sent_back, sum_of_codes
 from ._layouts import without_replicas
-from ._models import check_parameters_only
+from ._models import check_parameters_only, leaf_specs
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep
 from ._transfer import Parts, Transfer, of_devices, parts_of, settled
@@ -99,7 +100,7 @@ class NonuniformStep:
         self._check(state)
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
         stored = self._stored(state)
-        gradients: Parts = [{} for _ in jax.tree.leaves(state.params)]
+        gradients: Parts = [{} for _ in range(len(jax.tree.leaves(state.params)) + len(self._wires_of(state).coded))]
         sums: Parts = [{}, {}]
         frozen, meshes = self._frozen(state), self._replicas.meshes
         for step, mesh, own, part in zip(self._replica_steps(state), meshes, frozen, batches.parts, strict=True):
@@ -188,7 +189,10 @@ class NonuniformStep:
             with jax.sharding.use_abstract_mesh(self._replicas.core.abstract_mesh):
                 reduce_over_dp = "each" if self._request.microbatches == 1 else self._request.reduce_over_dp
                 own = state.model_def, state.params, recipe, reduce_over_dp
-                self._wires[recipe] = replica_dtypes_of(*own, frozen=state.frozen)
+                wires = replica_dtypes_of(*own, frozen=state.frozen)
+            plan, model_defs = self._replicas.plan, self._replicas.model_defs
+            coded = coded_leaves(wires.coded, state.model_def, state.params, plan, model_defs)
+            self._wires[recipe] = wires._replace(coded=coded)
         return self._wires[recipe]
 
     def _gather_of(self, state: TrainState) -> Any:
@@ -230,14 +234,19 @@ class NonuniformStep:
     def _shapes_on_core(self, state: TrainState, sums: Any) -> tuple[Tree, list[Any]]:
         core, count = self._replicas.core, len(self._replicas.meshes)
 
-        def of(spec: PartitionSpec, x: Any, dtype: jax.typing.DTypeLike) -> Any:
-            rows, *rest = x.shape or (1,)
-            sharding = NamedSharding(core, _by_replica(spec, x.ndim))
+        def of(spec: PartitionSpec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+            rows, *rest = shape or (1,)
+            sharding = NamedSharding(core, _by_replica(spec, len(shape)))
             return jax.ShapeDtypeStruct((count * rows, *rest), dtype, sharding=sharding)
 
-        dtypes = jax.tree.unflatten(jax.tree.structure(state.params), self._wires_of(state).gradients)
-        gradients = jax.tree.map(of, state.model_def.specs, state.params, dtypes, is_leaf=_is_spec)
-        return gradients, [of(PartitionSpec(), x, x.dtype) for x in sums]
+        wires, gradients = self._wires_of(state), []
+        leaves = leaf_specs(state.model_def, state.params, state.model_def, wires.gradients)
+        for number, leaf in enumerate(leaves):
+            coded = number in wires.coded
+            arrays = [of(one.core, one.shape, one.dtype) for one in sent_back([leaf], {0} if coded else ())]
+            gradients.append(tuple(arrays) if coded else arrays[0])
+        tree = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
+        return tree, [of(PartitionSpec(), x.shape, x.dtype) for x in sums]
 
     def _flag(self, skip: jax.Array | None) -> jax.Array:
         """Returns, as an array on the core, whether to omit the update; a process without core devices has no part of
@@ -287,13 +296,15 @@ class NonuniformStep:
         self._frozen.check(state)
 
 
-def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax.Array:
+def _sum_over_replicas(spec: PartitionSpec, found: jax.Array | Codes, param: Any) -> jax.Array:
     """Returns the part that this rank stores of a gradient's sum over replicas.
 
     Ranks that store the same part all get the bits of the first of them. Otherwise their bits could differ, because
     each sums over replicas in its own group, and with more than two replicas the groups may add in different orders.
     """
     dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
+    if isinstance(found, tuple):
+        return sum_of_codes(found, dims[0], degree(DP)).astype(param.dtype)
     if dims:
         total = reduce_scatter(found, DP, dim=dims[0])
     else:

@@ -56,17 +56,21 @@ def test_the_core_is_where_least_is_moved():
 
 
 @pytest.mark.slow
-def test_bytes_over_links_are_those_of_the_collectives_of_the_programs():
-    found = report(core_tp=2)
+@pytest.mark.parametrize("grad_wire", [None, "mxfp8"])
+def test_bytes_over_links_are_those_of_the_collectives_of_the_programs(grad_wire):
+    found = report(core_tp=2, grad_wire=grad_wire)
     config = preset_of("tiny")
     factory = lambda rngs: build(config, rngs=rngs)  # noqa: E731
     replicas = gtp.Replicas(factory, found.plan)
     optimizer = optax.sgd(1e-3)
     with jax.set_mesh(replicas.core):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
-        step = gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas)
+        recipe = gtp.BF16(grad_wire=grad_wire)
+        step = gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas, recipe=recipe)
         tokens = np.zeros((14, 16), np.int32)
         programs = step.compile(state, {"tokens": tokens, "targets": tokens})
+        for place, transfer in enumerate(step.transfers(state)):
+            assert transfer["fold"].moves.bytes_in_turn == found.fold[place].bytes_in_turn
     kinds = collections.defaultdict(int)
     for name in ("gather", "update"):
         for one in collectives(programs[name].as_text() or ""):
@@ -74,8 +78,10 @@ def test_bytes_over_links_are_those_of_the_collectives_of_the_programs():
     # of two replicas each sends the other half of what it has of a gradient, and what it stores of a weight
     assert kinds["gather", "all-gather"] in (found.transferred.gather, 2 * found.transferred.gather)  # CPUs widen bf16
     whole = sum(n for (name, kind), n in kinds.items() if name == "update" and kind == "all-reduce")
-    assert kinds["update", "reduce-scatter"] / 2 <= found.transferred.reduction
-    assert found.transferred.reduction <= kinds["update", "reduce-scatter"] / 2 + 2 * whole
+    halves = (kinds["update", "reduce-scatter"] + kinds["update", "all-to-all"]) / 2
+    assert halves <= found.transferred.reduction <= halves + 2 * whole
+    assert (kinds["update", "all-to-all"] > 0) == (grad_wire is not None)
+    assert grad_wire is None or found.transferred.reduction < 0.5 * report(core_tp=2).transferred.reduction
 
 
 def test_the_tables_name_devices_owners_bytes_and_throughput():
