@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,17 +138,35 @@ def write(family: Family, folder: Path) -> Path:
 
 
 def load(family: Family, folder: Path, mesh: Any = None, dtype: Any = jnp.float32) -> Any:
-    """Returns a checkpoint's model, by Tunix's own loader: on one device, or partitioned over a mesh.
+    """Returns a checkpoint's model, by Tunix's own loader: on one device, or partitioned over a mesh. If the folder has
+    a config.json, the sizes are those in it.
 
     With no mesh in scope and a CPU as the default device, what Tunix stacks before it partitions it lies on the host:
     under `jax.set_mesh` it would be whole on every device.
     """
     params = importlib.import_module(f"tunix.models.{family.package}.{family.loader}")
-    config = model_module(family).ModelConfig(num_layers=family.layers, **family.config)
+    config = model_module(family).ModelConfig(num_layers=family.layers, **family.config | _sizes(family, folder))
     if hasattr(config, "dtype"):
         config.dtype = dtype
     with jax.default_device(jax.devices("cpu")[0]):
         return params.create_model_from_safe_tensors(str(folder), config, mesh, dtype)
+
+
+def _sizes(family: Family, folder: Path) -> dict[str, Any]:
+    """Returns the arguments of a configuration that transformers has written."""
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    fields = json.loads(path.read_text())
+    names = {
+        "embed_dim": "hidden_size",
+        "hidden_dim": "moe_intermediate_size" if family.experts else "intermediate_size",
+        "num_heads": "num_attention_heads",
+        "head_dim": "head_dim",
+        "num_kv_heads": "num_key_value_heads",
+        "num_embed" if "num_embed" in family.config else "vocab_size": "vocab_size",
+    }
+    return {ours: fields[theirs] for ours, theirs in names.items()}
 
 
 def mesh_of(fsdp: int, tp: int) -> jax.sharding.Mesh:
@@ -159,9 +178,14 @@ def batch() -> dict[str, np.ndarray]:
     """Returns what a model, and Tunix's loss, are called with; one row begins with padding."""
     mask = np.ones((BATCH, LENGTH), bool)
     mask[0, :3] = False
-    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    return batch_of(np.random.default_rng(1).integers(3, VOCAB, (BATCH, LENGTH)).astype(np.int32), mask)
+
+
+def batch_of(tokens: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a batch of tokens, given which of them are no padding."""
+    causal = np.tril(np.ones((tokens.shape[1],) * 2, bool))
     return {
-        "input_tokens": np.random.default_rng(1).integers(3, VOCAB, (BATCH, LENGTH)).astype(np.int32),
+        "input_tokens": tokens,
         "input_mask": mask,
         "positions": np.maximum(mask.cumsum(-1) - 1, 0).astype(np.int32),
         "attention_mask": mask[:, None, :] & causal,

@@ -53,16 +53,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(name: str) -> transformers.PreTrainedModel:
-    """A model of `MODELS` on the CPU in float32, none of whose weights is what a fresh model has."""
+    """A model of `MODELS`, with random weights."""
     kind, fields = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**_SIZES, **fields)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32).eval()
+    return drawn(kind, {**_SIZES, **fields})
+
+
+def drawn(kind: str, fields: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A model on the CPU in float32, none of whose weights is what a fresh model has.
+
+    Args:
+        kind: the class of its configuration, without `Config`.
+        fields: the arguments of its configuration.
+    """
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for path, weight in model.named_parameters():
             drawn = torch.from_numpy(rng.standard_normal(tuple(weight.shape)).astype(np.float32))
             if "norm" in path:
-                drawn = 1 + 0.1 * drawn
+                drawn = weight + 0.1 * drawn  # of a fresh model, which scales by one
             elif "embed" not in path and "bias" not in path:
                 drawn = drawn / weight.shape[-1] ** 0.5
             weight.copy_(drawn)
