@@ -11,9 +11,9 @@ token's cotangent does the same: its first zero is available once the next unit 
 output, and its second zero once the next unit's gradients are reduced. If a token is lost, used twice or stale, a
 gather starts late or early, but no value changes.
 
-Under a recipe, a unit's matrices are quantized once per call (`_codes`), both passes gather the codes (`_weights`), and
-products with weights may be computed in its formats (`_products`). If gradients are summed in float32, products found
-there give them to slots. Keys of stochastic rounding come with the variables (`_keys`).
+Under a recipe, a unit's matrices are quantized once per call (`_codes`), or once per step of `train_step` (`_made`),
+both passes gather the codes (`_weights`), and products with weights may be computed in its formats (`_products`). If
+gradients are summed in float32, products found there give them to slots.
 """
 
 from ._codes import Coded as Coded
@@ -27,11 +27,12 @@ from ._facts import largest_unit as largest_unit
 from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
-from ._keys import with_keys as with_keys
+from ._made import with_made as with_made
 from ._movement import scatter as scatter
 from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of
+from ._quantized import quantized as quantized
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard

@@ -16,6 +16,7 @@ from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
 from ..weights import ModulePath
 from ._choice import name_of, own_variables
 from ._codes import coded, moving
+from ._made import wires_of_call
 from ._movement import own_part
 from ._nodes import is_array
 from ._path import path_of
@@ -72,8 +73,9 @@ def call_unit(
         call = traced(method, unit, args, kwargs)
     keep_last = keep_last and is_under_way()
     with _explained(unit):
-        options: Any = {"keys": call.keys, "remat": remat, "keep_last": keep_last, "batch": batch, "wide": wide}
-        outputs, token, products = run(*call[:3], take(unit), **options)
+        made: Any = {"keys": call.keys, "wires": call.wires}
+        options: Any = {"remat": remat, "keep_last": keep_last, "batch": batch, "wide": wide}
+        outputs, token, products = run(*call[:3], take(unit), **made, **options)
     leave(token)
     note_weights(call.names, [tuple(shard.shape) for shard in call.weights], products.multiplied, products.narrow)
     return call.finish(outputs)
@@ -221,8 +223,9 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
     how = Weights(tuple(placement for _, placement in weights), formats, (None,) * len(weights))
+    wires = wires_of_call([variable for variable, _ in weights], formats)
     with _explained(owner):
-        gathered = gather_once(how, shards)
+        gathered = gather_once(how, shards, wires)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         try:
             variable.set_raw_value(weight)

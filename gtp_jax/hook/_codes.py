@@ -20,10 +20,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..formats import Format, Operands, Tiled, WireFormat
+from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ..layout import UNDIVIDED, Division, Layout, Split
 from ..mesh import current_view, degrees
-from ..ops import linear_blocks, linear_fp8
+from ..ops import dequantize, linear_blocks, linear_fp8, linear_fp8_blocks
 from ..recipes import Recipe, matches
 from ..weights import CallKeys, ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
 from ._movement import form_in_use
@@ -51,7 +51,8 @@ class Coded:
     layout: Layout
 
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
-        """Returns the weight's group, which holds the decisions about it.
+        """Returns the weight's group, which holds the decisions about it. In a format of the user's own, which may make
+        its arrays for one dtype, the weight is gathered in the dtype in which it is stored.
 
         Args:
             dtype: the dtype in which it is used.
@@ -60,8 +61,9 @@ class Coded:
         return WeightGroup(
             layouts=(self.layout,),
             param_dtypes=(stored,),
-            dtype=dtype,
+            dtype=dtype if isinstance(self.form, Format | Tiled) else stored,
             grad_reduce="float32",  # the hook reduces gradients itself
+            codes_multiply=isinstance(self.form, Tiled),
             wire=self.form,
             operands=self.operands,
         )
@@ -123,9 +125,12 @@ def decide(
     if isinstance(found, str):
         return found
     inputs, layout = found
-    if not isinstance(chosen.wire, Format):
+    if not isinstance(chosen.wire, Format | Tiled):
         return Coded(chosen.wire, None, inputs, layout)
-    return _cut(layout, chosen.wire) or Coded(chosen.wire, chosen.operands, inputs, _in_order(layout, chosen.wire))
+    form = chosen.wire.format if isinstance(chosen.wire, Tiled) else chosen.wire
+    if reason := _cut(layout, form, tiled=isinstance(chosen.wire, Tiled)):
+        return reason
+    return Coded(chosen.wire, chosen.operands, inputs, _in_order(layout, form))
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
@@ -134,13 +139,10 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
-    elif isinstance(chosen.wire, Tiled):
-        asked = f"`{type(chosen).__name__}`; its products are those of gtp_jax's own layers alone"
-        instead = "Pass `gtp_jax.FP8()`"
     elif operands is not None and operands.delayed is not None:
         asked = f"`{type(chosen).__name__}`; delayed scaling is that of gtp_jax's own layers alone"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
-    elif operands is not None and chosen.wire != operands.weight:
+    elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
             f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"
         )
@@ -190,10 +192,11 @@ def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, 
     return inputs, Layout(sizes, gather, optimizer, tensor, rows=1, split_dim=tensor.dim, split=split)
 
 
-def _cut(layout: Layout, form: Format) -> str:
-    """Returns in words why a format's blocks do not fit the matrix; an empty string if they do."""
+def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
+    """Returns in words why a format's blocks do not fit the matrix; an empty string if they do. Tiles may be larger
+    than the matrix."""
     sizes = layout.matrix_of(layout.whole_shape)
-    if sizes[1] < form.run[1]:
+    if sizes[1] < form.run[1] and not tiled:
         return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
     if cut(layout.matrix_of(layout.shape), sizes, form):
         return f"{layout.tensor.axes[0]} would cut blocks of {form.name}"
@@ -257,7 +260,7 @@ def decode(
     own = {i: one for i, one in enumerate(weights) if one is not None}
 
     def gather(wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        fused: dict[Any, Any] = {i: weight for wire in wires for (i,), weight in wire.gather(groups).items()}
+        fused = {i: _values(weight, dtypes[i]) for wire in wires for (i,), weight in wire.gather(groups).items()}
         return {i: fused[i] if one.layout.rows == 0 else fused[i].T for i, one in own.items()}
 
     def into(wires: tuple[Wire, ...]) -> tuple[Any]:
@@ -265,6 +268,14 @@ def decode(
 
     matrices = in_view(gather, into, {i: one.used for i, one in own.items()})(tuple(wires))
     return {i: jnp.reshape(matrices[i], form_in_use(shards[i], placements[i]).shape) for i in own}
+
+
+def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
+    """Returns a gathered weight in the dtype in which it is used. Tiles are decoded here: their scales are powers of
+    two, so that products which round the values to tiles again multiply the same values."""
+    if isinstance(weight, QuantizedArray):
+        weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
+    return weight.astype(dtype)
 
 
 def multiplies(coded: Coded | None, factor: Factor) -> bool:
@@ -309,6 +320,8 @@ def product(
     def multiply(x: jax.Array, weight: Array, key: jax.Array) -> jax.Array:
         if operands.weight.block is None:
             y = linear_fp8(x, weight, operands.gradient)
+        elif isinstance(coded.form, Tiled):
+            y = linear_fp8_blocks(x, weight)
         else:
             key = CallKeys(key).of_rank(lax.axis_index(by_rank).astype(jnp.uint32)).next() if by_rank else key
             y = linear_blocks(x, weight, key, operands)

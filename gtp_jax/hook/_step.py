@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
 from ..ops import SlottedWeight, linear
-from ..weights import CallKeys
+from ..weights import CallKeys, Wire
 from ._codes import multiplies, product
 from ._parts import in_parts
 from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of
@@ -62,6 +62,7 @@ def run(
     token: Token,
     *,
     keys: Sequence[CallKeys | None],
+    wires: Sequence[Wire],
     remat: Remat,
     keep_last: bool,
     batch: tuple[str, ...],
@@ -75,6 +76,7 @@ def run(
         rest: the other input arrays.
         token: the token of the previous unit.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
+        wires: what the step has made of the weights, with their numbers as the names of members.
         remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Gathered weights are not saved, nor is
             what is computed from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
@@ -84,7 +86,7 @@ def run(
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, parts.casts)
-    codes, coded = jax.tree.flatten((weights_of.encode(shards), list(keys)))
+    codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments
     views, multiplied, summed = views_of(parts.before), set[int](), set[int]()
     any_product = wide or any(one is not None and one.operands is not None for one in program.coded)

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
-from ..weights import CallKeys
+from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
-from ._keys import keys_of_call
+from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
 from ._path import path_of
@@ -77,6 +77,7 @@ class Traced(NamedTuple):
         finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
             attributes, and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
+        wires: what the step has made of the weights, with their numbers as the names of members.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class Traced(NamedTuple):
     names: tuple[str, ...]
     finish: Rebuild
     keys: list[CallKeys | None]
+    wires: tuple[Wire, ...]
 
 
 # Primitives that evaluate their jaxpr once.
@@ -145,7 +147,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
     names = tuple(".".join(path_of(owners[i])) for i in at_weights)
     keys = [keys_of_call(owners[i]) for i in at_weights]
-    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1], keys)
+    wires = wires_of_call([owners[i] for i in at_weights], formats)
+    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1], keys, wires)
 
 
 def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:

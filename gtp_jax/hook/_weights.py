@@ -31,9 +31,17 @@ class Weights:
     coded: tuple[Coded | None, ...]
     casts: tuple[np.dtype | None, ...]
 
-    def encode(self, shards: Sequence[Any]) -> tuple[Wire, ...]:
-        """Returns the codes of the weights that are quantized. Both passes gather them."""
-        return encode(shards, self.coded, self._dtypes(shards))
+    def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
+        """Returns the codes of the weights that are quantized: those that the step has made, and the others. Both
+        passes gather them.
+
+        Args:
+            shards: the shards of the weights.
+            made: the wires that the step has made, with the numbers of the weights as the names of members.
+        """
+        done = {number for wire in made for (number,) in wire.members}
+        left = [None if number in done else own for number, own in enumerate(self.coded)]
+        return (*made, *encode(shards, left, self._dtypes(shards)))
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
         """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. What is
@@ -89,9 +97,15 @@ class Weights:
         return [np.dtype(s.dtype) if own is None else own for s, own in zip(shards, self.casts, strict=True)]
 
 
-def gather_once(weights: Weights, shards: Sequence[Any]) -> list[jax.Array]:
+def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
     """Returns gathered weights, which are saved for backward if it needs them. Backward reduces their gradients
-    directly to those of the shards."""
+    directly to those of the shards.
+
+    Args:
+        weights: the weights.
+        shards: their shards.
+        made: as in `Weights.encode`.
+    """
 
     @jax.custom_vjp
     def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
@@ -104,5 +118,5 @@ def gather_once(weights: Weights, shards: Sequence[Any]) -> list[jax.Array]:
         return [weights.scatter(i, gradient) for i, gradient in enumerate(gradients)], None
 
     apply.defvjp(forward, backward)
-    codes, tree = jax.tree.flatten(weights.encode(shards))
+    codes, tree = jax.tree.flatten(weights.encode(shards, made))
     return apply(list(shards), codes)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
-from ..hook import recipe_of_step, with_keys
+from ..hook import quantized, recipe_of_step, with_made
 from ..mesh import Roles, degrees, use_roles, with_paths
 from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
@@ -295,12 +295,13 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
     stored = lax.stop_gradient(shards_of(model))
     of_weights = {path: own[..., 1] for path, own in amaxes.items()}
     prepared = prepare(groups, stored, request.pregathered_layers, request.rounded, of_weights)
+    codes = quantized(model)  # of what `gtp_jax.shard` has sharded
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
     def make(params: Tree, model_state: Tree, key: jax.Array | None, dropout: jax.Array | None, slots: Tree) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = plain_model(params, model_state, dropout)
-        model = model if key is None else with_keys(model, key)
+        model = with_made(model, codes, key)
         return with_groups(
             model,
             decided,

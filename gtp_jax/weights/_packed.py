@@ -63,8 +63,10 @@ class Packed(Wire):
         members = [groups[name] for name in self.members]
         if len(members) == 1 and members[0].as_codes:
             return {self.members[0]: gather_codes(self, members[0].layouts)}
-        found = gather_packed(self, [member.layouts for member in members], members[0].dtype)
-        return dict(zip(self.members, found, strict=True))
+        # in one dtype, which holds what the others do; only `gtp_jax.shard` has members of several dtypes
+        widest = jnp.result_type(*(member.dtype for member in members))
+        found = gather_packed(self, [member.layouts for member in members], widest)
+        return {name: weight.astype(groups[name].dtype) for name, weight in zip(self.members, found, strict=True)}
 
 
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[Float[jax.Array, "... _ _"], ...]:

@@ -140,17 +140,18 @@ def quantize_together(
     shards: Mapping[ModulePath, Shards],
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
-    """Quantizes weights outside stacks that are gathered together, in the view in scope. One kernel computes all
-    amaxes. Weights with the same format, dtype and axes share a buffer.
+    """Quantizes weights outside stacks, in the view in scope. One kernel computes all amaxes. Weights that are gathered
+    together share a buffer if they have the same format, dtype and axes.
 
     Args:
-        groups: the decisions about the weights, by name; all of them travel in a format.
+        groups: the decisions about the weights, by name; all of them travel in a format. Weights whose names differ
+            only in the last part are gathered together.
         shards: this rank's shards, by the same names; in global view, whole arrays.
         amaxes: as in `quantize`, by the same names.
     """
     buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
     for name, group in groups.items():
-        buffers.setdefault(buffer_of(group, name, stacked=True), {})[name] = group
+        buffers.setdefault((name[:-1], buffer_of(group, name, stacked=True)), {})[name] = group
 
     def into(shards: Mapping[ModulePath, Shards], given: Mapping[ModulePath, jax.Array]) -> tuple[Any, Any]:
         specs = {name: stored_specs(groups[name].layouts, own) for name, own in shards.items()}

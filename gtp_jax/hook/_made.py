@@ -1,0 +1,77 @@
+"""Gives sharded weights what a step has made for them, in the metadata of their variables: codes, and the keys of
+stochastic rounding.
+
+[Note: once per step]
+A step calls the model once per microbatch, and quantizes the weights before, once for all of them. The codes belong to
+the arrays that the model then holds. If code puts another array into a variable, or a transformation calls a module
+with arrays of its own (a scan over stacked weights, `nnx.remat`), the call quantizes that array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..weights import Beside, CallKeys, Stored, Stretch, Wire, key_for
+from ._codes import Coded
+from ._path import path_of
+from ._placement import placement_of
+
+
+def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array | None) -> M:
+    """Gives the sharded weights of a model what a step has made for them, and returns the model.
+
+    Args:
+        model: the model, which is changed. It must not outlive the trace of `codes` and `key`.
+        codes: what `quantized` has returned for a model with the same weights.
+        key: the key of this step, microbatch and rank, uint32 `(2,)`, from which each weight gets a key of its own;
+            `None` if nothing is rounded stochastically.
+    """
+    of_weights = {name[-1]: (stretch,) for stretch in codes for name in stretch.wire.members}
+    for _, variable in nnx.iter_graph(model):
+        if placement_of(variable) is None:
+            continue
+        path = path_of(variable)
+        keys = None if key is None else CallKeys(key_for(key, path))
+        if path in of_weights or keys is not None:
+            made = Stored(variable.get_raw_value(), (), of_weights.get(path, ()), keys)
+            variable.set_metadata(made=Beside(made))
+    return model
+
+
+def keys_of_call(variable: Any) -> CallKeys | None:
+    """Returns the keys of the current call for a weight, one for each of its products; `None` if the weight has
+    none."""
+    made = _made(variable)
+    return None if made is None or made.keys is None else made.keys.for_view()
+
+
+def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
+    """Returns the wires that the step has made of the weights of a call, with their numbers as the names of members.
+
+    Args:
+        variables: the variables of the weights.
+        formats: the format in which each travels; `None` for weights that are not quantized.
+    """
+    found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
+    for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):
+        made = _made(variable)
+        for stretch in made.prepared if made is not None and form is not None else ():
+            decided = dict(zip(stretch.wire.members, stretch.groups, strict=True))
+            for name, group in decided.items():
+                if name[-1] == path_of(variable) and form.group(group.dtype, group.param_dtypes[0]) == group:
+                    found.setdefault(id(stretch), (stretch, {}))[1][name] = number
+    return tuple(
+        dataclasses.replace(stretch.wire, members=tuple((own[name],) for name in stretch.wire.members))
+        for stretch, own in found.values()
+        if len(own) == len(stretch.wire.members)
+    )
+
+
+def _made(variable: Any) -> Stored | None:
+    beside = variable.get_metadata().get("made")
+    return None if beside is None else beside.of(variable.get_raw_value())

@@ -1,0 +1,58 @@
+"""Quantizes the sharded weights of a model, once for all its calls in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from ..weights import ModulePath, Shards, Stretch, WeightGroup, quantize_together
+from ._choice import own_variables
+from ._codes import Coded, coded
+from ._path import path_of
+from ._placement import placement_of
+from ._unit import Holder, Unit, kind_of
+
+
+def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
+    """Returns the codes of the sharded weights of a model that the recipe in scope quantizes, in the view in scope. One
+    kernel computes all amaxes. The weights that a module gathers share buffers; a weight of several modules has one of
+    its own."""
+    groups: dict[ModulePath, WeightGroup] = {}
+    shards: dict[ModulePath, Shards] = {}
+    for owner, variable, form in _coded(model):
+        value = variable.get_raw_value()
+        name = (owner, path_of(variable))
+        dtype = np.dtype(value.dtype)
+        groups[name] = form.group(dtype, dtype)
+        shards[name] = (form.to_matrix(lax.stop_gradient(value)),)
+    wires = quantize_together(groups, shards) if groups else ()
+    return tuple(Stretch(wire, tuple(groups[name] for name in wire.members), 0, 1) for wire in wires)
+
+
+def _coded(model: nnx.Module) -> Iterator[tuple[Any, nnx.Variable, Coded]]:
+    """Yields the weights that travel as codes, each once, with what is the same for the weights of one module."""
+    owners: dict[int, list[int]] = {}
+    found: dict[int, nnx.Variable] = {}
+    for number, (_, module) in enumerate(nnx.iter_modules(model)):
+        kind = kind_of(module)
+        if isinstance(kind, Unit):
+            nodes = [node for _, node in nnx.iter_graph(module)]
+        elif isinstance(kind, Holder):
+            nodes = list(own_variables(module).values())
+        else:
+            continue
+        for node in nodes:
+            if isinstance(node, nnx.Variable) and placement_of(node) is not None:
+                owners.setdefault(id(node), []).append(number)
+                found[id(node)] = node
+    for key, variable in found.items():
+        placement = placement_of(variable)
+        assert placement is not None
+        form = coded(variable, placement)
+        if form is not None:
+            (owner, *others) = owners[key]
+            yield (owner, path_of(variable)) if others else owner, variable, form
