@@ -140,7 +140,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
     elif operands is not None and operands.delayed is not None:
-        asked = f"`{type(chosen).__name__}`; delayed scaling is that of gtp_jax's own layers alone"
+        asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps are kept for gtp_jax's own layers alone"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
@@ -260,8 +260,9 @@ def decode(
     own = {i: one for i, one in enumerate(weights) if one is not None}
 
     def gather(wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        fused = {i: _values(weight, dtypes[i]) for wire in wires for (i,), weight in wire.gather(groups).items()}
-        return {i: fused[i] if one.layout.rows == 0 else fused[i].T for i, one in own.items()}
+        fused: dict[Any, Any] = {i: weight for wire in wires for (i,), weight in wire.gather(groups).items()}
+        values = {i: _values(fused[i], dtypes[i]) for i in own}
+        return {i: values[i] if one.layout.rows == 0 else values[i].T for i, one in own.items()}
 
     def into(wires: tuple[Wire, ...]) -> tuple[Any]:
         return (tuple(wire.specs(groups) for wire in wires),)

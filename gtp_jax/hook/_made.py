@@ -60,16 +60,18 @@ def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> 
     found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
     for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):
         made = _made(variable)
-        for stretch in made.prepared if made is not None and form is not None else ():
-            decided = dict(zip(stretch.wire.members, stretch.groups, strict=True))
-            for name, group in decided.items():
+        if made is None or form is None:
+            continue
+        for stretch in made.prepared:
+            for name, group in zip(stretch.wire.members, stretch.groups, strict=True):
                 if name[-1] == path_of(variable) and form.group(group.dtype, group.param_dtypes[0]) == group:
                     found.setdefault(id(stretch), (stretch, {}))[1][name] = number
-    return tuple(
-        dataclasses.replace(stretch.wire, members=tuple((own[name],) for name in stretch.wire.members))
-        for stretch, own in found.values()
-        if len(own) == len(stretch.wire.members)
-    )
+    complete = [(stretch.wire, own) for stretch, own in found.values() if len(own) == len(stretch.groups)]
+    return tuple(_renamed(wire, [own[name] for name in wire.members]) for wire, own in complete)
+
+
+def _renamed(wire: Any, numbers: Sequence[int]) -> Wire:
+    return dataclasses.replace(wire, members=tuple((number,) for number in numbers))
 
 
 def _made(variable: Any) -> Stored | None:

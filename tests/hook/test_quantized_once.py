@@ -12,7 +12,8 @@ from gtp_jax import hlo, native
 from gtp_jax.nn import abstract_model
 
 from ..hlo.programs import needs_target
-from .recipes import BATCH, LENGTH, VOCAB, WIDTH, Block, loss, tokens
+from ..weights.row_scaled import RowScaledRecipe
+from .recipes import BATCH, LENGTH, RECIPES, VOCAB, WIDTH, Block, loss, mean_loss, tokens
 from .steps import MESHES, scope
 
 PARTS = 3
@@ -99,3 +100,38 @@ def test_weights_that_a_loss_has_replaced_are_quantized_anew():
             state = gtp.TrainState.create(sharded(nnx.Rngs(0), make), optax.sgd(0.1))
             values.append(float(gtp.eval_step(function, recipe=gtp.NVFP4())(state, tokens())["loss"]))
     np.testing.assert_allclose(*values, rtol=1e-6)
+
+
+class Mixed(nnx.Module):
+    """A block whose weights are stored and used in several dtypes."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 64, dtype=jnp.bfloat16, rngs=rngs)
+        self.middle = nnx.Linear(64, 64, dtype=jnp.float32, rngs=rngs)
+        self.down = nnx.Linear(64, WIDTH, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.down(jnp.tanh(self.middle(jnp.tanh(self.up(x))))))
+
+
+class OfMixed(Model):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.blocks = nnx.List([Mixed(rngs) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    "mesh, name", [*(("gtp 8", name) for name in (*RECIPES, "a format of one's own")), ("dp 2, gtp 4", "NVFP4")]
+)
+def test_a_step_multiplies_what_calls_multiply_that_quantize_for_themselves(mesh, name):
+    recipe = RECIPES[name] if name in RECIPES else RowScaledRecipe()
+    with scope(MESHES[mesh]):
+        model = sharded(nnx.Rngs(0), OfMixed)
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        once = jax.jit(lambda state: gtp.loss_and_gradients(mean_loss, state, tokens(), recipe=recipe))(state)
+        with gtp.use_recipe(recipe):
+            each = nnx.jit(nnx.value_and_grad(mean_loss))(model, tokens())
+    np.testing.assert_allclose(once[0], each[0], rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(once[1]), jax.tree.leaves(each[1]), strict=True):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())

@@ -48,7 +48,8 @@ TURNED_MXFP8 = ("MXFP8", "turned")  # its blocks of one row run along the first 
 
 CASES = [
     *((recipe, way, "gtp 8") for recipe in MATMULS for way in ("linear", "turned") if (recipe, way) != TURNED_MXFP8),
-    *((recipe, "linear", mesh) for recipe in MATMULS for mesh in ("dp 2, gtp 4", "gtp 4, tp 2")),
+    *((recipe, "linear", "dp 2, gtp 4") for recipe in MATMULS),
+    *((recipe, "linear", "gtp 4, tp 2") for recipe in MATMULS if recipe != "FP8Blocks"),  # tp 2 would cut tiles
 ]
 
 
@@ -74,7 +75,7 @@ def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
             model = gtp.shard(model, "blocks.*", min_size=64)
             found = value_and_grad(model, x)
             assert all(call.multiplied for call in gtp.explain(model, recipe, call=lambda model: model(x)).calls)
-        with gtp.use_recipe(type(recipe)()):
+        with gtp.use_recipe(None if name == "FP8Blocks" else type(recipe)()):
             unrounded = value_and_grad(model, x)
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
     np.testing.assert_allclose(found[1][1], wanted[1][1], rtol=0, atol=1e-5 * np.abs(wanted[1][1]).max())

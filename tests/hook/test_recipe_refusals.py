@@ -61,7 +61,6 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
 
 
 REFUSED = {
-    "matmuls in tiles": (gtp.FP8Blocks(), r"asks for `FP8Blocks`; its products are.*Pass `gtp_jax.FP8\(\)`"),
     "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
     "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
     "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
@@ -80,6 +79,17 @@ def test_what_sharded_models_do_not_support_is_refused(name):
             model(tokens())
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         with pytest.raises(ValueError, match=message):
+            gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
+
+
+def test_delayed_scaling_is_refused():
+    message = r"asks for `FP8Delayed`, whose amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"
+    with scope(MESHES["gtp 8"]):
+        model, recipe = of_drawn_arrays(), gtp.FP8Delayed()
+        with pytest.raises(ValueError, match=message):
+            gtp.explain(model, recipe)
+        with pytest.raises(ValueError, match=message):
+            state = gtp.TrainState.create(model, optax.sgd(0.1), recipe=recipe)
             gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
 
 

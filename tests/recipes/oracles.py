@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from gtp_jax.formats import Tiled
+
 from ..ops import oracle
 
 
@@ -26,8 +28,10 @@ def dequantized(params, form, dtype):
 
 
 def matrix(weight, form, dtype):
-    """A matrix quantized along its rows and back."""
+    """A matrix quantized along its rows and back, or in tiles."""
     weight = np.ascontiguousarray(weight, np.float32)
+    if isinstance(form, Tiled):
+        return oracle.rounded_blocked(weight, form.format.run).astype(dtype)
     whole = oracle.amax(weight)
     codes, scales = oracle.quantize(form.name, weight[None], whole)
     back = oracle.dequantize(form.name, codes, scales, whole[None], weight.shape, np.float32)[0]
