@@ -13,11 +13,12 @@ gather starts late or early, but no value changes.
 
 Under a recipe, a unit's matrices are quantized once per call (`_codes`), or once per step of `train_step` (`_made`),
 both passes gather the codes (`_weights`), and products with weights may be computed in its formats (`_products`). If
-gradients are summed in float32, products found there give them to slots.
+gradients are summed in float32, or exchanged by ranks (`_exchange`), products found there give them to slots.
 """
 
 from ._codes import Coded as Coded
 from ._codes import encode as encode
+from ._exchange import exchange as exchange
 from ._facts import ShardedWeight as ShardedWeight
 from ._facts import UnitCall as UnitCall
 from ._facts import UnitFact as UnitFact

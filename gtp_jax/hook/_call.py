@@ -16,8 +16,10 @@ from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
 from ..weights import ModulePath
 from ._choice import name_of, own_variables
 from ._codes import coded, moving
+from ._exchange import exchanged
 from ._made import wires_of_call
 from ._movement import own_part
+from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import path_of
 from ._placement import Placement
@@ -70,11 +72,12 @@ def call_unit(
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
     with _explained(unit):
-        call = traced(method, unit, args, kwargs)
+        axes = batch_axes(batch)
+        call = traced(method, unit, args, kwargs, axes)
     keep_last = keep_last and is_under_way()
     with _explained(unit):
         made: Any = {"keys": call.keys, "wires": call.wires}
-        options: Any = {"remat": remat, "keep_last": keep_last, "batch": batch, "wide": wide}
+        options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
         outputs, token, products = run(*call[:3], take(unit), **made, **options)
     leave(token)
     note_weights(call.names, [tuple(shard.shape) for shard in call.weights], products.multiplied, products.narrow)
@@ -222,7 +225,9 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     put = []
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
-    how = Weights(tuple(placement for _, placement in weights), formats, (None,) * len(weights))
+    # in global view, nothing keeps the gradients of these weights apart
+    sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
+    how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
     with _explained(owner):
         gathered = gather_once(how, shards, wires)

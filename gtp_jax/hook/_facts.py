@@ -15,6 +15,8 @@ from ..recipes import Recipe
 from ..weights import bytes_on_wire
 from ._choice import name_of, names_of, own_variables
 from ._codes import Coded, decide
+from ._exchange import Exchange, decide_exchange
+from ._multiply import batch_axes
 from ._path import path_of, paths_of
 from ._placement import Placement, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of
@@ -132,6 +134,7 @@ class ShardedWeight:
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
         coded: the format in which it travels; if it is not quantized, the reason in words.
+        exchanged: how its gradient is exchanged; `None` if it is reduced otherwise.
         ahead: whether a unit gathers it, ahead of its call; otherwise a module that contains units does.
         wide: whether products give it its gradient in at least float32.
     """
@@ -142,6 +145,7 @@ class ShardedWeight:
     dtype: np.dtype
     placement: Placement
     coded: Coded | str
+    exchanged: Exchange | None
     ahead: bool
     wide: bool
 
@@ -176,9 +180,11 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         paths = paths_of(variable)
         coded = decide(recipe, paths, shape, placement)
         kind = within.get(id(variable))
+        axes = batch_axes(kind.batch) if isinstance(kind, Unit) else ()
+        sums = decide_exchange(recipe, paths, shape, placement, axes)
         wide = isinstance(kind, Unit) and kind.wide
         dtype, ahead = np.dtype(value.dtype), kind is not None
-        found.append(ShardedWeight(paths, shape, slices, dtype, placement, coded, ahead, wide))
+        found.append(ShardedWeight(paths, shape, slices, dtype, placement, coded, sums, ahead, wide))
     return tuple(found)
 
 

@@ -186,7 +186,10 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
     def in_matrices(times: Times, x: jax.Array, w: Array) -> jax.Array:
         x = jnp.reshape(jnp.transpose(x, (*rows, *of_x)), (*shapes[0], features))
         to_matrix = lambda a: jnp.reshape(jnp.transpose(a, (*cols, *of_w)), (math.prod(shapes[1]), features))  # noqa: E731
-        w = jax.tree.map(to_matrix, w)
+        if isinstance(w, SlottedWeight):
+            w = SlottedWeight(to_matrix(values_of(w)), on_slot(to_matrix, w.slot, values_of(w).ndim))
+        else:
+            w = to_matrix(w)
         y = jnp.reshape(times(x, w), (*shapes[0], *shapes[1]))
         return y if at else jnp.moveaxis(y, range(len(rows)), range(-len(rows), 0))
 
@@ -213,7 +216,14 @@ def _through(eqn: Any, view: View | None) -> View | None:
 
 def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
     """Returns the slot of an operation's result, given the slot of the view that it reads."""
-    return slot if eqn.primitive.name == "convert_element_type" else eqn.primitive.bind(slot, **eqn.params)
+    if eqn.primitive.name == "convert_element_type":
+        return slot
+    return on_slot(lambda a: eqn.primitive.bind(a, **eqn.params), slot, eqn.invars[0].aval.ndim)
+
+
+def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
+    """Returns a function of a slot. A slot with more than the `ndim` dimensions of its weight has one for each rank."""
+    return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 
 
 def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] | None:

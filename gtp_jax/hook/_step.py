@@ -14,9 +14,10 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
+from ..mesh import current_view, degrees
 from ..ops import SlottedWeight, linear
 from ..weights import CallKeys, Wire
-from ._codes import multiplies, product
+from ._multiply import multiplies, product, ranks_know
 from ._parts import in_parts
 from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of
 from ._ties import after, is_float, mapped_with, stamped, together
@@ -65,7 +66,7 @@ def run(
     wires: Sequence[Wire],
     remat: Remat,
     keep_last: bool,
-    batch: tuple[str, ...],
+    axes: tuple[str, ...],
     wide: bool,
 ) -> tuple[Arrays, Token, Products]:
     """Returns the outputs of a call, the token for the next unit, and how products with weights are computed.
@@ -81,26 +82,31 @@ def run(
             what is computed from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
             follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
-        batch: the mesh axes that shard the batch.
+        axes: the axes of the mesh that shard the batch.
         wide: whether products give weights their gradients in at least float32, and ranks sum them in that dtype.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
-    weights_of = Weights(program.placements, program.coded, parts.casts)
+    weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
+    # of weights whose gradients are kept apart, see [Note: one gradient per rank]
+    apart = {i: one for i, one in enumerate(program.exchanged) if one is not None and current_view() == "global"}
     codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments
     views, multiplied, summed = views_of(parts.before), set[int](), set[int]()
-    any_product = wide or any(one is not None and one.operands is not None for one in program.coded)
+    any_product = wide or bool(apart) or any(one is not None and one.operands is not None for one in program.coded)
 
     def multiply(of_weights: Keys, factor: Factor, in_matrices: Any, x: jax.Array, weight: Array) -> jax.Array | None:
-        format = program.coded[factor.number]
-        slotted = wide and is_narrow(values_of(weight).dtype)
+        format, exchange = program.coded[factor.number], apart.get(factor.number)
+        slotted = exchange is not None or (wide and is_narrow(values_of(weight).dtype))
         weight = weight if slotted else values_of(weight)
+        key = jnp.zeros(2, jnp.uint32)
         if format is not None and multiplies(format, factor):
             own = of_weights[factor.number]
-            key = jnp.zeros(2, jnp.uint32) if own is None else own.next()
-            times = lambda x, weight: product(x, weight, format, factor, batch, key)  # noqa: E731
+            key = key if own is None else own.next()
+            times = lambda x, weight: product(x, weight, format, format.operands, factor, axes, key)  # noqa: E731
             multiplied.add(factor.number)
-        elif slotted:
+        elif exchange is not None and ranks_know(exchange, factor):
+            times = lambda x, weight: product(x, weight, exchange, None, factor, axes, key)  # noqa: E731
+        elif slotted and exchange is None:
             times = linear
         else:
             return None
@@ -123,11 +129,14 @@ def run(
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
         """Returns zeros that receive the gradient of each weight; `None` for a weight that needs none."""
-        dtypes = [jnp.promote_types(weight.dtype, jnp.float32) for weight in weights]
-        return [
-            jnp.zeros(weight.shape, dtype) if wide and own else None
-            for weight, dtype, own in zip(weights, dtypes, wanted.weights, strict=True)
-        ]
+
+        def one(i: int, weight: jax.Array) -> jax.Array | None:
+            if not wanted.weights[i] or not (wide or i in apart):
+                return None
+            ranks = (degrees(axes),) if i in apart else ()
+            return jnp.zeros((*ranks, *weight.shape), jnp.promote_types(weight.dtype, jnp.float32))
+
+        return [one(i, weight) for i, weight in enumerate(weights)]
 
     def compute(codes: Arrays, own: Arrays, rest: Arrays) -> Arrays:
         _, keys = jax.tree.unflatten(coded, codes)  # which count products from 0
@@ -179,12 +188,17 @@ def run(
         kept = [new if _is_mark(old) else old for new, old in zip(jax.tree.leaves(own), saved, strict=True)]
         to_own, to_rest = closure.replace(args_res=[kept, *closure.args_res[1:]])(dy)
         to_weights, to_slots = through(to_own)
-        for i in summed:
+        trained = [i for i, own in enumerate(wanted.weights) if own]
+        kept_apart = [i for i in trained if i in apart and i in summed]
+        for i in summed.difference(apart):
             if to_slots[i] is not None:
                 to_weights[i] = to_weights[i].astype(to_slots[i].dtype) + to_slots[i]
-        trained = [i for i, own in enumerate(wanted.weights) if own]
-        late = zip(trained, _late(ordered.reduced, [to_weights[i] for i in trained]), strict=True)
-        done, found = stamped([weights_of.scatter(i, gradient) for i, gradient in late])
+        late = _late(ordered.reduced, [*(to_weights[i] for i in trained), *(to_slots[i] for i in kept_apart)])
+        gradients, ranks = late[: len(trained)], late[len(trained) :]
+        found = weights_of.reduce(
+            dict(zip(trained, gradients, strict=True)), dict(zip(kept_apart, ranks, strict=True)), axes
+        )
+        done, found = stamped([found[i] for i in trained])
         reduced: list[Any] = [None] * len(shards)
         for i, gradient in zip(trained, found, strict=True):
             reduced[i] = gradient.astype(shards[i].dtype)  # last, so that an optimizer may read it uncast
@@ -195,7 +209,8 @@ def run(
     outputs, token = step(shards, codes, rest, token)
     count = len(program.placements)
     owners = [frozenset([i] if i < count else []) for i in range(len(program.jaxpr.invars))]
-    narrow = narrowed(program.jaxpr, owners) - summed if wide else ()
+    narrow = narrowed(program.jaxpr, owners) - summed if wide else set[int]()
+    narrow |= apart.keys() - summed
     return outputs, token, Products(frozenset(multiplied), frozenset(narrow))
 
 

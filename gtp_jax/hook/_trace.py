@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr
 
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
+from ._exchange import Exchange, exchanged
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
@@ -34,6 +35,7 @@ class Program:
         consts: the constants of the jaxpr, with `_CAPTURED` for those that are traced.
         placements: the placements of the weights.
         coded: the formats in which they travel; `None` for weights that the recipe in scope does not quantize.
+        exchanged: how their gradients are exchanged; `None` for weights whose gradients are summed otherwise.
         arguments: the start and end of the call's arguments among the other arrays. Before them are the values of the
             unit's other variables and of nodes among the arguments; after them, the traced constants.
     """
@@ -42,6 +44,7 @@ class Program:
     consts: tuple[Any, ...]
     placements: tuple[Placement, ...]
     coded: tuple[Coded | None, ...]
+    exchanged: tuple[Exchange | None, ...]
     arguments: tuple[int, int]
 
     def evaluate(
@@ -95,8 +98,16 @@ _CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "rem
 _CAPTURED = object()  # marks a constant that is traced
 
 
-def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any) -> Traced:
-    """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among its arguments."""
+def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Traced:
+    """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among its arguments.
+
+    Args:
+        original: the method.
+        unit: the unit.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        axes: the axes of the mesh that shard the batch.
+    """
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
     graph, state = nnx.split(nodes)
@@ -144,7 +155,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
             raise ValueError(written_while_quantized(path_of(owners[at_weights[i]]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
-    program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
+    sums = tuple(exchanged(owners[i], placement, axes) for i, placement in zip(at_weights, known, strict=True))
+    program = Program(closed.jaxpr, consts, known, formats, sums, (len(others), len(others) + len(arguments)))
     names = tuple(".".join(path_of(owners[i])) for i in at_weights)
     keys = [keys_of_call(owners[i]) for i in at_weights]
     wires = wires_of_call([owners[i] for i in at_weights], formats)

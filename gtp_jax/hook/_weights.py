@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..mesh import current_view
 from ..weights import Wire, straight_through
 from ._codes import Coded, decode, encode
+from ._exchange import Exchange, exchange
 from ._movement import gather, scatter
 from ._parts import cast
 from ._placement import Placement
@@ -24,11 +26,13 @@ class Weights:
     Attributes:
         placements: the placement of each.
         coded: the format of each; `None` for a weight that travels in the dtype in which it is used.
+        exchanged: how the gradient of each is exchanged; `None` for a weight whose gradient is reduced otherwise.
         casts: the dtype in which each is used; `None` for its own.
     """
 
     placements: tuple[Placement, ...]
     coded: tuple[Coded | None, ...]
+    exchanged: tuple[Exchange | None, ...]
     casts: tuple[np.dtype | None, ...]
 
     def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
@@ -73,9 +77,23 @@ class Weights:
             found |= self._decoded(shards, jax.tree.unflatten(tree, codes))
         return [found[i] for i in range(len(shards))]
 
-    def scatter(self, number: int, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of one weight's shard, from that of the gathered weight."""
-        return scatter(gradient, self.placements[number])
+    def reduce(
+        self, gradients: Mapping[int, jax.Array], apart: Mapping[int, jax.Array], axes: tuple[str, ...]
+    ) -> dict[int, jax.Array]:
+        """Returns the gradients of shards, by number.
+
+        Args:
+            gradients: the gradients of gathered weights.
+            apart: further gradients of some of them, in global view, of each rank; see [Note: one gradient per rank].
+            axes: the axes of the mesh that shard the batch.
+        """
+        sent = apart if current_view() == "global" else gradients
+        found = exchange(sent, self.exchanged, self.placements, axes)
+        for i, gradient in gradients.items():
+            if sent is apart or i not in found:
+                own = scatter(gradient, self.placements[i])
+                found[i] = own if i not in found else own.astype(found[i].dtype) + found[i]
+        return found
 
     def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
         """Returns the weights that are quantized, by number. Their derivative is that of the unquantized weights;
@@ -107,6 +125,8 @@ def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -
         made: as in `Weights.encode`.
     """
 
+    dtypes = [shard.dtype for shard in shards]
+
     @jax.custom_vjp
     def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
         return weights.gather(None, shards, weights.sent(shards), jax.tree.unflatten(tree, codes))
@@ -115,7 +135,8 @@ def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -
         return apply(shards, codes), None
 
     def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        return [weights.scatter(i, gradient) for i, gradient in enumerate(gradients)], None
+        found = weights.reduce(dict(enumerate(gradients)), {}, ())
+        return [found[i].astype(dtype) for i, dtype in enumerate(dtypes)], None
 
     apply.defvjp(forward, backward)
     codes, tree = jax.tree.flatten(weights.encode(shards, made))

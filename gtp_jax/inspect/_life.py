@@ -211,7 +211,9 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     if isinstance(coded, Coded):
         own = coded.form if isinstance(coded.form, Format) else None
         amax = ", one amax reduced over all shards" if own is not None and own.has_amax else ""
-        ready = LifeState("prepared", "once per call", f"{coded.form.name} codes{amax}", _name(hook.encode))
+        amax = ", one amax for each tile, reduced over all shards" if isinstance(coded.form, Tiled) else amax
+        once = "once per step, or once per call under `use_recipe`"
+        ready = LifeState("prepared", once, f"{coded.form.name} codes{amax}", _name(hook.quantized))
         kind = f"a wire of {coded.form.name}" if own is None else Packed.__name__
         sent = LifeState("on the wire", when, f"{kind}: {share} of {coded.form.name}", _name(hook.Weights.encode))
     else:
@@ -220,6 +222,13 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     source = f"from {ranks} ranks of {_axes(tuple(over))}" if over else "no communication"
     gathered = f"weight {_shape(weight.shape)}, {source}" + (f", divided among {in_use} ranks" if in_use > 1 else "")
     reduced = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))}" if over else "nothing to do"
+    reduced, by = f"{reduced} in that dtype", _name(hook.scatter)
+    if weight.exchanged is not None:
+        use, by = "float32 at least, where products make it", _name(hook.exchange)
+        reduced = (
+            f"this rank's part of the sum: all-to-all in {weight.exchanged.wire.name} over {_axes(tuple(over))}, "
+            "summed in float32"
+        )
     states = [
         LifeState(
             "stored",
@@ -231,7 +240,7 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
         sent,
         LifeState("gathered", when, gathered, _name(hook.Weights.gather)),
         LifeState("gradient", "once per backward", f"in {use}, not yet summed over ranks", ""),
-        LifeState("reduced", "once per backward", f"{reduced} in that dtype", _name(hook.scatter)),
+        LifeState("reduced", "once per backward", reduced, by),
         LifeState("gradient of shards", "once per backward", f"{dtype}, in the stored shape", ""),
     ]
     return WeightLife(".".join(weight.paths[0]), None, tuple(states))

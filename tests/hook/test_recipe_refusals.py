@@ -61,10 +61,7 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
 
 
 REFUSED = {
-    "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
-    "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
     "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
-    "override": (gtp.FP8(override={"up": gtp.BF16(grad_wire="bf16")}), r"`grad_wire='bf16'`.*such as blocks.0.up"),
 }
 
 

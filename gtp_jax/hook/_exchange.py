@@ -1,0 +1,152 @@
+"""Sums the gradients of weights over ranks by an exchange in a recipe's `grad_wire`.
+
+[Note: one gradient per rank]
+In global view, XLA sums the gradients of all ranks where a product makes them, so that no array holds those of one
+rank. To be exchanged, they are kept apart: products give them to a slot with one more dimension, the first, which the
+ranks of the batch divide. In local view, each rank's gradient is there anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..formats import Format
+from ..mesh import current_view, degrees
+from ..recipes import Recipe
+from ..weights import ModulePath, WeightGroup, on_ranks, scatter
+from ._codes import rule_of
+from ._matrix import Matrix, logical_shape, seen_as_matrix
+from ._path import paths_of
+from ._placement import Placement
+from ._scope import recipe_in_scope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange(Matrix):
+    """A weight whose gradient is exchanged: each rank sends the others their shares, and sums those that it receives.
+
+    Attributes:
+        wire: the format or dtype of what is sent; sums are in float32.
+    """
+
+    wire: Format | np.dtype
+
+    def group(self, dtype: np.dtype) -> WeightGroup:
+        """Returns the weight's group.
+
+        Args:
+            dtype: the dtype of its gradient.
+        """
+        wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+        return WeightGroup(
+            layouts=(self.layout,), param_dtypes=(wide,), dtype=wide, grad_reduce="float32", reduction=self.wire
+        )
+
+
+def exchanged(variable: Any, placement: Placement, axes: tuple[str, ...]) -> Exchange | None:
+    """Returns how the gradient of a weight is exchanged under the recipe in scope; `None` if ranks sum it otherwise.
+
+    Args:
+        variable: the variable of the weight.
+        placement: its placement.
+        axes: the axes of the mesh that shard the batch.
+    """
+    recipe = recipe_in_scope()
+    if recipe is None:
+        return None
+    shape = logical_shape(variable.get_raw_value(), placement)
+    return decide_exchange(recipe, paths_of(variable), shape, placement, axes)
+
+
+def decide_exchange(
+    recipe: Recipe,
+    paths: Sequence[tuple[str, ...]],
+    shape: tuple[int, ...],
+    placement: Placement,
+    axes: tuple[str, ...],
+) -> Exchange | None:
+    """Returns how the gradient of a weight is exchanged under a recipe; `None` if ranks sum it otherwise.
+
+    Args:
+        recipe: the recipe.
+        paths: the weight's paths in the model; a pattern that matches any of them applies.
+        shape: its logical shape.
+        placement: its placement, for an array of this shape.
+        axes: the axes of the mesh that shard the batch. In global view, ranks of other axes have the same gradient, and
+            nothing to exchange.
+    """
+    wire = rule_of(recipe, paths)[1].reduction
+    if wire is None:
+        return None
+    seen = seen_as_matrix(shape, placement)
+    if isinstance(seen, str) or seen.layout.ranks == 1:
+        return None
+    if current_view() == "global" and not _gathered(placement) <= set(axes):
+        return None
+    return Exchange(wire=wire, inputs=seen.inputs, layout=seen.layout)
+
+
+def exchange(
+    gradients: Mapping[int, jax.Array],
+    weights: Sequence[Exchange | None],
+    placements: Sequence[Placement],
+    axes: tuple[str, ...],
+) -> dict[int, jax.Array]:
+    """Returns the gradients of shards, in the view in scope. Gradients that share axes and a wire are sent in one
+    all-to-all; sums are in at least float32.
+
+    Args:
+        gradients: the gradients of gathered weights, by number: in local view, those of this rank; in global view,
+            those of all ranks, see [Note: one gradient per rank].
+        weights: how the gradient of each weight is exchanged.
+        placements: the placement of each weight.
+        axes: the axes of the mesh that shard the batch.
+    """
+    own = {i: one for i, one in enumerate(weights) if one is not None and i in gradients}
+    if not own:
+        return {}
+    if current_view() != "global":
+        return _of_rank(gradients, own, placements)
+
+    def of_ranks(gradients: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+        found = _of_rank({i: gradient[0] for i, gradient in gradients.items()}, own, placements)
+        return {i: _over_others(gradient, placements[i], axes) for i, gradient in found.items()}
+
+    into = {i: PartitionSpec(axes, *placements[i].used) for i in own}
+    out = {i: placements[i].stored for i in own}
+    return on_ranks(of_ranks, (into,), out)({i: gradients[i] for i in own})
+
+
+def _of_rank(
+    gradients: Mapping[int, jax.Array], weights: Mapping[int, Exchange], placements: Sequence[Placement]
+) -> dict[int, jax.Array]:
+    """Returns the gradients of this rank's shards, from its gradients of gathered weights. Called on each rank."""
+    groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
+    matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
+    fused: dict[ModulePath, jax.Array] = {
+        (i,): matrices[i] if one.layout.rows == 0 else matrices[i].T for i, one in weights.items()
+    }
+    shards = scatter(groups, fused)
+    found = {}
+    for i in weights:
+        sizes = [size // degrees(placements[i].gathered_axes(dim)) for dim, size in enumerate(gradients[i].shape)]
+        found[i] = jnp.reshape(shards[i,][0], sizes)
+    return found
+
+
+def _over_others(gradient: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the sum of a shard's gradient over the axes of the batch over which the weight is not gathered."""
+    others = tuple(axis for axis in axes if axis not in _gathered(placement))
+    return lax.psum(gradient, others) if degrees(others) > 1 else gradient
+
+
+def _gathered(placement: Placement) -> set[str]:
+    return {axis for dim in range(placement.ndim) for axis in placement.gathered_axes(dim)}

@@ -1,0 +1,104 @@
+"""Sees weights of any number of dimensions as matrices.
+
+[Note: seen as a matrix]
+A weight of any number of dimensions is seen as a matrix `(features in, features out)`, like the kernel of a dense
+layer. Blocks of one row run along the features in. `features_in` decides which dimensions are joined to the features
+in; the others are joined to the features out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..layout import UNDIVIDED, Division, Layout, Split
+from ..mesh import current_view
+from ._placement import Placement, features_in
+from ._products import Factor, Runs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A weight seen as a matrix.
+
+    Attributes:
+        inputs: the number of leading dimensions that are joined into the features in; see [Note: seen as a matrix].
+        layout: the layout of the matrix `(features in, features out)`. Its rows are the features out, or the dimension
+            that ranks divide if the choice changes nothing else.
+    """
+
+    inputs: int
+    layout: Layout
+
+    def to_matrix(self, array: jax.Array) -> jax.Array:
+        """Returns an array, or a shard of it, reshaped to the matrix, or to a shard of the matrix."""
+        return jnp.reshape(array, (math.prod(array.shape[: self.inputs]), math.prod(array.shape[self.inputs :])))
+
+    @property
+    def used(self) -> PartitionSpec:
+        """The partition of the gathered matrix in global view."""
+        split = self.layout.split
+        entries = [split.axis if split is not None and dim == self.layout.split_dim else None for dim in range(2)]
+        return PartitionSpec(*entries)
+
+
+def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str:
+    """Returns a weight of a logical shape as a matrix; if it cannot be seen as one, the reason in words."""
+    if len(shape) < 2:
+        return "it is no matrix"
+    inputs = features_in(shape)
+    # for each dimension of the weight that may be sharded, the dimension of the matrix that its shards divide
+    starts = {0: 0, inputs: 1}
+    sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    degrees = dict(placement.degrees)
+
+    def divided(dim: int, axes: tuple[str, ...]) -> Division:
+        return Division(starts[dim], axes, tuple(degrees[axis] for axis in axes))
+
+    axes = {dim: (placement.used_axes(dim), placement.gathered_axes(dim)) for dim in range(len(shape))}
+    inner = [dim for dim, (used, gathered) in axes.items() if (used or gathered) and dim not in starts]
+    if inner:
+        return f"dimension {inner[0]} is sharded, whose shards are no rows or columns of a matrix"
+    tensor = [divided(dim, used) for dim, (used, _) in axes.items() if used]
+    if len(tensor) > 1 or any(len(one.axes) > 1 for one in tensor):
+        return "several axes shard it in use"
+    split = None
+    if tensor:
+        size = sizes[tensor[0].dim or 0]
+        split = Split(size, 1, (size // tensor[0].ranks,) * tensor[0].ranks, tensor[0].axes[0])
+    gathered = sorted((divided(dim, own) for dim, (_, own) in axes.items() if own), key=lambda one: -one.ranks)
+    gather, optimizer, *_ = (*gathered, UNDIVIDED, UNDIVIDED)
+    (tensor,) = tensor or [UNDIVIDED]
+    layout = Layout(sizes, gather, optimizer, tensor, rows=1, split_dim=tensor.dim, split=split)
+    return Matrix(inputs=inputs, layout=layout)
+
+
+def logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
+    """Returns the logical shape of a weight; in local view, `array` is a shard of it."""
+    if current_view() == "global":
+        return tuple(array.shape)
+    degrees = dict(placement.degrees)
+    return tuple(
+        size * math.prod(degrees[axis] for axis in placement.axes(dim)) for dim, size in enumerate(array.shape)
+    )
+
+
+def in_order_of(seen: Matrix, factor: Factor) -> bool:
+    """Returns whether a product contracts the input features of a weight, in order."""
+    inputs, outputs = seen.layout.shape
+    return (factor.contracted, factor.kept) == (_run(outputs, inputs), _run(1, outputs))
+
+
+def turned(seen: Matrix, factor: Factor) -> bool:
+    """Returns whether a product contracts the output features of a weight, in order."""
+    inputs, outputs = seen.layout.shape
+    return (factor.contracted, factor.kept) == (_run(1, outputs), _run(outputs, inputs))
+
+
+def _run(stride: int, size: int) -> Runs:
+    return () if size == 1 else ((stride, size),)

@@ -1,0 +1,97 @@
+"""Computes products with weights on every rank, in a recipe's formats or with a gradient for each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..formats import FP8_BLOCKS, Operands
+from ..mesh import current_view, degrees
+from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8, linear_fp8_blocks
+from ..weights import CallKeys, in_view
+from ._codes import Coded
+from ._matrix import Matrix, in_order_of, turned
+from ._products import Array, Factor, values_of
+
+
+def multiplies(coded: Coded | None, factor: Factor) -> bool:
+    """Returns whether a product with a weight is computed in a format.
+
+    Blocks must run along the contraction, or be square; see [Note: order of a view]. If tensor ranks divide the weight,
+    the order of its elements must be known even without blocks.
+    """
+    if coded is None or coded.operands is None:
+        return False
+    block = coded.operands.weight.block
+    if block is None and coded.layout.tensor.ranks == 1:
+        return True
+    return in_order_of(coded, factor) or (turned(coded, factor) and (block is None or block[0] == block[1]))
+
+
+def ranks_know(seen: Matrix, factor: Factor) -> bool:
+    """Returns whether each rank can compute its part of a product with a weight: if tensor ranks divide the weight, the
+    order of its elements must be known."""
+    return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
+
+
+def batch_axes(batch: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes of the mesh in scope that shard the batch."""
+    return tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
+
+
+def product(
+    x: jax.Array,
+    weight: Array,
+    seen: Matrix,
+    operands: Operands | None,
+    factor: Factor,
+    batch: tuple[str, ...],
+    key: jax.Array,
+) -> jax.Array:
+    """Returns `x @ weight.T`, computed by every rank of its own part of `x`, in the view in scope.
+
+    Args:
+        x: the input, `(..., features in)`. In global view, the first of two or more dimensions is the batch, which is
+            sharded if the ranks divide it evenly.
+        weight: the gathered weight, `(features out, features in)`, with the values of its codes. If its slot has one
+            dimension more, the first, the slot receives the gradient of each rank of `batch`.
+        seen: the weight as a matrix, for which `ranks_know` is true.
+        operands: the formats to which operands are rounded, if `multiplies` is true of them; otherwise `None`.
+        factor: the weight's place in the product.
+        batch: the mesh axes that shard the batch.
+        key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with different parts of the operands
+            use different bits.
+    """
+    inner, outer = tuple(seen.used)
+    if turned(seen, factor):
+        inner, outer = outer, inner
+    names = batch_axes(batch)
+    divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
+    tokens = (names if divided else None, *[None] * (x.ndim - 2)) if x.ndim > 1 else ()
+    parted = (*(names if divided else ()), *(axis for axis in (inner, outer) if axis is not None))
+    by_rank = parted if current_view() == "global" and operands is not None and operands.stochastic else ()
+    apart = isinstance(weight, SlottedWeight) and weight.slot.ndim > values_of(weight).ndim
+
+    def multiply(x: jax.Array, weight: Array, key: jax.Array) -> jax.Array:
+        if apart:
+            assert isinstance(weight, SlottedWeight)
+            weight = SlottedWeight(weight.values, weight.slot[0])
+        if operands is None:
+            y = linear(x, weight)
+        elif operands.weight.block is None:
+            y = linear_fp8(x, weight, operands.gradient)
+        elif operands.weight == FP8_BLOCKS:
+            y = linear_fp8_blocks(x, weight)
+        else:
+            key = CallKeys(key).of_rank(lax.axis_index(by_rank).astype(jnp.uint32)).next() if by_rank else key
+            y = linear_blocks(x, weight, key, operands)
+        return y if inner is None else lax.psum(y, inner)
+
+    own: Any = PartitionSpec(outer, inner)
+    own = SlottedWeight(own, PartitionSpec(names, outer, inner)) if apart else own  # pyright: ignore[reportArgumentType]
+    parts = PartitionSpec(*tokens, inner), own, PartitionSpec()
+    return in_view(multiply, lambda *_: parts, PartitionSpec(*tokens, outer))(x, weight, key)
