@@ -31,6 +31,19 @@ class Stacked(nnx.Module):
         return self.blocks(x)
 
 
+class Stock(nnx.Module):
+    """Blocks that `gtp.shard` shards."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+        gtp.shard(self, "blocks.*", min_size=64)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return x
+
+
 # At module level, as functions that are jitted usually are: their caches live as long.
 @nnx.jit
 def jitted(model, x):
@@ -56,7 +69,7 @@ CALLS = {
 
 # A layer alone on one device: of a `shard_map` with `jax.checkpoint` and a collective in it, jax 0.12.0 itself keeps
 # what it has linearized.
-MODELS = {"layer": (Block, {"gtp": 1}), "stack": (Stacked, {"gtp": 2, "dp": 2})}
+MODELS = {"layer": (Block, {"gtp": 1}), "stack": (Stacked, {"gtp": 2, "dp": 2}), "sharded": (Stock, {"gtp": 2})}
 
 
 @pytest.fixture
