@@ -25,6 +25,7 @@ from ._facts import UnitFact as UnitFact
 from ._facts import WeightFact as WeightFact
 from ._facts import calls_of as calls_of
 from ._facts import largest_unit as largest_unit
+from ._facts import roles_of as roles_of
 from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts

@@ -122,15 +122,17 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
     for path in stripped(nodes, placements):
         raise ValueError(
             f"the weight {name_of(path)} of {type(owner).__name__} was sharded by `gtp_jax.shard`, and now has the "
-            "array and the metadata of another model; `nnx.update` with the state of an unsharded model does that. "
-            "Call `gtp_jax.shard` on the model again, which puts its arrays back as shards."
+            "array and the metadata of another weight; `nnx.update` with the state of an unsharded model does that, "
+            "and so does replacing a module. Call `gtp_jax.shard` on the model again, which puts its arrays "
+            "back as shards."
         )
 
 
 def _refuse_parts(owner: nnx.Module) -> None:
     """Refuses, in local view, parameters that their author has partitioned and that no call gathers, in a module or in
     those within it: ranks would compute with a part of them."""
-    for path, variable in nnx.iter_graph(owner) if current_view() != "global" else ():
+    local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
+    for path, variable in nnx.iter_graph(owner) if local else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
                 f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
@@ -150,9 +152,9 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
     if not weights:
         return False
     check_mesh_in_scope()
-    name = f"{type(owner).__name__}"
-    for placement in {placement for _, placement in weights}:
-        placement.check_mesh(name)
+    name = type(owner).__name__
+    for placement, variable in {placement: variable for variable, placement in reversed(weights)}.items():
+        placement.check_mesh(f"{name_of(path_of(variable))} of {name}")
     for variable, placement in weights:
         _check_place(variable.get_raw_value(), placement, name)
     return True

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..mesh import Roles
 from ..recipes import Recipe
 from ..weights import bytes_on_wire
 from ._choice import name_of, names_of, own_variables
@@ -19,8 +20,10 @@ from ._exchange import Exchange, decide_exchange
 from ._multiply import batch_axes
 from ._path import path_of, paths_of
 from ._placement import Placement, placement_of, shards_of
-from ._unit import Holder, Unit, kind_of
+from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
+
+_COPY = "a copy"  # the name of a unit that a transformation has copied, if its path is unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +107,16 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
         calls: the calls that are explained with it.
     """
     found, names, seen = [], names_of(model), _shapes(calls)
+    called = {call.module for call in calls}
     for path, module in nnx.iter_modules(model):
         kind = kind_of(module)
         if isinstance(kind, Unit):
             variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
             when = "ahead of its call, in both passes"
+            own = {name_of(name) for name in (path, *names.get(id(module), ()))}
+            missed = bool(called) and _COPY not in called and not own & called
+            if missed or not methods_of(type(module), kind.methods):
+                when = f"by XLA, where other methods than {', '.join(kind.methods)} use them"
         elif isinstance(kind, Holder):
             variables = list(own_variables(module).values())
             when = "as its call begins, and kept for backward if needed"
@@ -188,6 +196,12 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
     return tuple(found)
 
 
+def roles_of(model: nnx.Module) -> Roles | None:
+    """Returns the roles of the mesh axes for which a model was sharded; `None` if it has no units."""
+    kinds = (kind_of(module) for _, module in nnx.iter_modules(model))
+    return next((kind.roles for kind in kinds if isinstance(kind, Unit)), None)
+
+
 def largest_unit(model: nnx.Module) -> int:
     """Returns the number of bytes in which a rank's part of the gradients of the largest unit is reduced, if the model
     computes in 16 bits; 0 without units."""
@@ -264,4 +278,4 @@ def _name_of_copy(unit: nnx.Module) -> str:
         for path in paths_of(variable) if placement_of(variable) is not None else ():
             if path[len(path) - len(within) :] == within:
                 return name_of(path[: len(path) - len(within)])
-    return "a copy"
+    return _COPY

@@ -72,11 +72,12 @@ class Placement:
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
             want = " x ".join(f"{axis} {size}" for axis, size in self.degrees)
-            have = " x ".join(f"{axis} {size}" for axis, size in found.items()) or "no mesh"
+            have = " x ".join(f"{axis} {size}" for axis, size in found.items())
             raise ValueError(
-                f"{owner} was sharded by `gtp_jax.shard` over {want}, and the mesh in scope is {have}. Call it under "
-                "`with jax.set_mesh(mesh):` with the mesh that it was sharded for; under another mesh, make the model "
-                "again and shard that."
+                f"{owner} was sharded by `gtp_jax.shard` over {want}, and "
+                f"{f'the mesh in scope is {have}' if have else 'no mesh is in scope'}. Call the model under `with "
+                "jax.set_mesh(mesh):`, with the mesh for which it was sharded. For another mesh, shard a new model "
+                "there, and restore a checkpoint into it."
             )
 
     def of_slice(self, shape: tuple[int, ...]) -> Placement:

@@ -34,12 +34,14 @@ from ..weights import ModulePath
 from ._call import Placements, lies, stripped
 from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
 from ._placement import Placement, place, placed, placement_of, shards_of
-from ._unit import Holder, Unit, kind_of, make
+from ._unit import Holder, Unit, kind_of, make, methods_of
 
 # A value of `specs`: the stored partition of a weight; `None` for a weight that stays whole.
 Spec = PartitionSpec | tuple[Any, ...] | None
 Paths = tuple[ModulePath, ...]  # of one variable, which several modules may hold
 
+_METHODS = ("__call__", "attend")  # of stock layers
+_TENSOR = ("tp", "tensor", "model")  # names that authors give to the axis of tensor parallelism
 _LARGE = 1 << 20  # elements; weights of at least this size cause a warning if they stay whole
 
 
@@ -52,7 +54,7 @@ def shard[M: nnx.Module](
     specs: Mapping[str, Spec] | None = None,
     remat: Remat = "matmuls",
     keep_last: bool = True,
-    methods: tuple[str, ...] = ("__call__", "attend"),
+    methods: tuple[str, ...] = _METHODS,
     grad_reduce: Literal["float32"] | None = None,
     roles: Roles | None = None,
 ) -> M:
@@ -98,6 +100,7 @@ def shard[M: nnx.Module](
         TypeError: if `model` is not an `nnx.Module`.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
+    _check_methods(model, methods)
     check_mesh_in_scope()
     if jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
@@ -121,7 +124,7 @@ def shard[M: nnx.Module](
         )
     choice, specs = choose(model, blocks, is_weight), specs or {}
     weights = {paths: v for paths, v in variables.items() if is_weight(v)}
-    _check_patterns(specs, variables, weights)
+    _check_patterns(specs, variables, weights, min_size)
     with use_roles(roles):
         placements = {paths: _placement(paths, v, specs, roles) for paths, v in weights.items()}
     _warn_of_whole(placements, variables, specs, roles)
@@ -129,7 +132,7 @@ def shard[M: nnx.Module](
         _put(paths, variable, placements.get(paths), own=id(variable) in own)
     for module in choice.units.values():
         of_weights = _placements(dict(nnx.iter_graph(module)))
-        make(module, Unit(remat, keep_last, methods, roles.batch, grad_reduce is not None, of_weights))
+        make(module, Unit(remat, keep_last, methods, roles, grad_reduce is not None, of_weights))
     for module in choice.holders.values():
         make(module, Holder(_placements(own_variables(module))))
     return model
@@ -161,14 +164,28 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) ->
         )
 
 
+def _check_methods(model: nnx.Module, methods: Any) -> None:
+    if not isinstance(methods, tuple) or not all(isinstance(name, str) for name in methods):
+        raise TypeError(f"`methods` is {methods!r}; it must be a tuple of names of methods, such as {_METHODS!r}.")
+    known = [name for _, module in nnx.iter_modules(model) for name in methods_of(type(module))]
+    for name in methods:
+        if name not in (*_METHODS, *known):
+            near = difflib.get_close_matches(name, set(known), n=3, cutoff=0.0)
+            raise ValueError(
+                f"`methods` has {name!r}, which no module of the model defines; the nearest are {', '.join(near)}."
+            )
+
+
 def _check_roles(roles: Any) -> None:
     if not isinstance(roles, Roles):
         raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
     names = jax.sharding.get_abstract_mesh().axis_names
     if not {*roles.weights, *roles.over_optimizer} & set(names):
+        tensor = next((axis for axis in names[1:] if axis in _TENSOR), None)
         raise ValueError(
             f"the mesh in scope has the axes {names}, and the roles shard weights over {roles.weights!r}. Say what its "
-            f"axes do, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), tensor=None)`."
+            f"axes do, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), "
+            f"tensor={tensor!r})`."
         )
 
 
@@ -220,16 +237,24 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
     return next((pattern for pattern in specs if any(matches(pattern, path) for path in paths)), None)
 
 
-def _check_patterns(specs: Mapping[str, Spec], variables: Iterable[Paths], weights: Iterable[Paths]) -> None:
+def _check_patterns(
+    specs: Mapping[str, Spec], variables: Iterable[Paths], weights: Iterable[Paths], min_size: int
+) -> None:
     """Refuses patterns that match no weight to shard. A pattern for `None` may also match a variable that stays whole
     anyway."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
+            small = next((paths[0] for paths in variables if _pattern([pattern], paths)), None)
+            if small is not None:
+                raise ValueError(
+                    f"`specs` has the pattern {pattern!r}, which matches {name_of(small)}, but no weight of at least "
+                    f"`min_size` elements, {min_size}. Pass a smaller `min_size`, or leave the pattern out."
+                )
             names = [name_of(path) for paths in weights for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(
-                f"`specs` has the pattern {pattern!r}, which matches no weight that this `min_size` shards; the "
-                f"nearest are {', '.join(near)}."
+                f"`specs` has the pattern {pattern!r}, which matches no weight of the model; the nearest are "
+                f"{', '.join(near)}."
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from flax import nnx
 
 from ..chain import Remat
+from ..mesh import Roles
 from ._call import Placements, call_holder, call_unit
 
 
@@ -23,7 +24,7 @@ class Unit:
         remat: the policy for what is saved for backward.
         keep_last: whether its gathered weights are saved too if no unit follows.
         methods: the names of the methods that gather.
-        batch: the mesh axes that shard the batch.
+        roles: the roles of the mesh axes.
         wide: whether gradients of its weights are summed in at least float32.
         placements: the placements of its weights, by their paths in the module.
     """
@@ -31,7 +32,7 @@ class Unit:
     remat: Remat
     keep_last: bool
     methods: tuple[str, ...]
-    batch: tuple[str, ...]
+    roles: Roles
     wide: bool
     placements: Placements
 
@@ -96,8 +97,8 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kind, Unit):
-            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "batch": kind.batch, "wide": kind.wide}
-            return call_unit(method, self, args, kwargs, kind.placements, **options)
+            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "wide": kind.wide}
+            return call_unit(method, self, args, kwargs, kind.placements, batch=kind.roles.batch, **options)
         return call_holder(method, self, args, kwargs, kind.placements)
 
     return call

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax.numpy as jnp
@@ -34,6 +35,9 @@ from ._life import Lives, lives_of
 from ._offload import OffloadFact, offload_facts
 from ._share import StateShare, share_of
 
+_NOTHING = (
+    "gtp_jax gathers no weight of this model: it has none of gtp_jax's layers, and `gtp_jax.shard` has not sharded it"
+)
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
 _PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
 
@@ -166,7 +170,7 @@ class Explanation:
         products = [(f.module, _layers(f), f.forward, f.dgrad, f.wgrad) for f in self.facts if f.forward]
         header = ("module", "layers", "forward: input x weight", "dgrad: gradient x weight", "wgrad: gradient x input")
         parts = [
-            *([table] if rows or not self.units else []),
+            *([table] if rows else [] if self.units else [_NOTHING]),
             *([columns(header, products, right=(1,))] if products else []),
         ]
         if self.units:
@@ -190,12 +194,10 @@ class Explanation:
             ]
             parts.append(columns(("weight", "shape", "wire", "per gather", "why"), rows, right=(3,)))
         if self.calls:
-            rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
+            rows = [(c.module or "the model", "ahead" if c.prefetched else "at the call", c.reason) for c in self.calls]
             parts.append(columns(("call of", "gathered", "why"), rows))
         if any(c.reason == INSIDE_TRANSFORMATION for c in self.calls):
-            parts.append(
-                "calls inside a transformation gather in place: to gather ahead, unroll it, or use `gtp_jax.Stack`"
-            )
+            parts.append("to gather ahead of calls inside a transformation, unroll it or use `gtp_jax.Stack`")
         if self.unmultiplied:
             parts.append(f"used in no product that the recipe's format supports: {', '.join(self.unmultiplied)}")
         if self.narrow:
@@ -213,7 +215,7 @@ class Explanation:
         if self.share is not None:
             parts.append(str(self.share))
         if self.untouched:
-            parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
+            parts.append(f"neither gathered nor quantized, used as they are: {', '.join(_grouped(self.untouched))}")
         return "\n\n".join(parts)
 
 
@@ -280,6 +282,14 @@ def explain(
     with recipe_of_step(recipe):
         offloads = () if call is None else offload_facts(model, call)
     return Explanation(facts, tuple(others), attentions, experts, units, calls, weights, share, offloads)
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    """Returns names, those that differ only in numbers as one, with `*` for numbers and how many there are."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    return [f"{key} ({len(own)})" if len(own) > 1 else own[0] for key, own in groups.items()]
 
 
 def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:

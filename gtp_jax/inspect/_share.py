@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..hlo import quantity
+from ..hook import roles_of
 from ..layout import listed
 from ..mesh import Roles, axes_of, current_roles
 from ..nn import layout_of, logical_shape, partition_of
@@ -57,7 +58,8 @@ def share_of(model: nnx.Module) -> StateShare | None:
     if not own:
         return None
     whole = sum(math.prod(logical_shape(v)) for v in variables)
-    roles = next((layout.roles for v in variables if (layout := layout_of(v)) is not None), current_roles())
+    own_layers = next((layout.roles for v in variables if (layout := layout_of(v)) is not None), None)
+    roles = own_layers or roles_of(model) or current_roles()
     degrees = {axis: sizes[axis] for axis in _axes(roles) if sizes.get(axis, 1) > 1}
     return StateShare(_BYTES * own, _BYTES * whole / math.prod(degrees.values()), degrees)
 

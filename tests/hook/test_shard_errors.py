@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
@@ -23,7 +24,7 @@ def make():
 CASES = {
     "no pattern matches": (
         lambda: gtp.shard(make(), "layers.*", min_size=64),
-        r"`blocks` is 'layers\.\*', which matches no module.*blocks\.0.*blocks are blocks\.0, blocks\.1, .*: leave it",
+        r"`blocks` is 'layers\.\*', which matches no module.*For blocks\.0, blocks\.1, .*write 'blocks\.\*' or leave",
     ),
     "no class matches": (lambda: gtp.shard(make(), nnx.Conv, min_size=64), "matches no module"),
     "no list": (
@@ -41,7 +42,15 @@ CASES = {
     ),
     "a pattern matches nothing": (
         lambda: gtp.shard(make(), min_size=64, specs={"embed.kernel": P("gtp")}),
-        r"pattern 'embed\.kernel', which matches no weight that this `min_size` shards.*embed\.embedding",
+        r"pattern 'embed\.kernel', which matches no weight of the model.*embed\.embedding",
+    ),
+    "a pattern matches a small weight alone": (
+        lambda: gtp.shard(make(), min_size=64, specs={"norm.scale": P("gtp")}),
+        r"pattern 'norm\.scale', which matches norm\.scale, but no weight of at least `min_size` elements, 64.*smaller",
+    ),
+    "an unknown method": (
+        lambda: gtp.shard(make(), min_size=64, methods=("__call__", "atend")),
+        "`methods` has 'atend', which no module of the model defines; the nearest are attend",
     ),
     "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
     "remat of a stack": (
@@ -66,6 +75,16 @@ def test_other_types_are_refused(x64):
             gtp.shard({})
         with pytest.raises(TypeError, match="`blocks` is 3; it must be a pattern"):
             gtp.shard(make(), 3, min_size=64)
+        with pytest.raises(TypeError, match="`methods` is 'attend'; it must be a tuple of names"):
+            gtp.shard(make(), min_size=64, methods="attend")
+
+
+def test_a_mesh_with_other_axes_is_refused_with_the_roles_to_pass(x64):
+    with (
+        jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)),
+        pytest.raises(ValueError, match=re.escape("batch=('fsdp',), weights=('fsdp',), tensor='tp')`")),
+    ):
+        gtp.shard(make(), min_size=64)
 
 
 def test_without_a_mesh_it_is_refused_when_sharded_and_when_called(x64):
@@ -74,7 +93,8 @@ def test_without_a_mesh_it_is_refused_when_sharded_and_when_called(x64):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(make(), min_size=64)
     with pytest.raises(
-        ValueError, match=re.escape("sharded by `gtp_jax.shard` over gtp 8, and the mesh in scope is no mesh")
+        ValueError,
+        match=r"^[a-z0-9.]+ of \w+ was sharded by `gtp_jax.shard` over gtp 8, and no mesh is in scope.*jax.set_mesh",
     ):
         model(tokens())
     with (
@@ -142,7 +162,7 @@ def test_after_nnx_update_with_arrays_on_one_device_the_next_call_refuses_them(o
         if of == "the model" and not committed:  # a trace does not know where arrays are
             np.testing.assert_allclose(call(model, x), wanted, atol=1e-5)
         elif not committed:
-            with pytest.raises(ValueError, match="now has the array and the metadata of another model"):
+            with pytest.raises(ValueError, match="now has the array and the metadata of another weight"):
                 call(model, x)
         assert gtp.shard(model) is model
         np.testing.assert_allclose(call(model, x), wanted, atol=1e-5)

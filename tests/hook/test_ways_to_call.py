@@ -74,7 +74,7 @@ def test_every_unit_but_the_first_is_prefetched_in_an_ordinary_call(x64):
 
 
 @pytest.mark.parametrize("way", ["nnx.remat", "cond", "vmap", "scan"])
-def test_within_a_transformation_weights_are_gathered_in_place_and_the_report_says_so(way, x64):
+def test_within_a_transformation_weights_are_gathered_at_the_call_and_the_report_says_so(way, x64):
     calls = [call for call in prefetched(way) if call.module != "embed"]
     assert not any(call.prefetched for call in calls)
     assert {call.reason for call in calls} == {"called inside a transformation (scan, remat, cond, vmap, jit)"}
@@ -85,7 +85,7 @@ def test_explain_says_to_unroll_a_transformation_or_to_use_a_stack(way, advised,
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(make(way)(), min_size=64)
         text = str(gtp.explain(model, call=lambda model: model(tokens(), way)))
-    assert ("to gather ahead, unroll it, or use `gtp_jax.Stack`" in text) == advised
+    assert ("to gather ahead of calls inside a transformation, unroll it or use `gtp_jax.Stack`" in text) == advised
 
 
 def test_second_derivatives_are_those_without_a_mesh(x64):

@@ -1,0 +1,103 @@
+"""What `explain` reports of models that `gtp.shard` has sharded, and of those that it has not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import gtp_jax as gtp
+
+ROLES = gtp.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
+METHODS = ("__call__", "encode", "decode")
+
+
+class Embedder(nnx.Module):
+    """An embedding without `__call__`, as Tunix's have."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (32, 16)))
+
+    def encode(self, tokens):
+        return self.table[...][tokens]
+
+    def decode(self, x):
+        return x @ self.table[...].T
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("tp",))
+        self.norm = nnx.RMSNorm(16, scale_init=init, rngs=rngs)
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.up(self.norm(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embedder = Embedder(rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, tokens):
+        x = self.embedder.encode(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embedder.decode(x)
+
+
+TOKENS = jnp.zeros((8, 4), jnp.int32)
+
+
+@pytest.fixture
+def mesh():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def sharded(methods=METHODS):
+    return gtp.shard(Model(nnx.Rngs(0)), "layers.*", min_size=64, roles=ROLES, methods=methods)
+
+
+def test_the_even_share_is_over_the_axes_for_which_the_model_was_sharded(mesh):
+    assert gtp.explain(sharded()).share.degrees == {"fsdp": 4, "tp": 2}
+
+
+@pytest.mark.parametrize("methods, gathered", [(METHODS, "ahead of its call"), (("__call__",), "by XLA, where other")])
+def test_a_module_whose_methods_do_not_gather_is_reported(methods, gathered, mesh):
+    facts = {unit.module: unit.gathered for unit in gtp.explain(sharded(methods)).units}
+    assert facts["embedder"].startswith(gathered) and facts["layers.0"].startswith("ahead of its call")
+
+
+def test_a_module_that_the_explained_call_does_not_call_is_reported(mesh):
+    found = gtp.explain(sharded(), call=lambda model: model.layers[1](model.embedder.encode(TOKENS)))
+    assert [unit.module for unit in found.units if unit.gathered.startswith("by XLA")] == ["layers.0", "layers.2"]
+
+
+def test_names_that_differ_in_numbers_are_printed_once(mesh):
+    found = gtp.explain(sharded())
+    assert "layers.1.norm.scale" in found.untouched
+    assert str(found).endswith("used as they are: layers.*.norm.scale (3), layers.*.up.bias (3)")
+
+
+def test_a_model_that_was_not_sharded_is_reported_as_such(mesh):
+    assert str(gtp.explain(Model(nnx.Rngs(0)))).startswith("gtp_jax gathers no weight of this model")
+
+
+def test_without_a_mesh_a_partitioned_parameter_does_not_hide_what_is_wrong():
+    with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)):
+        model = sharded()
+    with pytest.raises(ValueError, match=r"^embedder\.table of Embedder was sharded .* no mesh is in scope"):
+        model(TOKENS)
+
+
+def test_a_replaced_layer_is_refused_until_the_model_is_sharded_again(mesh):
+    model = sharded()
+    wanted = model(TOKENS)
+    model.layers[0].up = nnx.Linear(16, 16, rngs=nnx.Rngs(5))
+    with pytest.raises(ValueError, match="up.kernel of Block was sharded .* and so does replacing a module"):
+        model(TOKENS)
+    assert not jnp.allclose(gtp.shard(model)(TOKENS), wanted)
+    assert model.layers[0].up.kernel.get_value().sharding.spec == model.layers[1].up.kernel.get_value().sharding.spec
