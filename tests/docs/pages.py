@@ -8,10 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-# Pages whose code runs; the others are prose and logs.
-PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
-DOCUMENTS = (*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")))
-DOCUMENTS += tuple(sorted(path for folder in ("ffi", "gtp_jax") for path in (ROOT / folder).rglob("*.md")))
+_FOLDERS = ("benchmarks", "docs", "examples", "ffi", "gtp_jax", "tests")
+# Pages for users, each of which the README links to; the others are for contributors, or the changelog.
+PAGES = (README, *sorted(page for folder in _FOLDERS for page in (ROOT / folder).rglob("*.md")))
+DOCUMENTS = (*PAGES, *sorted({*ROOT.glob("*.md")} - {README}))
 
 # `<!-- not run: REASON -->` in the line above a block leaves it out of the test.
 _FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
