@@ -71,7 +71,7 @@ def leaves(state: Any, padded: Mapping[Path, Any] | None = None) -> list[Leaf]:
     Args:
         state: a train state; a pytree of `nnx` variables; or any other pytree of arrays.
         padded: the layouts of the parameters whose arrays are padded, by path; those of `state.model_def` by default.
-            Variables know their own.
+            Variables have their own in their metadata.
 
     Raises:
         TypeError: if a leaf is neither a jax array nor a `ShapeDtypeStruct` with a sharding.

@@ -49,7 +49,7 @@ class Factor(NamedTuple):
     Attributes:
         number: the number of the weight.
         contracted: the runs of the contracted dimensions, with contiguous runs joined; `None` if unknown.
-        kept: the runs of the other dimensions, likewise.
+        kept: the runs of the other dimensions, with contiguous runs joined; `None` if unknown.
     """
 
     number: int

@@ -137,7 +137,7 @@ def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> 
     for place, own in _places(manifest):
         b1 = None if place.b1 is None else _scalar(arrays[place.b1])
         for name in own:
-            found[name] = EvaluationArray(arrays[name], arrays[_beside(place, name)], b1)
+            found[name] = EvaluationArray(arrays[name], arrays[_name_of_average(place, name)], b1)
     return found
 
 
@@ -158,12 +158,12 @@ def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manife
     for place, own in _places(manifest):
         like: dict[str, Any] = {}
         for name in own:
-            _put(like, tuple(_beside(place, name).split("/")), made[names[name]])
+            _put(like, tuple(_name_of_average(place, name).split("/")), made[names[name]])
         b1 = None if place.b1 is None else _scalar(arrays[place.b1])[0]
-        beside = dict(with_paths(checkpoints.restore_part(like, f"{place.weights}/", step, padded)))
+        averages = dict(with_paths(checkpoints.restore_part(like, f"{place.weights}/", step, padded)))
         for name in own:
             path = names[name]
-            made[path] = _of(made[path], beside[tuple(_beside(place, name).split("/"))], b1)
+            made[path] = _of(made[path], averages[tuple(_name_of_average(place, name).split("/"))], b1)
     return jax.tree.unflatten(jax.tree.structure(state_like.params), list(made.values()))
 
 
@@ -184,7 +184,7 @@ def _places(manifest: Mapping[str, Any]) -> list[tuple[_Place, list[str]]]:
     leaves, found = manifest["leaves"], []
     for said in manifest["extra"].get(_EVALUATION, ()):
         place = _Place(**said)
-        own = [name for name in leaves if name.startswith(f"{_PARAMS}/") and _beside(place, name) in leaves]
+        own = [name for name in leaves if name.startswith(f"{_PARAMS}/") and _name_of_average(place, name) in leaves]
         if not own or (place.b1 is not None and place.b1 not in leaves):
             raise ValueError(
                 f"step {manifest['step']} says that its evaluation weights are in {place.weights}, which it does not "
@@ -194,7 +194,7 @@ def _places(manifest: Mapping[str, Any]) -> list[tuple[_Place, list[str]]]:
     return found
 
 
-def _beside(place: _Place, name: str) -> str:
+def _name_of_average(place: _Place, name: str) -> str:
     return f"{place.weights}/{name.removeprefix(f'{_PARAMS}/')}"
 
 
