@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
     labels = {
         "step_s": "modelled ms per step" if modelled else "ms per step",
         "peak_bytes": "GiB per device" + " (planned)" * modelled,
-        "compile_s": "compile, CPU s" if modelled else "compile s",
+        "compile_s": "compile time, CPU s" if modelled else "compile time, s",
     }
     figure = Figure(figsize=(1.2 + 2.7 * len(columns), 7.2), layout="constrained")
     grid = figure.subplots(len(labels), len(columns), squeeze=False, sharex="col")
@@ -51,16 +52,17 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
                 axis.set_ylabel(label, fontsize=9, color=_TEXT)
         values = sorted({c.value for c in here})
         grid[0][column].set_title(axis_name, loc="left", fontsize=11, color=_TEXT)
-        grid[-1][column].set_xticks(values, [_short(v) for v in values])
+        grid[-1][column].set_xticks(values, _spaced(values))
         grid[-1][column].set_xlabel(AXES[axis_name].grows, fontsize=9, color=_TEXT)
     handles = [Line2D([], [], color=colour, marker="o", markersize=4, label=name) for name, colour in colours.items()]
     handles.append(Line2D([], [], color=_GREY, linestyle="--", label="proportional to the FLOPs per device"))
     if any(c.failure for c in costs):
         handles.append(Line2D([], [], color=_TEXT, marker="x", linestyle="", label="no result"))
+    longest = max(len(str(handle.get_label())) for handle in handles)
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=min(len(handles), len(columns) + 1),
+        ncols=max(1, int(figure.get_figwidth() / (0.6 + 0.08 * longest))),  # inches per entry
         frameon=False,
         fontsize=9,
     )
@@ -80,6 +82,13 @@ def _line(axis: Any, line: Sequence[Cost], what: str, colour: str) -> None:
     if first is not None and first.flops_rate is not None:
         ideal = [1e3 * c.flops / c.devices / first.flops_rate for c in line]
         axis.plot([c.value for c in line], ideal, "--", color=_GREY, linewidth=1, zorder=0)
+
+
+def _spaced(values: Sequence[int]) -> list[str]:
+    """Returns the labels of ascending ticks. A tick has none if its label would overlap the next one."""
+    room = 0.1 * values[-1]
+    near = [after - value < room for value, after in itertools.pairwise(values)]
+    return ["" if close else _short(value) for value, close in zip(values, [*near, False], strict=True)]
 
 
 def _short(value: int) -> str:

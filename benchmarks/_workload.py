@@ -115,11 +115,12 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
 def describe(work: Workload, device: str) -> str:
     """Returns a one-line description of a step."""
     ep = "" if work.ep == 1 else f"ep {work.ep}, "
+    parts = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     experts = f", {work.top_k} of {work.num_experts} experts per token" if work.num_experts else ""
     return (
         f"{work.devices} x {device}, gtp {work.gtp}, {ep}tp {work.tp}: {work.num_layers} layers of width "
         f"{work.hidden_size}{experts}, "
-        f"{work.tokens // work.devices} tokens per device, sequences of {work.seq}, microbatches {work.microbatches}"
+        f"{work.tokens // work.devices} tokens per device, sequences of {work.seq}{parts}"
     )
 
 

@@ -89,8 +89,8 @@ def draw(found: dict[str, list[tuple[float, float]]], title: str, path: Path) ->
         left.plot(np.arange(1, len(losses) + 1), losses, line, color=colour, label=name, linewidth=1.3)
         right.plot(np.arange(window, len(loads) + 1), smooth, line, color=colour, label=name, linewidth=1.3)
     left.set_ylabel("loss, nats per byte")
-    right.set_ylabel("busiest expert of any layer, in even shares")
-    right.axhline(1, color="#333333", linewidth=0.8)
+    right.set_ylabel("load of the busiest expert, in even shares")
+    right.axhline(1, color="#333333", linewidth=0.8, linestyle=":", label="even load")
     right.set_ylim(bottom=0)
     for axis in (left, right):
         axis.set_xlabel("step")

@@ -103,7 +103,7 @@ def draw_life(path: Path) -> None:
 
 
 def draw_schedule(path: Path) -> None:
-    """Draws the plan of a chain of four layers: what runs at the same time stands in one column."""
+    """Draws the plan of a chain of four layers: what runs at the same time is in one column."""
     found = plan([4], Schedule())
     figure = Figure(figsize=(_WIDTH, 3.2), layout="constrained")
     lanes = {"forward": ("compute", "all-gather"), "backward": ("compute", "all-gather", "reduce-scatter")}
@@ -145,17 +145,17 @@ def draw_rooms(path: Path) -> None:
     most = max(lines for layer in layers for _, lines, _ in layer)
     y = float(count)
     axis.text(0.05, y + 0.45, "room", size=8.5, weight="bold", va="center", color=_TEXT)
-    axis.text(1.1, y + 0.45, "lines of code", size=8.5, weight="bold", va="center", color=_TEXT)
+    axis.text(1.0, y + 0.45, "lines of code", size=8.5, weight="bold", va="center", color=_TEXT)
     for number, layer in enumerate(layers):
         if number % 2 == 0:
             axis.add_patch(Rectangle((0, y - len(layer)), _WIDTH, len(layer), color=_BAND, linewidth=0))
         for name, lines, purpose in layer:
             y -= 1
             axis.text(0.05, y + 0.48, name, size=8.5, va="center", color=_TEXT)
-            axis.add_patch(Rectangle((1.1, y + 0.2), 0.65 * lines / most, 0.6, color=COMPUTE, linewidth=0))
-            axis.text(1.15 + 0.65 * lines / most, y + 0.48, f"{lines:,}", size=7.5, va="center", color=_TEXT)
-            text = textwrap.shorten(purpose, 98, placeholder=" …")
-            axis.text(2.2, y + 0.48, text, size=8, va="center", color=_TEXT)
+            axis.add_patch(Rectangle((1.0, y + 0.2), 0.55 * lines / most, 0.6, color=COMPUTE, linewidth=0))
+            axis.text(1.05 + 0.55 * lines / most, y + 0.48, f"{lines:,}", size=7.5, va="center", color=_TEXT)
+            text = textwrap.shorten(purpose, 118, placeholder=" …")
+            axis.text(2.0, y + 0.48, text, size=7.2, va="center", color=_TEXT)
     _save(figure, path)
 
 

@@ -22,6 +22,7 @@ COLOURS = {
     EXPOSED: "#d62728",
     IDLE: "#e6e6e6",
 }
+_LIGHT = ("elementwise", "quantization", "other collective", IDLE)
 _ROWS = 4
 _LANES = {"compute": 1.0, "communication": 0.0}
 
@@ -68,9 +69,12 @@ def _draw_shares(axis, breakdown: Breakdown) -> None:
         share = breakdown.share(kind)
         axis.barh(0, share, left=left, color=COLOURS[kind], edgecolor="white", linewidth=0.5)
         if share > 0.025:
-            axis.text(left + share / 2, 0, f"{share:.1%}", ha="center", va="center", fontsize=9)
+            colour = "black" if kind in _LIGHT else "white"
+            axis.text(left + share / 2, 0, f"{share:.1%}", ha="center", va="center", fontsize=9, color=colour)
         left += share
-    axis.set(xlim=(0, 1), ylim=(-0.5, 0.5), yticks=[], xticks=[])
+    axis.set(xlim=(0, 1), ylim=(-0.5, 0.5), xticks=[])
+    axis.set_yticks([0], ["share of the step"])
+    axis.tick_params(length=0)
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 

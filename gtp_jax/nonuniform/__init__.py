@@ -1,5 +1,5 @@
-"""Replicas of unequal tensor-parallel degree: plans which devices continue after failures, moves weights and gradients
-between layouts, and runs the step."""
+"""Replicas of unequal tensor-parallel degree: plans them after failures, moves weights and gradients, and runs the
+step."""
 
 from ._batches import Batches as Batches
 from ._batches import is_here as is_here

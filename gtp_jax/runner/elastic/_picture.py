@@ -21,10 +21,10 @@ _COLOURS = {
 }
 _LABELS = {
     "detection": "detection, probes",
-    "start": "processes start",
+    "start": "start of processes",
     "restore": "restore from memory",
     "step": "first step",
-    "lost": "device lost",
+    "lost": "device left out",
 }
 _TEXT = "#333333"
 
