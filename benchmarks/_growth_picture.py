@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
         path: the PNG file to write.
         modelled: whether the steps were only compiled, not run.
     """
+    picture(costs, title, modelled=modelled).savefig(path, dpi=100)
+
+
+def picture(costs: Sequence[Cost], title: str, *, modelled: bool = False) -> Any:
+    """Returns what `draw_growth` writes, as a matplotlib figure."""
     from matplotlib.figure import Figure  # not pyplot, which may need a display
     from matplotlib.lines import Line2D
 
@@ -44,7 +50,8 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
             axis = grid[place][column]
             for name, colour in colours.items():
                 _line(axis, [c for c in here if c.contender == name], what, colour)
-            axis.set_ylim(0, 1.08 * axis.dataLim.ymax if axis.dataLim.ymax > 0 else 1)
+            top = axis.dataLim.ymax  # infinite without data
+            axis.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
             axis.set_xlim(0, 1.04 * max(c.value for c in here))
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(labelsize=8, colors=_TEXT)
@@ -67,7 +74,7 @@ def draw_growth(costs: Sequence[Cost], title: str, path: Path, *, modelled: bool
         fontsize=9,
     )
     figure.suptitle("\n".join(textwrap.wrap(title, 38 * len(columns))), fontsize=11, color=_TEXT)
-    figure.savefig(path, dpi=100)
+    return figure
 
 
 def _line(axis: Any, line: Sequence[Cost], what: str, colour: str) -> None:

@@ -95,9 +95,10 @@ def shard[M: nnx.Module](
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, no module matches `blocks`, no weight matches a pattern of `specs` or is
-            large enough, or the model is sharded already and none of its arrays has been replaced.
-        TypeError: if `model` is not an `nnx.Module`.
+        ValueError: if no mesh is in scope, its axes have no roles, no module matches `blocks` or defines one of
+            `methods`, no weight matches a pattern of `specs` or is large enough, or the model is sharded already and
+            none of its arrays has been replaced.
+        TypeError: if `model` is not an `nnx.Module`, or another argument has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
     _check_methods(model, methods)
@@ -186,6 +187,11 @@ def _check_roles(roles: Any) -> None:
             f"the mesh in scope has the axes {names}, and the roles shard weights over {roles.weights!r}. Say what its "
             f"axes do, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), "
             f"tensor={tensor!r})`."
+        )
+    if roles.batch and not {*roles.batch} & set(names):
+        raise ValueError(
+            f"the mesh in scope has the axes {names}, and the roles shard the batch over {roles.batch!r}: every device "
+            "would compute all of it. Name an axis of the mesh in `batch`, or pass `batch=()` if this is intended."
         )
 
 
@@ -296,7 +302,8 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
         raise ValueError(
             f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and the mesh "
             f"in scope has the axes {names}. With `specs`, name one axis of the mesh, several, or `None` per dimension."
-            " If the model has names of its own, map them to axes with `nnx.logical_axis_rules`."
+            " If the model has names of its own, map them to axes with `nnx.logical_axis_rules`, or make a mesh with "
+            "axes of these names and pass `roles`."
         )
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in axes]
     used = [axis for entry in axes for axis in entry]
