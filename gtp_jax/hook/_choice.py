@@ -203,7 +203,7 @@ def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module], listed: li
             "the model has no list of similar modules with weights, whose members would be its blocks. Name them with "
             f"`blocks`: a pattern such as 'layers.*', or a class. Its modules are {shown or 'none'}."
         )
-    first = ", ".join(map(name_of, listed[:3]))
+    first = ", ".join(map(name_of, listed[:3])) + (", ..." if len(listed) > 3 else "")
     pattern = f"{name_of(listed[0][:-1])}.".lstrip(".") + re.sub(r"\d+$", "*", str(listed[0][-1])) if listed else ""
-    default = f" For {first}, ..., write {pattern!r} or leave `blocks` out." if listed else ""
+    default = f" For {first}, write {pattern!r} or leave `blocks` out." if listed else ""
     return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}.{default}"

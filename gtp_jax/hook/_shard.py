@@ -244,24 +244,31 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 
 
 def _check_patterns(
-    specs: Mapping[str, Spec], variables: Iterable[Paths], weights: Iterable[Paths], min_size: int
+    specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
     """Refuses patterns that match no weight to shard. A pattern for `None` may also match a variable that stays whole
     anyway."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
-            small = next((paths[0] for paths in variables if _pattern([pattern], paths)), None)
-            if small is not None:
+            found = next((paths for paths in variables if _pattern([pattern], paths)), None)
+            if found is not None:
                 raise ValueError(
-                    f"`specs` has the pattern {pattern!r}, which matches {name_of(small)}, but no weight of at least "
-                    f"`min_size` elements, {min_size}. Pass a smaller `min_size`, or leave the pattern out."
+                    f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}, but no weight to shard: "
+                    f"{_why_whole(variables[found], min_size)}, or leave the pattern out."
                 )
-            names = [name_of(path) for paths in weights for path in paths]
+            names = [name_of(path) for paths in variables for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(
                 f"`specs` has the pattern {pattern!r}, which matches no weight of the model; the nearest are "
                 f"{', '.join(near)}."
             )
+
+
+def _why_whole(variable: nnx.Variable, min_size: int) -> str:
+    size = _size(variable.get_raw_value()) if isinstance(variable, nnx.Param) else 0
+    if 0 < size < min_size:
+        return f"it has {size} elements, fewer than `min_size`, {min_size}. Pass a smaller `min_size`"
+    return "it is not a floating-point `nnx.Param` of a stock module. Name such a weight"
 
 
 def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:

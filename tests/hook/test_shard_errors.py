@@ -46,7 +46,11 @@ CASES = {
     ),
     "a pattern matches a small weight alone": (
         lambda: gtp.shard(make(), min_size=64, specs={"norm.scale": P("gtp")}),
-        r"pattern 'norm\.scale', which matches norm\.scale, but no weight of at least `min_size` elements, 64.*smaller",
+        r"pattern 'norm\.scale', which matches norm\.scale.* it has 16 elements, fewer than `min_size`, 64\. Pass",
+    ),
+    "a pattern matches no parameter": (
+        lambda: gtp.shard(make(), min_size=64, specs={"blocks.*.dropout.rngs.count": P("gtp")}),
+        r"which matches blocks\.0\.dropout\.rngs\.count.* not a floating-point `nnx\.Param` of a stock module\.",
     ),
     "an unknown method": (
         lambda: gtp.shard(make(), min_size=64, methods=("__call__", "atend")),
