@@ -102,7 +102,7 @@ def take(unit: Any) -> Token:
     elif walk.trace != _trace():
         reason = INSIDE_TRANSFORMATION
     elif walk.token is None:
-        reason = "the first of its call"
+        reason = "first in the call of the model"
     if (steps := _steps.get()) is not None:
         steps.append(Step(unit, not reason, reason))
     if walk is None or walk.token is None or reason:
