@@ -11,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from ..mesh import current_roles, degree, degrees
 from ._even_shares import shares_are_even
 from ._layout import Layout, listed
+from ._pad_choice import Target, choose_padding
 from ._split import Split
 from ._storage import UNDIVIDED, UNPADDED, Division, Padding
 
 # Blocks, except those that shards may cut (`formats.Tiled`), have up to 16 rows on the wire and up to 32 elements along
 # a contraction. If sizes allow it, a shard consists of whole blocks, so that each rank can quantize its own shard.
 BLOCK_ROWS, BLOCK = 16, 32
-
-# The fraction of a weight up to which it is padded so that shards consist of whole blocks, and not only so that all
-# shards are equal.
-WHOLE_BLOCKS = 0.03
 
 # Shards of up to this many elements, counted over all kernels of a gather, may be replicated over the optimizer's axes
 # without a warning.
@@ -50,9 +47,9 @@ def layouts_of_kernels(
 
     If the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis too, and gathered
     over it. If the axes divide no dimension, the kernels are gathered over fewer axes, with as many ranks as possible,
-    and a warning is issued. Under `even_shares`, the stored arrays are padded instead (see `Storage`), unless storage
-    is sharded over the tensor axis as above: along a dimension that neither the tensor axis nor `experts_axis` divides,
-    to whole blocks if that adds little, otherwise until the ranks divide it.
+    and a warning is issued. Under `even_shares`, the stored arrays are padded instead (see `Storage`), and also so that
+    the optimizer's axes divide shards: along a dimension that neither `experts_axis` nor, in storage, the tensor axis
+    divides, to whole blocks if that adds little, otherwise until the ranks divide it.
 
     Args:
         shapes: the logical shapes, which may differ only in the number of rows.
@@ -105,12 +102,12 @@ def layouts_of_kernels(
     for chosen in axes_choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
         dim, paddings = _dim_divided(local, ranks, rows, cols), [UNPADDED] * len(shapes)
-        if dim is None and even and shares_are_even() and ranks == degrees(axes):
+        if dim is None and shares_are_even() and ranks == degrees(axes if even else (*tensor, *axes)):
             blocks = {d: size for d, size in ((rows, BLOCK_ROWS), (cols, BLOCK)) if d != split_dim or parts == 1}
             dim, paddings = _padded(shapes, ranks, blocks)
         if dim is not None:
             whole = [axis for axis in axes if axis not in chosen]
-            warn_of_whole(shapes[0], whole, can_pad=even and not shares_are_even())
+            warn_of_whole(shapes[0], whole, can_pad=not shares_are_even())
             storage = {
                 "gather": divided(dim, chosen),
                 "tensor": divided(split_dim, tensor if even else ()),
@@ -135,27 +132,19 @@ def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols:
 def _padded(
     shapes: Sequence[tuple[int, ...]], ranks: int, blocks: Mapping[int, int]
 ) -> tuple[int | None, list[Padding]]:
-    """Returns the dimension to pad so that the ranks divide it, and the padding of each kernel.
+    """Returns the dimension to pad so that the ranks of a gather divide it, and the padding of each kernel.
 
-    Takes whole blocks, along the first dimension where they add no more than `WHOLE_BLOCKS`; otherwise the dimension
-    along which equal shards add less. Returns `None` for the dimension if shards would be no smaller than the weight.
+    Takes whole blocks, along the first dimension where they add little; otherwise the dimension along which equal
+    shards add less. Returns `None` for the dimension if shards would be no smaller than the weight.
 
     Args:
         shapes: the shapes of the kernels.
         ranks: the number of ranks.
         blocks: the dimensions that may be padded, with the sizes of blocks along them.
     """
-    elements = sum(map(math.prod, shapes))
-
-    def along(dim: int, multiple: int) -> tuple[float, int, list[Padding]]:
-        paddings = [Padding(dim, -shape[dim] % multiple) for shape in shapes]
-        added = sum(math.prod(s) // s[dim] * padding.size for s, padding in zip(shapes, paddings, strict=True))
-        return added / elements, dim, paddings
-
-    whole = [along(dim, ranks * size) for dim, size in blocks.items()]
-    equal = [along(dim, ranks) for dim in blocks if all(shape[dim] > 1 for shape in shapes)]
-    choices = [*(one for one in whole if one[0] <= WHOLE_BLOCKS), *sorted(equal, key=lambda one: one[0])]
-    return choices[0][1:] if choices else (None, [UNPADDED] * len(shapes))
+    whole = [Target(dim, ranks * size) for dim, size in blocks.items()]
+    equal = [Target(dim, ranks) for dim in blocks if all(shape[dim] > 1 for shape in shapes)]
+    return choose_padding(shapes, whole, equal)
 
 
 def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
@@ -165,12 +154,49 @@ def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
     shapes = [layout.shard_shape for layout in layouts]
     for chosen in axes_choices(axes, None):
-        dim = _dim_divided(shapes, degrees(chosen), first.rows, first.cols)
+        ranks = degrees(chosen)
+        dim, paddings = _dim_divided(shapes, ranks, first.rows, first.cols), [layout.padding for layout in layouts]
+        if dim is None and shares_are_even() and chosen == axes:
+            dim, paddings = _padded_further(layouts, ranks)
         if dim is not None:
             if sum(map(math.prod, shapes)) > SMALL:
-                warn_of_whole(first.shape, [axis for axis in axes if axis not in chosen])
-            return tuple(dataclasses.replace(layout, optimizer=divided(dim, chosen)) for layout in layouts)
+                whole = [axis for axis in axes if axis not in chosen]
+                warn_of_whole(first.shape, whole, can_pad=not shares_are_even())
+            return tuple(
+                dataclasses.replace(layout, optimizer=divided(dim, chosen), padding=padding)
+                for layout, padding in zip(layouts, paddings, strict=True)
+            )
     raise AssertionError("a choice of no axes divides everything")
+
+
+def _padded_further(layouts: Sequence[Layout], copies: int) -> tuple[int | None, list[Padding]]:
+    """Returns the dimension to pad so that the ranks of the optimizer's axes divide each shard along it, and the
+    padding of each kernel.
+
+    Prefers a dimension that the gather does not divide, where that adds little: shards then stay as they are. Only one
+    dimension is padded. Returns `None` for the dimension if parts would be no smaller than the shard.
+
+    Args:
+        layouts: the layouts, not yet divided over these axes.
+        copies: the number of ranks.
+    """
+    first = layouts[0]
+    blocks = {first.rows: BLOCK_ROWS, first.cols: BLOCK}
+    of_gather, of_tensor = (one.dim if one.ranks > 1 else None for one in (first.gather, first.tensor))
+    padded = {layout.padding.dim for layout in layouts if layout.padding.size}
+    parts = {
+        dim: copies * (first.ranks if dim == of_gather else 1) for dim in blocks if dim != of_tensor and padded <= {dim}
+    }
+    whole = {dim: Target(dim, count * blocks[dim]) for dim, count in parts.items()}
+    equal = {
+        dim: Target(dim, count) for dim, count in parts.items() if all(one.shard_shape[dim] > 1 for one in layouts)
+    }
+    preferred = [
+        *(target for dim, target in whole.items() if dim != of_gather),
+        *(target for dim, target in equal.items() if dim != of_gather),
+        *(target for dim, target in whole.items() if dim == of_gather),
+    ]
+    return choose_padding([layout.shape for layout in layouts], preferred, list(equal.values()))
 
 
 def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:

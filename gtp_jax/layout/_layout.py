@@ -84,7 +84,7 @@ class Layout(Storage):
     @property
     def of_shards(self) -> Layout:
         """The layout of the same weight if whole shards are stored, not divided over the axes of the optimizer."""
-        return dataclasses.replace(self, optimizer=UNDIVIDED)
+        return dataclasses.replace(self, optimizer=UNDIVIDED, padding=self.shard_padding)
 
     @property
     def gathered(self) -> Layout:
@@ -99,7 +99,7 @@ class Layout(Storage):
         Requires that shards are whole rows (`by_rows`) without padding, and that the tensor axis, if it divides rows,
         divides them evenly in storage.
         """
-        assert self.by_rows and not self.takes_part and not self.padding.size, self
+        assert self.by_rows and not self.takes_part and not self.shard_padding.size, self
         shape = tuple(size // self.ranks if d == self.rows else size for d, size in enumerate(self.shape))
         split = self.split
         if split is not None and self.split_dim == self.rows:
@@ -115,7 +115,7 @@ class Layout(Storage):
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """The shape of the shards that a gather joins, padding of the stored array included."""
+        """The shape of the shards that a gather joins, their padding included."""
         return tuple(size * (self.ranks if d == self.gather.dim else 1) for d, size in enumerate(self.shard_shape))
 
     @property

@@ -52,7 +52,8 @@ class Storage:
 
     Each dimension of the stored array is divided evenly by the axes that shard it. If these divide no dimension of the
     weight, zeros are added at the end of one. A *shard* is what a rank sends when the weight is gathered: what it
-    stores, first gathered over the axes of `optimizer` if they divide storage further (ZeRO).
+    stores, first gathered over the axes of `optimizer` if they divide storage further (ZeRO). Zeros in a dimension that
+    only these axes divide are removed there, so that shards do not contain them.
 
     Attributes:
         shape: the logical shape: a matrix, or matrices with leading dimensions (experts).
@@ -126,9 +127,16 @@ class Storage:
         return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
 
     @property
+    def shard_padding(self) -> Padding:
+        """The zeros at the end of a dimension of the array that all shards form: those of the stored array, unless only
+        the axes of `optimizer` divide their dimension."""
+        return self.padding if self.ranks > 1 and self.padding.dim == self.gather.dim else UNPADDED
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of what one rank sends in a gather."""
-        return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(self.array_shape))
+        sizes = self.array_shape if self.shard_padding.size else self.shape
+        return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(sizes))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class Embed(WeightOwner):
         of all ranks' tokens takes fewer bytes than sending the table."""
         group = self.group
         (layout,) = group.layouts
-        by_rows = layout.ranks > 1 and layout.by_rows and not (layout.takes_part or layout.padding.size)
+        by_rows = layout.ranks > 1 and layout.by_rows and not (layout.takes_part or layout.shard_padding.size)
         plain = group.wire is None and not group.frozen and x.ndim > 0 and current_view() == "local"
         return group.of_rank if by_rows and plain and layout.ranks * x.size < layout.use_shape[0] else group
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray
+from ..layout import cut
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..weights import (
@@ -211,17 +212,17 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
                 f"the recipe sends {name} in {form.name}, which cannot be stored. Freeze with one of gtp_jax's "
                 "recipes, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
             )
-        padded = [layout for layout in group.layouts if form is not None and layout.padding.size]
+        padded = [layout for layout in group.layouts if form is not None and layout.shard_padding.size]
         if padded:
             raise ValueError(
                 f"the weight of shape {padded[0].shape} of {name} is stored padded to {padded[0].array_shape}, and a "
                 "padded weight cannot be stored as codes. Create the model outside of `gtp_jax.even_shares()`, or name "
                 "the module in the recipe's `exclude`."
             )
-        cut = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
-        if cut and form is not None:
+        cutting = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
+        if cutting and form is not None:
             raise ValueError(
-                f"the weight of shape {cut[0].shape} of {name} has shards of shape {cut[0].shard_shape}, which "
+                f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
                 f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "
                 "Choose sizes or degrees that give whole blocks, name the module in the recipe's `exclude`, or use "
                 "`gtp_jax.FP8()`, which has no blocks."
@@ -249,7 +250,8 @@ def _format(group: WeightGroup) -> Format | None:
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:
     """Returns masters in the dtype in which they travel, with the partition of the shards that travel."""
-    cast = tuple(jnp.array(x, group.dtype, copy=True) for x in masters)
+    of_shards = [x if one.shard_padding.size else cut(x, one) for x, one in zip(masters, group.layouts, strict=True)]
+    cast = tuple(jnp.array(x, group.dtype, copy=True) for x in of_shards)
     if current_view() != "global":
         return cast
     specs = [one.of_shards.spec for one in group.layouts] if group.array is None else [group.array.spec]

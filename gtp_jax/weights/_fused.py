@@ -113,7 +113,7 @@ def in_order(layouts: Sequence[Layout]) -> bool:
     if first.takes_part or not (first.by_rows or first.ranks == 1):
         return False
     one_matrix = len(layouts) == 1 and len(first.shape) == 2
-    whole_blocks = all(one.shard_shape[one.rows] % BLOCK == 0 and not one.padding.size for one in layouts)
+    whole_blocks = all(one.shard_shape[one.rows] % BLOCK == 0 and not one.shard_padding.size for one in layouts)
     return one_matrix or first.ranks == 1 or whole_blocks
 
 
@@ -211,16 +211,16 @@ def _for_each_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> j
 
 
 def _cut(kernel: jax.Array, layout: Layout) -> jax.Array:
-    """Returns a whole kernel, `(*lead, rows, cols)`, without the padding of the stored array."""
-    if not layout.padding.size:
+    """Returns a whole kernel, `(*lead, rows, cols)`, without the padding of the shards."""
+    if not layout.shard_padding.size:
         return kernel
     rows, cols = layout.matrix_of(layout.whole_shape)
     return kernel[..., :rows, :cols]
 
 
 def _padded(kernel: jax.Array, layout: Layout) -> jax.Array:
-    """Returns a whole kernel, `(*lead, rows, cols)`, with the padding of the stored array: the transpose of `_cut`."""
-    if not layout.padding.size:
+    """Returns a whole kernel, `(*lead, rows, cols)`, with the padding of the shards: the transpose of `_cut`."""
+    if not layout.shard_padding.size:
         return kernel
     more = [size - own for size, own in zip(layout.matrix_of(layout.joined_shape), kernel.shape[-2:], strict=True)]
     return jnp.pad(kernel, (*((0, 0),) * (kernel.ndim - 2), *((0, size) for size in more)))

@@ -1,8 +1,9 @@
 """Joins shards from the parts that ranks store, and reduces their gradients to those parts (ZeRO). Called inside a
 `shard_map`.
 
-The optimizer's axes divide a shard in storage; see `gtp_jax.layout.Layout`. Arrays may have the leading dimension of a
-stack of layers.
+The optimizer's axes divide a shard in storage; see `gtp_jax.layout.Layout`. If a dimension is padded for these axes
+alone, joining removes the padding, and reducing pads the gradients with zeros. Arrays may have the leading dimension of
+a stack of layers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..collectives import all_gather, moved_in_bits, reduce_scatter
@@ -71,12 +73,16 @@ def _gather(x: jax.Array, layout: Layout) -> jax.Array:
     dim = x.ndim - len(layout.shape) + layout.optimizer.dim
     # along a new leading dimension, whichever is divided, so that XLA combines all gathers of a step in one launch
     parts = moved_in_bits(lambda x: all_gather(x[None], layout.optimizer.axes, dim=0), x)
-    return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+    joined = jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+    size = layout.shard_shape[layout.optimizer.dim]
+    return joined if joined.shape[dim] == size else lax.slice_in_dim(joined, 0, size, axis=dim)
 
 
 def _scatter(x: jax.Array, layout: Layout) -> jax.Array:
     assert layout.optimizer.dim is not None
     dim = x.ndim - len(layout.shape) + layout.optimizer.dim
+    more = layout.copies * layout.stored_shape[layout.optimizer.dim] - x.shape[dim]
+    x = jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)]) if more else x
     parts = jnp.reshape(x, (*x.shape[:dim], layout.copies, x.shape[dim] // layout.copies, *x.shape[dim + 1 :]))
     own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer.axes, dim=0)
     return row_major(own[0])

@@ -193,6 +193,7 @@ def _join_stored(
         lead = parts.shape[1:-1]
         matrices = jnp.reshape(parts[..., part.start : part.start + part.bytes], (len(parts), *lead, *part.shape))
         matrix = jnp.concatenate([matrices[rank] for rank in range(len(parts))], axis=-2 if rows else -1)
+        matrix = matrix[..., : whole.shape[0], : whole.shape[1]]  # without padding, whose codes are 0
         flat = jnp.reshape(matrix, (*lead, whole.bytes))
         pieces.append(jnp.pad(flat, (*((0, 0),) * len(lead), (whole.start - end, 0))))
         end = whole.start + whole.bytes

@@ -42,7 +42,9 @@ CASES = {
     "heads that tp does not divide": ((4, 2), [(64, 96), (64, 48)], COLUMN, [32, 16], P(None, ("tp", "gtp"))),
     "100 features over three": ((2, 3), [(24, 100), (24, 100)], COLUMN, None, P(("tp", "gtp"), None)),
     "100 features into a row": ((2, 3), [(100, 24)], ROW, None, P(None, ("tp", "gtp"))),
-    "less memory is not to be had": ((2, 3), [(50, 100)], COLUMN, None, P(None, "gtp")),
+    "an uneven tp, padded": ((2, 3), [(50, 100)], COLUMN, None, P(None, ("tp", "gtp"))),
+    "an uneven tp, padded columns": ((2, 3), [(100, 50)], COLUMN, None, P(("tp", "gtp"), None)),
+    "two kernels of an uneven tp, padded": ((2, 3), [(50, 100), (50, 40)], COLUMN, None, P(None, ("tp", "gtp"))),
     "nothing divides": ((7, 1), [(25, 100)], COLUMN, None, P(None, ("tp", "gtp"))),
     "rows padded to whole blocks": ((3, 1), [(50, 1000)], WHOLE, None, P(None, "gtp")),
     "padded columns": ((3, 2), [(50, 100)], COLUMN, None, P("gtp", "tp")),
@@ -50,7 +52,7 @@ CASES = {
     "three padded kernels": ((3, 1), [(50, 20), (50, 10), (50, 4)], WHOLE, None, P("gtp", None)),
     "three kernels, padded rows": ((7, 1), [(18, 20), (18, 13), (18, 6)], WHOLE, None, P(None, "gtp")),
     "fewer rows than ranks": ((7, 1), [(3, 5)], WHOLE, None, P(None, "gtp")),
-    "seven": ((1, 7), [(24, 100)], COLUMN, None, P(None, "gtp")),
+    "seven": ((1, 7), [(24, 100)], COLUMN, None, P(None, ("tp", "gtp"))),
     "more ranks than units": ((2, 4), [(64, 3)], COLUMN, None, P(("tp", "gtp"), None)),
 }
 
@@ -175,13 +177,41 @@ def test_a_weight_is_padded_to_whole_blocks_where_that_costs_at_most_3_percent()
     assert alone.array_shape == (9184, 1024), "224 columns"
 
 
-def test_one_element_and_dimensions_of_an_uneven_tensor_axis_are_not_padded():
+def test_one_element_is_not_padded():
     whole = r"stays whole on every rank of gtp 3, which cannot .* choose sizes that the degrees divide\.$"
     with jax.set_mesh(mesh_of(3, 2)), gtp.even_shares(), pytest.warns(UserWarning, match=whole):
         (single,) = layouts_of_kernels([(1, 1)], rows=1)
-        (uneven,) = layouts_of_kernels([(5, 7)], rows=1, split_dim=1)
     assert single.ranks == 1 and single.array_shape == (1, 1)
-    assert uneven.array_shape == (5, 7)
+
+
+def test_a_weight_that_tp_divides_unevenly_is_padded_over_tp_and_gtp_together():
+    with jax.set_mesh(mesh_of(2, 3)), gtp.even_shares():
+        (layout,) = layouts_of_kernels([(50, 100)], rows=1, split_dim=1)
+    assert layout.takes_part and layout.ranks == 6 and layout.spec == P(None, ("tp", "gtp"))
+    assert (layout.array_shape, layout.shard_shape, layout.whole_shape) == ((50, 102), (50, 17), (50, 100))
+
+
+OVER_DP = {
+    # what is padded: (gtp, tp, dp), the shape, dimension of tp, the stored shape, and the shape of a shard
+    "rows beside columns of gtp, to blocks": ((2, 1, 3), (64, 1616), WHOLE, (64, 1632), (32, 1616)),
+    "columns beside rows of gtp, to blocks": ((2, 1, 3), (3200, 64), WHOLE, (3264, 64), (3200, 32)),
+    "columns beside rows of gtp, by one": ((2, 1, 3), (1000, 64), WHOLE, (1002, 64), (1000, 32)),
+    "rows of gtp, where others add more": ((2, 1, 3), (16, 160), WHOLE, (16, 162), (16, 81)),
+    "columns of gtp beside rows of tp": ((2, 2, 2), (50, 50), COLUMN, (52, 50), (26, 25)),
+    "padded rows of gtp": ((3, 1, 2), (49, 49), WHOLE, (49, 54), (49, 18)),
+    "rows of dp alone": ((1, 1, 3), (50, 50), WHOLE, (50, 51), (50, 50)),
+}
+
+
+@pytest.mark.parametrize("name", OVER_DP)
+def test_storage_is_padded_so_that_dp_divides_it_and_shards_stay_as_they_are_where_that_costs_little(name):
+    (gtp_degree, tp, dp), shape, split_dim, stored, shard = OVER_DP[name]
+    devices = jax.devices()[: gtp_degree * tp * dp]
+    with jax.set_mesh(gtp.make_mesh(gtp=gtp_degree, tp=tp, dp=dp, devices=devices)), gtp.even_shares():
+        (layout,) = layouts_of_kernels([shape], rows=1, split_dim=split_dim)
+    assert (layout.array_shape, layout.shard_shape, layout.copies) == (stored, shard, dp)
+    assert np.prod(layout.stored_shape) * gtp_degree * tp * dp == np.prod(stored)
+    assert layout.of_shards.copies == 1 and layout.of_shards.shard_shape == shard
 
 
 def test_padding_that_is_not_at_the_end_of_a_dimension_is_refused():

@@ -377,3 +377,22 @@ def test_models_of_one_class_in_and_out_of_even_shares_do_not_share_a_program(x6
             with gtp.even_shares(pad):
                 shapes.append(made().embed.table.get_raw_value().shape)
     assert shapes == [(34, 26), (35, 26), (34, 26)]
+
+
+@pytest.mark.parametrize("recipe", [None, gtp.FP8()], ids=["bf16", "FP8"])
+def test_a_weight_that_is_padded_for_dp_alone_is_frozen_without_padding(recipe, x64):
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = gtp.Dense(26, 34, dtype=jnp.bfloat16, rngs=rngs)
+            self.adapter = nnx.LoRAParam(jnp.ones(3))
+
+    found = []
+    for degrees in ((1,), (2, 3)):
+        with on(*degrees):
+            model = gtp.init(Adapted, nnx.Rngs(0))
+            stored = model.dense.kernel.get_raw_value().shape
+            kernel = gtp.freeze(model, recipe).dense.kernel
+            arrays = jax.tree.map(np.asarray, kernel.get_raw_value())
+            found.append((arrays, np.asarray(gtp.freeze(model, recipe).dense(jnp.ones((6, 26), jnp.bfloat16)))))
+    assert stored == (27, 34)
+    assert jax.tree.all(jax.tree.map(np.array_equal, *found))

@@ -1,11 +1,14 @@
 """Of weights that are stored padded, recipes send and multiply the codes of one device."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import diagonal
 
 import gtp_jax as gtp
 
@@ -23,6 +26,18 @@ class Model(nnx.Module):
         return self.wide(made["a"]) + made["b"]
 
 
+class Wide(nnx.Module):
+    """Where 2 ranks of gtp divide all dimensions, and 3 of dp none, whole blocks fill what each rank stores."""
+
+    def __init__(self, rngs):
+        options = dict(dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+        self.up = gtp.Dense(64, 1616, **options)
+        self.down = gtp.Dense(1616, 64, **options)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
 def loss(model, x):
     return jnp.sum(jnp.sin(model(x))), jnp.float64(x.size)
 
@@ -36,17 +51,27 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_step_with_padded_weights_is_that_of_one_device(name, x64):
-    recipe, atol = RECIPES[name]
+CASES = {
+    "gtp 7": (Model, 33, dict(gtp=7), {"narrow": (33, 70), "wide": (161, 66)}),
+    "gtp 2 x dp 4": (Model, 33, dict(gtp=2, dp=4), {"narrow": (33, 72)}),
+    "gtp 2 x dp 3, whole blocks": (Wide, 64, dict(gtp=2, dp=3), {"up": (64, 1632), "down": (1632, 64)}),
+    "dp 3, whole blocks": (Wide, 64, dict(dp=3), {"up": (64, 1632), "down": (1632, 64)}),
+}
+
+
+@pytest.mark.parametrize(("case", "name"), diagonal(CASES, RECIPES))
+def test_a_step_with_padded_weights_is_that_of_one_device(case, name, x64):
+    (recipe, atol), (model, width, degrees, shapes) = RECIPES[name], CASES[case]
     found = []
-    for degree in (1, 7):
-        with jax.set_mesh(gtp.make_mesh(gtp=degree, devices=jax.devices()[:degree])), gtp.even_shares():
-            state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(1.0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(168, 2, width)))
+    for sizes in ({}, degrees):
+        devices = jax.devices()[: math.prod(sizes.values())]
+        with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **sizes}, devices=devices)), gtp.even_shares():
+            state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optax.sgd(1.0))
             stored = {path[0]: layout.array_shape for path, layout in state.model_def.padded.items()}
             step = gtp.train_step(loss, optax.sgd(1.0), recipe=recipe)
-            state, metrics = step(state, jnp.asarray(np.random.default_rng(0).normal(size=(7, 5, 33))))
+            state, metrics = step(state, x)
             found.append((float(metrics["loss"]), jax.tree.map(np.asarray, state.logical().params)))
-    assert stored == {"narrow": (33, 70), "wide": (161, 66)}
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-14, abs=0), "codes are those of one device"
+    assert stored == shapes
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-14, abs=1e-15), "codes are those of one device"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found[1][1], found[0][1])

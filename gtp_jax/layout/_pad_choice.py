@@ -1,0 +1,44 @@
+"""Chooses how weights are padded so that the ranks divide them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ._storage import UNPADDED, Padding
+
+# The fraction of a weight up to which it is padded so that shards consist of whole blocks, or stay as they are, and not
+# only so that all ranks store equal shares.
+LITTLE = 0.03
+
+
+class Target(NamedTuple):
+    """A dimension that may be padded, and the number that its size becomes a multiple of."""
+
+    dim: int
+    multiple: int
+
+
+def choose_padding(
+    shapes: Sequence[tuple[int, ...]], preferred: Sequence[Target], others: Sequence[Target]
+) -> tuple[int | None, list[Padding]]:
+    """Returns the dimension to pad, and the padding of each kernel.
+
+    Args:
+        shapes: the logical shapes of the kernels.
+        preferred: the targets of which the first is taken that adds no more than `LITTLE`.
+        others: the targets of which the one that adds least is taken otherwise. If there are none, the dimension is
+            `None`.
+    """
+    elements = sum(map(math.prod, shapes))
+
+    def along(target: Target) -> tuple[float, int, list[Padding]]:
+        dim, multiple = target
+        paddings = [Padding(dim, -shape[dim] % multiple) for shape in shapes]
+        added = sum(math.prod(s) // s[dim] * padding.size for s, padding in zip(shapes, paddings, strict=True))
+        return added / elements, dim, paddings
+
+    good = [one for one in map(along, preferred) if one[0] <= LITTLE]
+    choices = [*good, *sorted(map(along, others), key=lambda one: one[0])]
+    return choices[0][1:] if choices else (None, [UNPADDED] * len(shapes))

@@ -1,0 +1,127 @@
+"""Weights that are padded for ZeRO over dp, and for an uneven tp, train as on one device."""
+
+import dataclasses
+import functools
+import math
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from selection import diagonal
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+
+# Six query heads of three groups, 97 tokens, 100 hidden features; the width is prime times two.
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    hidden_size=26,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=6,
+    intermediate_size=100,
+    dtype="float64",
+)
+WIDER = dataclasses.replace(CONFIG, intermediate_size=102)
+EXPERTS = dataclasses.replace(CONFIG, num_experts=4, intermediate_size=34, num_layers=1)
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+}
+CASES = {
+    # degrees, the model, the view, and the stored shapes of the kernels of the gate and of its output
+    "dp 3": (dict(dp=3), CONFIG, "local", (26, 102), (102, 26)),
+    "gtp 2 x dp 3": (dict(gtp=2, dp=3), CONFIG, "local", (26, 102), (102, 26)),
+    "gtp 2 x dp 3 in global view": (dict(gtp=2, dp=3), CONFIG, "global", (26, 102), (102, 26)),
+    "gtp 3 x dp 2": (dict(gtp=3, dp=2), CONFIG, "local", (26, 102), (102, 26)),
+    "gtp 2 x tp 2 x dp 2": (dict(gtp=2, tp=2, dp=2), WIDER, "local", (28, 102), (102, 28)),
+    "tp 3 x gtp 2": (dict(gtp=2, tp=3), CONFIG, "local", (26, 102), (102, 26)),
+    "tp 3 x gtp 2 in global view": (dict(gtp=2, tp=3), CONFIG, "global", (26, 102), (102, 26)),
+    "tp 3 x dp 2": (dict(dp=2, tp=3), CONFIG, "local", (26, 102), (102, 26)),
+    "experts, gtp 2 x dp 3": (dict(gtp=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 26, 36)),
+    "experts, ep 2 x dp 3": (dict(ep=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 27, 34)),
+}
+
+
+def mesh_of(degrees):
+    return gtp.make_mesh(**{"gtp": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
+
+
+def state_of(config, optimizer, seed=0):
+    return gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed)), optimizer)
+
+
+def padding_of(state):
+    """Everything in the arrays of a state that is not in its logical arrays."""
+    found = [np.zeros(0)]
+    for stored, logical in zip(jax.tree.leaves(state), jax.tree.leaves(state.logical()), strict=True):
+        outside = np.ones(stored.shape, bool)
+        outside[tuple(map(slice, logical.shape))] = False
+        found.append(np.asarray(stored)[outside])
+    return np.concatenate(found)
+
+
+@functools.cache
+def trained(config, name, view="local", microbatches=1, reduce_over_dp="each", **degrees):
+    """The logical parameters and the losses of two steps, and the stored shapes of padded parameters."""
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12, 7)).astype(np.int32)
+    with jax.set_mesh(mesh_of(degrees)), gtp.even_shares(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "a weight of shape .* stays whole")
+        state = state_of(config, OPTIMIZERS[name])
+        options = dict(view=view, microbatches=microbatches, reduce_over_dp=reduce_over_dp, max_grad_norm=0.5)
+        step, found = gtp.train_step(next_token_loss, OPTIMIZERS[name], **options), []
+        for row in tokens:
+            state, metrics = step(state, {"tokens": row[:, :-1], "targets": row[:, 1:]})
+            found.append([float(metrics[key]) for key in ("loss", "grad_norm")])
+        padded = {"/".join(path): layout.array_shape for path, layout in state.model_def.padded.items()}
+        assert not padding_of(state).any() and bool(padded) == bool(degrees)
+        return jax.tree.map(np.asarray, state.logical().params), found, padded
+
+
+def same(found, wanted, atol=1e-12):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
+def test_steps_of_padded_weights_are_those_of_one_device(case, name, x64):
+    degrees, config, view, *shapes = CASES[case]
+    wanted, losses, _ = trained(config, name)
+    found, own, padded = trained(config, name, view, **degrees)
+    stem = "blocks/layers/mlp/"
+    assert [padded.get(f"{stem}up/kernel/gate"), padded.get(f"{stem}down/kernel")] == shapes
+    np.testing.assert_allclose(own, losses, rtol=1e-13)
+    same(found, wanted)
+
+
+@pytest.mark.parametrize("reduce_over_dp", ["each", "last"])
+def test_microbatches_of_padded_weights_are_those_of_one_device(reduce_over_dp, x64):
+    wanted, losses, _ = trained(CONFIG, "adamw")
+    found, own, _ = trained(CONFIG, "adamw", microbatches=2, reduce_over_dp=reduce_over_dp, gtp=2, dp=3)
+    np.testing.assert_allclose(own, losses, rtol=1e-13)
+    same(found, wanted)
+
+
+def test_a_checkpoint_moves_from_gtp_8_to_gtp_2_x_dp_3_to_tp_3_x_gtp_2_and_back(tmp_path, x64):
+    kept, leaves = None, []
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, degrees in enumerate((dict(gtp=8), dict(gtp=2, dp=3), dict(gtp=2, tp=3), dict(gtp=8))):
+            with jax.set_mesh(mesh_of(degrees)), gtp.even_shares():
+                state = state_of(CONFIG, OPTIMIZERS["adamw"], seed=number)
+                if kept is not None:
+                    state, _ = checkpoints.restore(state)
+                    same(jax.tree.map(np.asarray, state.logical()), kept, atol=0)
+                    assert not padding_of(state).any()
+                kept = jax.tree.map(np.asarray, state.logical())
+                checkpoints.save(number, state)
+                checkpoints.wait()
+                assert checkpoints.verify() == []
+                leaves.append(checkpoints.manifest()["leaves"])
+    assert all(one == leaves[0] for one in leaves), "shapes and digests do not depend on the mesh"
