@@ -12,8 +12,11 @@ from jax.sharding import PartitionSpec
 
 from ..mesh import current_roles, degree, degrees
 from ._choice import axes_choices, divided, warn_of_whole
+from ._even_shares import shares_are_even
 from ._layout import Layout
+from ._pad_choice import Target, choose_padding
 from ._split import Split
+from ._storage import UNPADDED, Padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,9 @@ class ArrayLayout:
     @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of the stored array, padding included."""
-        return self.shape
+        dim, more = self.matrix.padding
+        padded = None if dim is None else self.order[dim]
+        return tuple(size + more * (d == padded) for d, size in enumerate(self.shape))
 
     @property
     def tensor_dim(self) -> int | None:
@@ -88,7 +93,8 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
 
     Shards the longest dimension other than `tensor_dim` that all ranks divide evenly; if there is none, `tensor_dim`.
     If no dimension can be divided, the array is gathered over fewer axes, with as many ranks as possible, and a
-    warning is issued.
+    warning is issued. Under `even_shares`, the stored array is padded instead, along the dimension where that adds
+    least, which must not be one that the tensor axis shards.
 
     Args:
         shape: the logical shape.
@@ -113,12 +119,18 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
     local = [size // degree(roles.tensor) if even and d == tensor_dim else size for d, size in enumerate(shape)]
     others = [dim for dim in range(len(shape)) if dim != tensor_dim]
     dims = [*sorted(others, key=lambda dim: (-shape[dim], -dim)), *([] if tensor_dim is None else [tensor_dim])]
-    for chosen in axes_choices(roles.weights, None if even else roles.tensor):
+    choices = axes_choices(roles.weights, None if even else roles.tensor)
+    for chosen in choices:
         ranks = degrees(chosen)
-        for dim in dims:
-            if local[dim] % ranks == 0:
-                warn_of_whole(shape, [axis for axis in roles.weights if axis not in chosen])
-                return _laid_out(shape, dim, tensor_dim, split, chosen, even=even)
+        rows, more = next((dim for dim in dims if local[dim] % ranks == 0), None), 0
+        if rows is None and shares_are_even() and chosen == choices[0]:
+            targets = [Target(dim, ranks) for dim in dims if local[dim] == shape[dim] > 1]  # not sharded over tensor
+            rows, (padding,) = choose_padding([shape], [], targets)
+            more = padding.size
+        if rows is not None:
+            whole = [axis for axis in roles.weights if axis not in chosen]
+            warn_of_whole(shape, whole, can_pad=not shares_are_even())
+            return _laid_out(shape, rows, more, tensor_dim, split, chosen, even=even)
     whole = Layout((1, 1), rows=0, roles=roles)  # the layout of a scalar
     return ArrayLayout(shape, (), whole)
 
@@ -126,6 +138,7 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
 def _laid_out(
     shape: tuple[int, ...],
     rows: int,
+    more: int,
     tensor_dim: int | None,
     split: Split | None,
     axes: tuple[str, ...],
@@ -139,6 +152,7 @@ def _laid_out(
         shape=(*(shape[dim] for dim in ahead), shape[rows], math.prod(shape[dim] for dim in rest)),
         gather=divided(len(ahead), axes),
         tensor=divided(0, tensor),
+        padding=Padding(len(ahead), more) if more else UNPADDED,
         rows=len(ahead),
         split_dim=None if split is None else 0,
         split=split,

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import join_split
-from ..layout import ArrayLayout, layout_of_array
+from ..layout import ArrayLayout, cut, layout_of_array, pad
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
 from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
-from ._padded import Padded
+from ._padded import Padded, PaddedParam
 from ._weight import ArrayWeight, placed_once
 
 
@@ -60,7 +60,8 @@ class Param(GatheredOnUse, nnx.Param):
         scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
 
     It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. gtp shards the longest
-    dimension that it divides evenly; see `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+    dimension that it divides evenly, or one that is padded under `gtp_jax.even_shares`; see
+    `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.
@@ -141,9 +142,10 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
-    """Puts an array that was made outside of the mesh in scope, such as a pretrained one, on the devices of that
-    mesh."""
+    """Returns an array as it is stored. Puts one that was made outside of the mesh in scope, such as a pretrained one,
+    on the devices of that mesh."""
     traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # then the program that makes the array places it
+    value = pad(value, array)
     if traced or current_view() != "global":
         return jnp.asarray(value)
     return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
@@ -152,10 +154,13 @@ def _placed(value: Any, array: ArrayLayout) -> jax.Array:
 def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:
     """Returns the kernel of a Flax module as a weight that is gathered.
 
-    It is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one.
+    It is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one, unless it is padded.
     """
     value = kernel.get_value()
-    return placed_once(nnx.Param(value, **array_metadata(value, None, dtype, grad_reduce)))
+    found = array_metadata(value, None, dtype, grad_reduce)
+    array = found["array"]
+    kind = nnx.Param if array.array_shape == array.shape else PaddedParam
+    return placed_once(kind(pad(value, array), **found))
 
 
 def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None:
@@ -214,13 +219,13 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTy
     the stored array directly."""
 
     def gather(value: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(value.astype(dtype), array.use_spec)
+        return cut(lax.with_sharding_constraint(value.astype(dtype), array.use_spec), array)
 
     def fwd(value: jax.Array) -> tuple[jax.Array, None]:
         return gather(value), None
 
     def bwd(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        summed = lax.with_sharding_constraint(gradient.astype(sums), array.spec)
+        summed = lax.with_sharding_constraint(pad(gradient.astype(sums), array), array.spec)
         return (summed.astype(value.dtype),)
 
     apply = jax.custom_vjp(gather)

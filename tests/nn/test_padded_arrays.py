@@ -1,0 +1,194 @@
+"""Weights of any shape that gtp does not divide are stored padded, and train as on one device."""
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from selection import diagonal
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.layout import layout_of_array
+
+from .test_padded import on, paddings_of, same
+
+normal = nnx.initializers.normal(1.0)
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+}
+
+
+class Arrays(nnx.Module):
+    """Arrays of 4, 3, 2 and 1 dimensions; 7 divides none of these, and 3 few."""
+
+    def __init__(self, rngs, tensor_dim=None):
+        def make(*shape, **options):
+            return gtp.Param(normal(rngs.params(), shape, jnp.float64), **options)
+
+        self.four, self.two = make(4, 10, 5, 16, tensor_dim=tensor_dim), make(20, 16)
+        self.one, self.odd = make(50), make(10, 5, 8)
+
+    def __call__(self, x):
+        y = jnp.einsum("bi,jikl->bl", x, self.four.gather()) + self.one.gather()[:16]
+        z = jnp.einsum("bi,ijk->bk", x, self.odd.gather()) + self.two.gather()[3, :8]
+        return jnp.tanh(y[:, :10] + jnp.sum(z, -1, keepdims=True))
+
+
+class Reading(Arrays):
+    """Reads elements of arrays, instead of gathering them."""
+
+    def __call__(self, x):
+        return super().__call__(x) * self.two[3, :10] + jnp.sum(2 * self.one)
+
+
+class Layers(nnx.Module):
+    """A convolution and an einsum, alone and in a stack."""
+
+    def __init__(self, rngs):
+        options = dict(dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+        self.conv = gtp.Conv(10, 10, 3, **options)
+        self.einsum = gtp.Einsum("bte,ehd->bthd", (10, 2, 5), **options)
+        self.stack = gtp.Stack(lambda rngs: gtp.Conv(10, 10, 3, **{**options, "rngs": rngs}), 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.broadcast_to(x[:, None], (len(x), 4, 10))
+        x = self.stack(jnp.sin(self.conv(x)))
+        return jnp.sin(jnp.reshape(self.einsum(x), (len(x), 4, 10)))
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs, tensor_dim=None):
+        self.stack = gtp.Stack(lambda rngs: Arrays(rngs, tensor_dim), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def loss(model, x):
+    return jnp.sum(jnp.sin(model(x))), x.shape[0]
+
+
+CASES = {
+    # a model, the degrees of the mesh, the view
+    "arrays, gtp 7": (Arrays, dict(gtp=7), "global"),
+    "arrays whose elements are read, gtp 7": (Reading, dict(gtp=7), "global"),
+    "arrays, gtp 7, local": (Arrays, dict(gtp=7), "local"),
+    "stacked, gtp 7": (Stacked, dict(gtp=7), "local"),
+    "stacked, gtp 7, global": (Stacked, dict(gtp=7), "global"),
+    "layers, gtp 7": (Layers, dict(gtp=7), "local"),
+    "layers, gtp 7, global": (Layers, dict(gtp=7), "global"),
+    "stacked, gtp 3 x dp 2": (Stacked, dict(gtp=3, dp=2), "global"),
+    "arrays, gtp 3 x tp 2, tp shards 10": (functools.partial(Arrays, tensor_dim=1), dict(gtp=3, tp=2), "global"),
+    "stacked, gtp 3 x tp 2, tp shards 5": (functools.partial(Stacked, tensor_dim=2), dict(gtp=3, tp=2), "global"),
+}
+
+
+@functools.cache
+def trained(model, name, view="global", **degrees):
+    """The logical parameters and the losses of two steps."""
+    optimizer, devices = OPTIMIZERS[name](), jax.devices()[: math.prod(degrees.values())]
+    x = jax.random.normal(jax.random.key(1), (2, 42, 10), jnp.float64)
+    with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=devices)), gtp.even_shares():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "a weight of shape .* stays whole")
+            state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optimizer)
+        step, losses = gtp.train_step(loss, optimizer, view=view), []
+        for rows in x:
+            state, metrics = step(state, rows)
+            losses.append(float(metrics["loss"]))
+        assert not paddings_of(state).any() and bool(state.model_def.padded) == bool(degrees)
+        return jax.tree.map(np.asarray, state.logical().params), losses
+
+
+@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS, every=2))
+@pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
+def test_steps_with_padded_arrays_are_those_of_one_device(case, name, x64):
+    model, degrees, view = CASES[case]
+    plain = model.func if isinstance(model, functools.partial) else model
+    (wanted, losses), (found, own) = trained(plain, name), trained(model, name, view, **degrees)
+    np.testing.assert_allclose(own, losses, rtol=1e-11)
+    same(found, wanted, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape", "tensor_dim", "stored", "spec"),
+    [
+        (dict(gtp=7), (4, 10, 5, 16), None, (4, 10, 5, 21), (None, None, None, "gtp")),
+        (dict(gtp=7), (20, 16), None, (21, 16), ("gtp", None)),
+        (dict(gtp=3, tp=2), (4, 10, 5, 16), 1, (4, 10, 5, 18), (None, "tp", None, "gtp")),
+        (dict(gtp=2, tp=3), (5, 7), 0, (6, 7), (("tp", "gtp"), None)),
+        (dict(gtp=7), (1, 13), None, (1, 14), (None, "gtp")),
+    ],
+)
+def test_the_dimension_in_which_padding_adds_least_is_padded(degrees, shape, tensor_dim, stored, spec):
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])):
+        with gtp.even_shares():
+            layout = layout_of_array(shape, tensor_dim=tensor_dim)
+    assert (layout.shape, layout.array_shape, layout.spec) == (shape, stored, PartitionSpec(*spec))
+
+
+def test_an_array_is_read_and_set_in_its_logical_shape(x64):
+    value = np.random.default_rng(0).normal(size=(20, 16))
+    with on(7):
+        param = gtp.Param(value)
+        assert param.get_raw_value().shape == (21, 16) and param.shape == param[...].shape == (20, 16)
+        assert {s.data.shape for s in param.get_raw_value().addressable_shards} == {(3, 16)}
+        same(param[...], value)
+        same(param.gather(), value)
+        same((2 * param)[-1], 2 * value[-1])
+        param[...] = -value
+        raw = np.asarray(param.get_raw_value())
+        same(raw[:20], -value)
+        assert not raw[20:].any()
+        with pytest.raises(ValueError, match=r"array of shape \(16,\) is assigned to a weight of shape \(20, 16\)"):
+            param[...] = np.ones(16)
+
+
+def test_a_checkpoint_of_arrays_moves_from_8_to_7_to_5_and_back(tmp_path, x64):
+    kept, leaves, optimizer = None, [], optax.adamw(1e-2)
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, degree in enumerate((8, 7, 5, 8)):
+            with on(degree), warnings.catch_warnings():
+                warnings.filterwarnings("error", "a weight of shape .* stays whole")
+                state = gtp.TrainState.create(gtp.init(Stacked, nnx.Rngs(number)), optimizer)
+                if kept is not None:
+                    state, _ = checkpoints.restore(state)
+                    same(state.logical(), kept)
+                    assert not paddings_of(state).any()
+                kept = jax.tree.map(np.asarray, state.logical())
+                checkpoints.save(number, state)
+                checkpoints.wait()
+                assert checkpoints.verify() == []
+                leaves.append(checkpoints.manifest()["leaves"])
+    assert all(one == leaves[0] for one in leaves), "shapes and digests do not depend on the mesh"
+
+
+def test_a_frozen_array_stays_padded(x64):
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.arrays = Stacked(rngs)
+            self.adapter = nnx.LoRAParam(jnp.ones(10))
+
+        def __call__(self, x):
+            return self.arrays(x) * self.adapter[...]
+
+    x = jax.random.normal(jax.random.key(1), (42, 10), jnp.float64)
+    found = []
+    for degree in (1, 7):
+        with on(degree):
+            model = gtp.freeze(gtp.init(Adapted, nnx.Rngs(0)))
+            state = gtp.TrainState.create(model, optax.sgd(1e-2))
+            state, metrics = gtp.train_step(loss, optax.sgd(1e-2))(state, x)
+            found.append(jax.tree.map(np.asarray, (state.params, metrics["loss"])))
+            shape = model.arrays.stack.layers.two.get_raw_value().shape
+    assert shape == (2, 21, 16)
+    same(found[1], found[0], atol=1e-12)
