@@ -15,7 +15,7 @@ from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._forward import Residuals
 from ._host import to_device, with_activations
-from ._stage import ByLayer, Stage, in_loop, place, renumbered, tied_trees, together
+from ._stage import ByLayer, Stage, in_loop, is_mark, place, renumbered, tied_trees, together
 
 Tree = Any
 
@@ -188,7 +188,7 @@ class _Backward:
         again = _chosen(closure.args_res[4:], (shared, constants, no_turn()))
         closure, again, gradient = together(closure, again, gradient)
         kept, *operands = closure.args_res
-        weights = weights if any(_marks(kept)) else kept
+        weights = _cut(stage, weights if any(_marks(kept)) else kept)
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
         to_weights, to_slots, params, gradient, to_shared, _, turn = closure((gradient, scalars))
         if to_slots:  # gradients of weights with slots are zeros, which must not wait for the reduction
@@ -214,13 +214,17 @@ def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:
     return pieces
 
 
-def _is_mark(leaf: Any) -> bool:
-    return type(leaf).__name__ in ("NotSaveable", "NotNeeded")
+def _cut(stage: Stage, weights: Tree) -> Tree:
+    """Returns the weights of a layer as it uses them; marks of those that are not needed stay."""
+    if stage.cut is None:
+        return weights
+    found = stage.cut(jax.tree.map(lambda own: None if is_mark(own) else own, weights, is_leaf=is_mark))
+    return jax.tree.map(lambda own, new: own if is_mark(own) else new, weights, found, is_leaf=is_mark)
 
 
 def _marks(residual: Tree) -> list[bool]:
     """Returns, for each operand in a residual, whether it must be supplied again."""
-    return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=_is_mark)]
+    return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=is_mark)]
 
 
 def _chosen(residual: Tree, operands: Tree) -> list[Any]:
@@ -230,7 +234,7 @@ def _chosen(residual: Tree, operands: Tree) -> list[Any]:
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
     """Returns the residual with its marks replaced by these operands."""
-    leaves, tree = jax.tree.flatten(residual, is_leaf=_is_mark)
+    leaves, tree = jax.tree.flatten(residual, is_leaf=is_mark)
     values = iter(operands)
     marks = _marks(residual)
     return jax.tree.unflatten(tree, [next(values) if put else leaf for leaf, put in zip(leaves, marks, strict=True)])

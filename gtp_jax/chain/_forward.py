@@ -15,7 +15,7 @@ from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._host import to_host, without_activations
 from ._offloads import record_offload
-from ._stage import ByLayer, Outputs, Stage, in_loop, place, renumbered, together
+from ._stage import ByLayer, Outputs, Stage, in_loop, is_mark, place, renumbered, together
 
 Tree = Any
 
@@ -155,11 +155,20 @@ class _Forward:
 
         params, constants = (stage.of_layer(tree, layer) for tree in (stage.params, stage.constants))
         shared = self.shared if stage.takes_shared else ()
-        operands = (weights, stage.slots(weights), params, x, shared, constants, turn)
+        own = weights if stage.cut is None else stage.cut(weights)
+        operands = (own, stage.slots(own), params, x, shared, constants, turn)
         # an operand that backward needs but that is not saved becomes a mark in the residual, to be supplied again
         saved = (keep, True, True, True, False, False, False)
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
+        if stage.cut is not None:  # backward cuts them again
+            of_weights, *others = closure.args_res
+            closure = closure.replace(args_res=[_where_saved(of_weights, weights), *others])
         return y, closure, Outputs(state, scalars, metrics)
+
+
+def _where_saved(residual: Tree, weights: Tree) -> Tree:
+    """Returns the residual of weights that were cut, with those that are saved as they were before."""
+    return jax.tree.map(lambda own, whole: own if is_mark(own) else whole, residual, weights, is_leaf=is_mark)
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:

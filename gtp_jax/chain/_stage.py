@@ -67,6 +67,9 @@ class Stage:
         offload: whether the activations that layers save are moved to the host's memory between the passes.
         frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients.
         source: the name of the module that the layers belong to, for `offloads_recorded`.
+        cut: a function from the result of `gather` to the weights that `apply` takes, whose gradients `reduce` takes;
+            `None` if they are the same. Both passes call it where weights are used, so that XLA can read a part of a
+            gathered array in place. Some weights may be `None`.
     """
 
     shards: Tree
@@ -87,6 +90,7 @@ class Stage:
     offload: bool = False
     frozen: frozenset[Any] = frozenset()
     source: str = ""
+    cut: Callable[[Tree], Tree] | None = None
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
         """Returns one layer's part of a pytree. In a stacked pytree, layer 0 has the index `first`."""
@@ -155,6 +159,11 @@ def in_loop(origin: Any) -> bool:
 
 def _is_apart(leaf: Any) -> bool:
     return isinstance(leaf, Apart)
+
+
+def is_mark(leaf: Any) -> bool:
+    """Returns whether a leaf of a residual stands for an operand that was not saved."""
+    return type(leaf).__name__ in ("NotSaveable", "NotNeeded")
 
 
 # A value for each layer that is in flight or finished, by stage and layer.

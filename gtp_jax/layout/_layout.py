@@ -93,6 +93,11 @@ class Layout(Storage):
         return dataclasses.replace(self.of_shards, gather=UNDIVIDED, padding=UNPADDED)
 
     @property
+    def with_padding(self) -> Layout:
+        """The layout of the stored array, whose padding counts as part of the weight."""
+        return dataclasses.replace(self, shape=self.array_shape, padding=UNPADDED)
+
+    @property
     def of_rank(self) -> Layout:
         """The layout of the rows that one rank sends in a gather, as a weight of its own that is not gathered.
 

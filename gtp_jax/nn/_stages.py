@@ -26,6 +26,7 @@ from ..weights import (
     Stretch,
     WeightGroup,
     Wire,
+    cut_fused,
     forget_after,
     frozen_wires,
     in_param_dtypes,
@@ -250,6 +251,8 @@ class _Template:
             functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
         )
         finish = functools.partial(stored_gradients, trained)
+        padded = any(group.cut_late for group in groups.values())
+        cut = in_view(functools.partial(_cut, groups), lambda weights: (ranks,)) if padded else None
         return Stage(
             shards,
             wires,
@@ -265,6 +268,7 @@ class _Template:
             travels=any(group.travels for group in groups.values()),
             offload=remat in OFFLOADED,
             frozen=frozenset(groups) - frozenset(trained),
+            cut=cut,
         )
 
     def _without_arrays(self) -> _Template:
@@ -322,13 +326,22 @@ def _ready(groups: Groups, wires: Wires) -> Ready:
 
 
 def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
-    """Gathers the weights of one layer, by path; differentiable with respect to the shards."""
+    """Gathers the weights of one layer, by path, some of them to be cut; differentiable with respect to the shards."""
+    groups = {path: group.with_padding if group.cut_late else group for path, group in groups.items()}
 
     def make(wires: Wires) -> Weights:
         return {path: weight for one in wires for path, weight in one.gather(groups).items()}
 
     sent = tuple(wire if own is None else own for wire, own in zip(wires, ready, strict=True))
     return straight_through(shards, sent, make, lambda path, own: moved_weight(groups[path], own))
+
+
+def _cut(groups: Groups, weights: Weights) -> Weights:
+    """Returns the weights of one layer without padding, given those that `_gather` returns."""
+    return {
+        path: cut_fused(weight, groups[path].layouts) if groups[path].cut_late and weight is not None else weight
+        for path, weight in weights.items()
+    }
 
 
 def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:

@@ -72,6 +72,7 @@ from ._frozen import quantize_frozen as quantize_frozen
 from ._frozen import refuse_gradient as refuse_gradient
 from ._fused import Shards as Shards
 from ._fused import bytes_of as bytes_of
+from ._fused import cut_fused as cut_fused
 from ._fused import fuse as fuse
 from ._fused import in_order as in_order
 from ._fused import part_of as part_of

@@ -16,9 +16,9 @@ part) are reordered first, by one copy of the weight. The result has the same fo
 
 [Note: padded shards]
 Padding lies at the end of one dimension of the stored array (`layout.Padding`). The gathered weight is cut, never the
-activations: of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA for GPUs makes the
-matmul read it in place, but copies it once where a chain gathers ahead; elsewhere the cut is part of the copy that
-reorders. Backward pads the gradient once, with zeros.
+activations. Of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA for GPUs makes the
+matmul read it in place. A chain, which gathers ahead, must cut it after its barriers for that (`WeightGroup.cut_late`).
+Elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with zeros.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ def fuse_kernels(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax
     parts = [_take(kernel, layout) for kernel, layout in zip(kernels, layouts, strict=True)]
     fused = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
     return fused[None] if fused.ndim > 2 else fused
+
+
+def cut_fused(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Returns a fused weight of one matrix without the padding of the shards, if it was gathered with it."""
+    return _cut(weight, layouts[0])
 
 
 def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:

@@ -148,6 +148,17 @@ class WeightGroup:
         return jnp.zeros(weight.shape, self.summed.slot)
 
     @property
+    def cut_late(self) -> bool:
+        """Whether a chain gathers the weight with the padding of its shards, and cuts it where a layer uses it."""
+        padded = bool(self.layouts[0].shard_padding.size)
+        return padded and self.wire is None and self.array is None and in_order(self.layouts)
+
+    @property
+    def with_padding(self) -> WeightGroup:
+        """The group of the stored arrays, whose padding counts as part of the weights."""
+        return dataclasses.replace(self, layouts=tuple(layout.with_padding for layout in self.layouts))
+
+    @property
     def of_rank(self) -> WeightGroup:
         """The group of the rows that one rank sends in a gather, as a weight of its own that is not gathered."""
         return dataclasses.replace(self, layouts=tuple(layout.of_rank for layout in self.layouts))

@@ -1,6 +1,7 @@
 """Weights that gtp does not divide are stored padded, and are what they are without a mesh."""
 
 import contextlib
+import functools
 import re
 import warnings
 
@@ -194,7 +195,7 @@ def test_elementwise_optimizers_run_on_the_padded_shards(optimizer, on_shard, x6
 
 
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for a GPU needs its packages")
-def test_a_step_on_h200_pads_each_gradient_once_and_no_activation():
+def test_a_step_on_h200_pads_each_gradient_once_and_no_activation_and_copies_no_padded_layer():
     mesh = gtp.make_mesh(gtp=7, devices=hlo.topology_devices(hlo.parse_target("h200:7")))
     with jax.set_mesh(mesh), gtp.even_shares():
         # in whole blocks of the matmuls, which would be padded otherwise
@@ -207,6 +208,8 @@ def test_a_step_on_h200_pads_each_gradient_once_and_no_activation():
     assert stored == [(2, 272, 273), (344, 273), (344,), (8,), (273, 344), (273, 8)]
     found = sorted(re.findall(r"= (\w+\[[\d,]*\])\S* pad\(", text))
     assert found == ["f32[273,272]", "f32[273,272]", "f32[344,273]", "f32[344,273]", "f32[8,273]"]
+    slicing = [one for one in text.split("\n\n") if re.search(r"= bf16\[272,272\]\S* slice\(", one)]
+    assert len(slicing) == 4 and all("custom-call(" in one for one in slicing), "matmuls read the weights in place"
 
 
 def test_a_checkpoint_is_logical_and_moves_from_8_to_7_to_5_to_8(tmp_path, x64):

@@ -89,7 +89,7 @@ def same(found, wanted, atol=1e-12):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS))
+@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS, every=2))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_steps_of_padded_weights_are_those_of_one_device(case, name, x64):
     degrees, config, view, *shapes = CASES[case]
@@ -97,6 +97,25 @@ def test_steps_of_padded_weights_are_those_of_one_device(case, name, x64):
     found, own, padded = trained(config, name, view, **degrees)
     stem = "blocks/layers/mlp/"
     assert [padded.get(f"{stem}up/kernel/gate"), padded.get(f"{stem}down/kernel")] == shapes
+    np.testing.assert_allclose(own, losses, rtol=1e-13)
+    same(found, wanted)
+
+
+SCHEDULES = {
+    "all kept": dict(keep_gathered="all"),
+    "none kept, looped": dict(keep_gathered=0, unroll=1),
+    "everything saved": dict(remat="everything"),
+    "nothing saved, looped": dict(remat="nothing", unroll=1),
+    "waited for, tied": dict(prefetch=False, tie_embeddings=True),
+}
+
+
+@pytest.mark.parametrize(("name", "view"), diagonal(SCHEDULES, ["local", "global"], every=2))
+def test_schedules_of_padded_weights_are_those_of_one_device(name, view, x64):
+    config = dataclasses.replace(CONFIG, num_heads=5, num_kv_heads=5, head_dim=2, **SCHEDULES[name])
+    wanted, losses, _ = trained(config, "adamw")
+    found, own, padded = trained(config, "adamw", view, gtp=3)
+    assert padded["blocks/layers/attention/out/kernel"] == (10, 27), "padded rows, of a matrix by itself"
     np.testing.assert_allclose(own, losses, rtol=1e-13)
     same(found, wanted)
 
