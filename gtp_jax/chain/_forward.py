@@ -159,6 +159,7 @@ class _Forward:
         operands = (own, stage.slots(own), params, x, shared, constants, turn)
         # an operand that backward needs but that is not saved becomes a mark in the residual, to be supplied again
         saved = (keep, True, True, True, False, False, False)
+        closure: Any
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
         if stage.cut is not None:  # backward cuts them again
             of_weights, *others = closure.args_res

@@ -1,8 +1,11 @@
 """Models whose weights are stored padded generate what they generate without a mesh."""
 
+import math
+
 import jax
 import pytest
 from flax import nnx
+from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax.nn import split_model
@@ -12,10 +15,14 @@ from .models import DENSE, greedy, model_of
 PROMPTS = [[5, 3, 8, 1, 90], [7, 7]]
 
 
-@pytest.mark.parametrize("gather", ["once", "each_token"])
-def test_tokens_at_gtp_7_are_those_without_a_mesh(gather, x64):
+MESHES = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
+
+
+@pytest.mark.parametrize(("degrees", "gather"), diagonal(MESHES, ["once", "each_token"], every=2), ids=str)
+def test_tokens_of_padded_models_are_those_without_a_mesh(degrees, gather, x64):
     wanted = greedy(model_of(DENSE), PROMPTS, 6)
-    with jax.set_mesh(gtp.make_mesh(gtp=7, devices=jax.devices()[:7])), gtp.even_shares():
+    devices = jax.devices()[: math.prod(degrees.values())]
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=devices)), gtp.even_shares():
         model = model_of(DENSE)
         assert split_model(model).model_def.padded
         before = nnx.state(model)
