@@ -162,7 +162,7 @@ def _is_apart(leaf: Any) -> bool:
 
 
 def is_mark(leaf: Any) -> bool:
-    """Returns whether a leaf of a residual stands for an operand that was not saved."""
+    """Returns whether a leaf of a residual is the mark of an operand that was not saved."""
     return type(leaf).__name__ in ("NotSaveable", "NotNeeded")
 
 

@@ -16,8 +16,9 @@ part) are reordered first, by one copy of the weight. The result has the same fo
 
 [Note: padded shards]
 Padding lies at the end of one dimension of the stored array (`layout.Padding`). The gathered weight is cut, never the
-activations. Of a matrix by itself, by rows, the padding is the end of the gathered array, and XLA for GPUs makes the
-matmul read it in place. A chain, which gathers ahead, must cut it after its barriers for that (`WeightGroup.cut_late`).
+activations. If a matrix by itself is sharded by rows, the padding is the end of the gathered array, and XLA for GPUs
+makes the matmul read the rest in place; a chain, which gathers ahead, therefore cuts it after its barriers
+(`WeightGroup.cut_late`).
 Elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with zeros.
 """
 

@@ -79,13 +79,14 @@ def test_text_has_every_section(found):
 
 
 @pytest.mark.slow
-def test_text_says_what_is_padded_in_use_and_what_stays_whole():
+def test_text_says_what_is_padded_in_use_and_in_storage():
     """256 ids and 384 hidden features over three ranks; four groups of heads over three; the width 128 over gtp 5."""
     three = inspect(InspectOptions(parallelism=Parallelism(gtp=2, tp=3), seq=15, batch=2))
     notes = {p.path: p.note for p in three.parameters}
-    assert notes["embed.table"] == "stored whole on every rank of tp; tp ranks use 86, 86, 84 of 256, padded by 0.8%"
+    stored = "stored as 258x128, padded by 0.8%; tp ranks use 86, 86, 84 of 256, padded by 0.8%"
+    assert notes["embed.table"] == stored
     assert notes["blocks.layers.attention.qkv.kernel.query"] == (
-        "stored whole on every rank of tp; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain, 128 "
+        "stored as 128x258, padded by 0.8%; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain, 128 "
         "features per token of its output are gathered over tp"
     )
     assert notes["blocks.layers.mlp.down.kernel"] == "", "384 is three times 128"

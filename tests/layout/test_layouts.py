@@ -48,7 +48,7 @@ CASES = {
     "nothing divides": ((7, 1), [(25, 100)], COLUMN, None, P(None, ("tp", "gtp"))),
     "rows padded to whole blocks": ((3, 1), [(50, 1000)], WHOLE, None, P(None, "gtp")),
     "padded columns": ((3, 2), [(50, 100)], COLUMN, None, P("gtp", "tp")),
-    "padded rows beside tp": ((3, 2), [(100, 50)], ROW, None, P("tp", "gtp")),
+    "padded rows next to tp": ((3, 2), [(100, 50)], ROW, None, P("tp", "gtp")),
     "three padded kernels": ((3, 1), [(50, 20), (50, 10), (50, 4)], WHOLE, None, P("gtp", None)),
     "three kernels, padded rows": ((7, 1), [(18, 20), (18, 13), (18, 6)], WHOLE, None, P(None, "gtp")),
     "fewer rows than ranks": ((7, 1), [(3, 5)], WHOLE, None, P(None, "gtp")),
@@ -193,11 +193,11 @@ def test_a_weight_that_tp_divides_unevenly_is_padded_over_tp_and_gtp_together():
 
 OVER_DP = {
     # what is padded: (gtp, tp, dp), the shape, dimension of tp, the stored shape, and the shape of a shard
-    "rows beside columns of gtp, to blocks": ((2, 1, 3), (64, 1616), WHOLE, (64, 1632), (32, 1616)),
-    "columns beside rows of gtp, to blocks": ((2, 1, 3), (3200, 64), WHOLE, (3264, 64), (3200, 32)),
-    "columns beside rows of gtp, by one": ((2, 1, 3), (1000, 64), WHOLE, (1002, 64), (1000, 32)),
+    "rows next to columns of gtp, to blocks": ((2, 1, 3), (64, 1616), WHOLE, (64, 1632), (32, 1616)),
+    "columns next to rows of gtp, to blocks": ((2, 1, 3), (3200, 64), WHOLE, (3264, 64), (3200, 32)),
+    "columns next to rows of gtp, by one": ((2, 1, 3), (1000, 64), WHOLE, (1002, 64), (1000, 32)),
     "rows of gtp, where others add more": ((2, 1, 3), (16, 160), WHOLE, (16, 162), (16, 81)),
-    "columns of gtp beside rows of tp": ((2, 2, 2), (50, 50), COLUMN, (52, 50), (26, 25)),
+    "columns of gtp next to rows of tp": ((2, 2, 2), (50, 50), COLUMN, (52, 50), (26, 25)),
     "padded rows of gtp": ((3, 1, 2), (49, 49), WHOLE, (49, 54), (49, 18)),
     "rows of dp alone": ((1, 1, 3), (50, 50), WHOLE, (50, 51), (50, 50)),
 }
