@@ -176,6 +176,29 @@ def test_quantized_weights_of_uneven_parts_are_those_of_one_device(recipe, name,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("dense", "FP8"),
+        ("dense", "MXFP8"),
+        ("dense", "NVFP4"),
+        ("experts of 49 features", "NVFP4 1x16"),
+        ("three experts among two ranks", "MXFP8"),
+    ],
+)
+def test_quantized_weights_of_uneven_parts_that_are_stored_padded_are_those_of_one_device(name, recipe, x64):
+    degrees, config = UNEVEN[name]
+    loss, expected = gradients_of(config, dict(gtp=1), RECIPES[recipe])
+    with gtp.even_shares():
+        there, found = gradients_of(config, degrees, RECIPES[recipe])
+    shapes = [jax.tree.map(np.shape, one) for one in (expected, found)]
+    assert shapes[0] != shapes[1], "gradients have the shapes of what is stored"
+    logical = jax.tree.map(lambda a, b: a[tuple(map(slice, b.shape))], found, expected)
+    assert abs(there - loss) <= 1e-12 * abs(loss)
+    assert_close(logical, expected, 1e-12, "gradient of ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts of 49 features", "three experts among two ranks"])
 def test_experts_of_uneven_parts_are_those_of_one_device(name, x64):
     degrees, config = UNEVEN[name]
