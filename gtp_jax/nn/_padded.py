@@ -99,7 +99,7 @@ class RefuseLinen:
         Raises:
             ValueError: always.
         """
-        layout = metadata["layout"]
+        layout = metadata.get("array") or metadata["layout"]
         raise ValueError(
             f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables cannot "
             "be. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "

@@ -192,3 +192,21 @@ def test_a_frozen_array_stays_padded(x64):
             shape = model.arrays.stack.layers.two.get_raw_value().shape
     assert shape == (2, 21, 16)
     same(found[1], found[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("model", [Arrays, Layers])
+def test_nnx_optimizer_refuses_padded_arrays(model, x64):
+    x = jnp.ones((42, 10), jnp.float64)
+    with on(7):
+        made = gtp.init(model, nnx.Rngs(0))
+        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(made)))
+        with pytest.raises(ValueError, match=r"is stored padded to .*`nnx.Optimizer`.*outside of `gtp_jax.even_shares"):
+            optimizer = nnx.Optimizer(made, optax.adamw(1e-2), wrt=nnx.Param)
+            optimizer.update(made, nnx.grad(lambda model: loss(model, x)[0])(made))
+        same(nnx.as_pure(nnx.state(made)), before)
+
+
+def test_linen_refuses_to_store_a_padded_kernel_of_a_convolution():
+    bridged = nnx.bridge.to_linen(gtp.Conv, 10, 10, 3)
+    with on(7), pytest.raises(ValueError, match=r"\(3, 10, 10\) is stored padded to .*, which Linen variables cannot"):
+        jax.jit(bridged.init)(jax.random.key(0), jnp.ones((7, 4, 10)))
