@@ -13,7 +13,7 @@ from ..mesh import current_view
 
 
 class Moved(NamedTuple):
-    """What one layer moves, as it was traced.
+    """The arrays that one layer moves, as they were traced.
 
     Attributes:
         source: the name of the module that the layer belongs to.

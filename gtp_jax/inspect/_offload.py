@@ -18,13 +18,13 @@ from ..chain import OFFLOADED, Moved, offloads_recorded
 from ..experts import MoE
 from ..hlo import CHIPS, fact, quantity
 from ..mesh import axes_of, degree, degrees, platform
-from ..nn import Attention, Stack, weight_owners
+from ..nn import TRACED_AS, Attention, Stack, weight_owners
 from ._timeline import seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadFact:
-    """What the layers of one `Stack` keep in the host's memory between forward and backward, per device and call.
+    """The activations that the layers of one `Stack` keep in the host's memory between the passes, per device and call.
 
     Attributes:
         stack: the path of the stack in the model.
@@ -89,7 +89,7 @@ def offload_facts(model: nnx.Module, call: Callable[[Any], Any]) -> tuple[Offloa
             if isinstance(module, Stack):
                 name = ".".join(map(str, path)) or "the model"
                 stacks[name] = module
-                module.layers.traced_as = name  # static, so that the copies that a call makes of the module have it too
+                setattr(module.layers, TRACED_AS, name)  # static, so that copies of the module have it too
         return [a for a in jax.tree.leaves(call(own)) if _is_float(a)]
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, rest))

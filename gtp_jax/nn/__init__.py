@@ -45,6 +45,7 @@ from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
+from ._stages import TRACED_AS as TRACED_AS
 from ._unstacked import with_gathered_weights as with_gathered_weights
 from ._update_rule import UpdateRule as UpdateRule
 from ._update_rule import set_update_rule as set_update_rule

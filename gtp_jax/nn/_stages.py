@@ -58,6 +58,9 @@ Ready = tuple[Wire | None, ...]
 # The weight groups of one layer, by path.
 Groups = Mapping[Any, WeightGroup]
 
+# The attribute of a module that names it in `gtp_jax.chain.offloads_recorded`, if it has one.
+TRACED_AS = "traced_as"
+
 # One layer's keys of stochastic rounding, by path; its amaxes of delayed scaling, by path; and those arrays of its
 # variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], dict[Any, jax.Array], list[Any]]
@@ -98,7 +101,7 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
     counts: list[int] = []
     for number, link in enumerate(links):
         found = _stages(link, shared, x if number == 0 else None)
-        own = [dataclasses.replace(stage, source=getattr(link.module, "traced_as", "")) for stage in found]
+        own = [dataclasses.replace(stage, source=getattr(link.module, TRACED_AS, "")) for stage in found]
         stages += own
         counts.append(len(own))
     y, outputs = run(stages, x, schedule, shared.arrays)

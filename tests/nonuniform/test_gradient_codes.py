@@ -113,7 +113,7 @@ spoiled.defvjp(_spoiled_fwd, _spoiled_bwd)
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(x64):
-    """Of all gradients only one, in one replica, whose codes must not hide it."""
+    """Only one gradient of one replica is spoiled, and its codes must not hide that."""
 
     def sometimes_spoiled(model, batch):
         total, tokens = loss(model, batch)
