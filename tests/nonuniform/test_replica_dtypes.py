@@ -45,20 +45,32 @@ def begin(make, roles=None, *, loss=next_token_loss, **options):
         return replicas.core, state, gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, **options)
 
 
-def as_stored(core, params, recipe, reduce_over_dp):
+def as_stored(core, params, recipe, reduce_over_dp, *, frozen):
     """Everything travels in the dtype in which it is stored."""
-    narrow = replica_dtypes_of(core, params, recipe, reduce_over_dp)
+    narrow = replica_dtypes_of(core, params, recipe, reduce_over_dp, frozen=frozen)
     wide = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(params))
     return narrow._replace(weights=wide, gradients=wide, rounded=frozenset())
 
 
+def partly_frozen(rngs):
+    """The head, the embedding and the norms are trained."""
+    return gtp.freeze(factory()(rngs), trained=nnx.Any(*map(nnx.PathContains, ("embed", "head", "scale"))))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
-def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, monkeypatch):
+@pytest.mark.parametrize(
+    ("roles", "make"),
+    [
+        pytest.param(gtp.Roles(), factory(), id="divided"),
+        pytest.param(gtp.Roles(optimizer=()), factory(), id="whole"),
+        pytest.param(gtp.Roles(), partly_frozen, id="partly frozen"),
+    ],
+)
+def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, make, monkeypatch):
     found = []
     for wires in (replica_dtypes_of, as_stored):
         monkeypatch.setattr(_step, "replica_dtypes_of", wires)
-        mesh, state, step = begin(factory(), roles)
+        mesh, state, step = begin(make, roles)
         losses = []
         with jax.set_mesh(mesh):
             for batch in data(2):
@@ -68,7 +80,7 @@ def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, monkeypatc
     assert found[0] == found[1]
     # and what replicas compute with is what the masters round to
     monkeypatch.setattr(_step, "replica_dtypes_of", replica_dtypes_of)
-    mesh, state, step = begin(factory(), roles)
+    mesh, state, step = begin(make, roles)
     with jax.set_mesh(mesh):
         for weights in step.weights(state):
             for mine, master in zip(jax.tree.leaves(weights), jax.tree.leaves(state.params), strict=True):

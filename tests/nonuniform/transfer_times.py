@@ -47,18 +47,20 @@ class Unequal(FaultPlan):
         return False
 
 
-def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> ReplicaDtypes:
+def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any, *, frozen: Any = None) -> ReplicaDtypes:
     """Everything travels in the dtype in which it is stored."""
     wide = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(params))
-    return replica_dtypes_of(core, params, recipe, reduce_over_dp)._replace(
+    return replica_dtypes_of(core, params, recipe, reduce_over_dp, frozen=frozen)._replace(
         weights=wide, gradients=wide, rounded=frozenset()
     )
 
 
-def gradients_as_weights(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> ReplicaDtypes:
+def gradients_as_weights(
+    core: Any, params: Any, recipe: Any, reduce_over_dp: Any, *, frozen: Any = None
+) -> ReplicaDtypes:
     """Gradients of weights that are multiplied in bfloat16 travel in it, as where replicas divide what is stored: the
     plan of one replica, whose transfers have the size of two replicas' here, has nobody to divide it with."""
-    found = replica_dtypes_of(core, params, recipe, reduce_over_dp)
+    found = replica_dtypes_of(core, params, recipe, reduce_over_dp, frozen=frozen)
     return found._replace(gradients=found.weights)
 
 
