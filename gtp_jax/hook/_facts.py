@@ -188,7 +188,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         paths = paths_of(variable)
         coded = decide(recipe, paths, shape, placement)
         kind = within.get(id(variable))
-        axes = batch_axes(kind.batch) if isinstance(kind, Unit) else ()
+        axes = batch_axes(kind.roles.batch) if isinstance(kind, Unit) else ()
         sums = decide_exchange(recipe, paths, shape, placement, axes)
         wide = isinstance(kind, Unit) and kind.wide
         dtype, ahead = np.dtype(value.dtype), kind is not None
