@@ -203,8 +203,9 @@ class FP8Blocks(Recipe):
     trained (arXiv 2412.19437).
 
     Inputs and gradients are E4M3 too, in runs of 1 x 128 along each product's contraction. Scales are powers of two,
-    and sums are promoted to float32 every 128 elements; see `gtp_jax.ops.linear_fp8_blocks`. Only dense layers multiply
-    in tiles; name experts and other modules in `exclude` or `override`.
+    and sums are promoted to float32 every 128 elements; see `gtp_jax.ops.linear_fp8_blocks`. Only dense layers, and
+    models that `gtp_jax.shard` has sharded, multiply in tiles; name experts and other modules in `exclude` or
+    `override`.
     """
 
     @property
