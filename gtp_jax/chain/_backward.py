@@ -78,7 +78,7 @@ class _Carry(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The gradients of shards and params, by stage and layer, each with whether it is a stack of several layers."""
+    """The gradients of shards and params, by stage and layer, each paired with whether it stacks several layers."""
 
     shards: ByLayer
     params: ByLayer
@@ -215,7 +215,7 @@ def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:
 
 
 def _cut(stage: Stage, weights: Tree) -> Tree:
-    """Returns the weights of a layer as it uses them; marks of those that are not needed stay."""
+    """Returns the weights of a layer, cut as the layer uses them; the marks of weights that are not needed stay."""
     if stage.cut is None:
         return weights
     found = stage.cut(jax.tree.map(lambda own: None if is_mark(own) else own, weights, is_leaf=is_mark))

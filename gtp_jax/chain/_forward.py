@@ -168,7 +168,7 @@ class _Forward:
 
 
 def _where_saved(residual: Tree, weights: Tree) -> Tree:
-    """Returns the residual of weights that were cut, with those that are saved as they were before."""
+    """Returns the residual of cut weights, with each saved weight replaced by the one that it was cut from."""
     return jax.tree.map(lambda own, whole: own if is_mark(own) else whole, residual, weights, is_leaf=is_mark)
 
 

@@ -15,7 +15,7 @@ _INPUT = 3  # the position of the layer's input among the operands of `Stage.app
 
 @jax.tree_util.register_static
 class _Away:
-    """Stands in a residual for an array that is moved to the host."""
+    """Marks the place, in a residual, of an array that has been moved to the host."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Away)
@@ -25,8 +25,9 @@ class _Away:
 
 
 def without_activations(closure: Any) -> tuple[Any, list[jax.Array], int]:
-    """Returns the residual of a layer without its activations; these: the input itself, and the floats that depend on
-    it; and how many of them are the input. Weights and parameters stay."""
+    """Returns the residual of a layer without its activations; the activations; and how many of them, the first ones,
+    are the layer's input. Activations are the input and the floats that depend on it. Weights and parameters stay in
+    the residual."""
     leaves, tree = _leaves(closure)
     away = [isinstance(leaf, jax.Array) and np.ndim(leaf) > 0 and _is_float(leaf) for leaf in leaves]
     rest = [_Away() if moves else leaf for leaf, moves in zip(leaves, away, strict=True)]

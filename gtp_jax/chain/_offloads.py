@@ -35,8 +35,8 @@ _RECORD: contextvars.ContextVar[list[Moved] | None] = contextvars.ContextVar("gt
 
 @contextlib.contextmanager
 def offloads_recorded() -> Iterator[list[Moved]]:
-    """Yields a list to which every layer that is traced meanwhile, in a forward pass whose backward pass follows, adds
-    what it moves. All layers of a loop are traced once."""
+    """Yields a list of what layers move. Every layer that is traced in this context, in a forward pass that is followed
+    by a backward pass, adds an entry. The layers of a loop are traced once for all of them."""
     found: list[Moved] = []
     token = _RECORD.set(found)
     try:

@@ -67,7 +67,7 @@ def run(
     lengths = [stage.length for stage in stages]
     events = plan(lengths, schedule, travels=travels, offload=[stage.offload for stage in stages])
     alone = plan(lengths, schedule, travels=travels)  # saves nothing, so there is nothing to move
-    # JAX caches the rules below with the traces, so they receive all arrays as arguments and hold none
+    # JAX caches the rules below with the traces, so they take all arrays as arguments and close over none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 
     def with_arrays(shards: Tree, params: Tree, given: Tree) -> list[Stage]:
@@ -89,7 +89,7 @@ def run(
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
         computed = backward(with_arrays(shards, params, given), residuals, gradient, events, shared, scalars)
-        # layers are joined in the dtype in which they were summed, and cast only after that
+        # cast only here: the gradients of all layers were joined in the dtype in which they were summed
         of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
         return of_shards, None, computed.params, computed.x, computed.shared  # straight-through for gather_inputs
 

@@ -134,7 +134,7 @@ def tied_trees(tree: Tree, turn: Turn) -> Tree:
 
 
 def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
-    """Replaces the arrays of a tree by what `change` returns for them. Gradients of integers (`float0`) are not JAX
+    """Replaces the arrays of a tree with what `change` returns for them. Gradients of integers (`float0`) are not JAX
     arrays and stay as they are."""
     leaves, structure = jax.tree.flatten(tree)
     real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
@@ -151,8 +151,9 @@ def place(origin: Any, layer: int) -> Any:
 def in_loop(origin: Any) -> bool:
     """Returns whether `origin` is the layer of a loop's iteration.
 
-    There, copies to the host and back are not tied to the layer. Each iteration reads and writes its own part of an
-    array on the host, so that copies cannot leave it, and XLA accepts no barrier between the copy and that array.
+    In a loop, copies to the host and back are not tied to the layer. They stay within the iteration anyway, because
+    each iteration reads and writes its own part of an array on the host; and XLA accepts no barrier between a copy and
+    that array.
     """
     return not isinstance(origin, int)
 
