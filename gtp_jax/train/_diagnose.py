@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What makes a step not finite.
+    """The cause of a step whose loss or gradients are not finite.
 
     Attributes:
         parameter: the path of the first parameter that is not finite itself; `None` if all are finite. If it is set,

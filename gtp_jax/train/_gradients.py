@@ -238,7 +238,7 @@ def _rounds(recipe: Recipe | None) -> bool:
 def _dropout_key(
     request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
 ) -> jax.Array | None:
-    """Returns the words of a microbatch's dropout in adapters, the same on every rank of a mesh; `None` without any."""
+    """Returns the words of a microbatch's key for adapter dropout, the same on every rank; `None` without dropout."""
     if not drops(state.model_def.variables):
         return None
     return rounding_key(request.seed, state.step if step is None else step, number, replica=request.replica)
@@ -365,7 +365,7 @@ def _sharded(batch: Tree, roles: Roles) -> Tree:
 
 
 def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
-    """Returns an array split into microbatches: number m is `batch[m::count]`, the same on every mesh."""
+    """Returns an array split into microbatches: microbatch m is `batch[m::count]`, the same on every mesh."""
     batch = jnp.asarray(batch)
     if batch.ndim == 0 or batch.shape[0] % count:
         raise ValueError(
@@ -386,7 +386,7 @@ def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """Returns examples split into microbatches: number m is `batch[m::count]`.
+    """Returns examples split into microbatches: microbatch m is `batch[m::count]`.
 
     If each rank splits its own part, its microbatch m is its part of the whole batch's microbatch m.
     """

@@ -23,7 +23,7 @@ class BringsStep(Protocol):
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
     ) -> Callable[..., tuple[TrainState, dict[str, Any]]] | None:
-        """Returns the step, or `None` if the step of one mesh serves. Arguments are as in `train_step`.
+        """Returns the step, or `None` if the step of one mesh is the right one. Arguments are as in `train_step`.
 
         Args:
             request: what to compute.

@@ -75,8 +75,8 @@ class Paddings:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def cut_argument(self, value: Any) -> Any:
-        """Returns an argument of an optimizer's update as it takes it: a tree of logical arrays, or a function of such
-        a tree."""
+        """Converts an argument of an optimizer's update to logical arrays: cuts a tree of stored arrays, and wraps a
+        function of stored parameters so that it takes logical ones."""
         return (lambda params: value(self.pad(params))) if callable(value) else self.cut(value)
 
     def _mapped(

@@ -80,7 +80,7 @@ class Probes:
         return probed
 
     def _layer(self, path: str) -> str:
-        """Returns a module's path, with the number of its layer, which is the number of earlier calls."""
+        """Returns a module's path; in a `Stack`, with the number of its layer, which follows from the calls before."""
         layers = next((name for name in self._lengths if path.startswith(name)), None)
         if layers is None:
             return path

@@ -6,8 +6,9 @@ steps, and those that set the scales of the next step. The amaxes of a step are 
 ranks:
 
 - of weights: those of the masters; one vector is reduced in the update.
-- of inputs and incoming gradients: on each rank, the gradient of a slot in which JAX takes maxima where it would add
-  gradients (`nn.maximum_gradient`). Microbatches take the maximum of theirs, and ranks reduce one vector per step.
+- of inputs and incoming gradients: on each rank, the gradient of a slot whose gradients JAX combines by their
+  maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by their maximum too, and ranks reduce
+  one vector per step.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def scaling_of(
 
 
 def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
-    """Returns the maxima of all ranks' amaxes `(*layers, 2)`, in the view in scope; one vector is reduced."""
+    """Returns the maxima over all ranks of their amaxes, `(*layers, 2)`, with one all-reduce of a single vector."""
     view, names = current_view(), jax.sharding.get_abstract_mesh().axis_names
     if view is None or not found or not names:
         return {path: jnp.maximum(own, 0) for path, own in found.items()}
@@ -178,8 +179,8 @@ def next_amaxes(
 
 
 def _copies() -> int:
-    """Returns how often the loss of one example counts, and so by how much gradients are too large: in local view, once
-    on every tensor rank. A state has the amaxes of a loss that counts once."""
+    """Returns how many times the loss of one example is counted, which is the factor by which gradients are too large:
+    in local view, once on every tensor rank. The amaxes in a state are those of a loss that is counted once."""
     if current_view() != "local":
         return 1
     names, batch = jax.sharding.get_abstract_mesh().axis_names, current_roles().batch

@@ -43,9 +43,10 @@ class TrainState:
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
             and the words and counts of dropout's keys.
         frozen: a nested dict of the weights that `gtp_jax.freeze` made constant; no step changes them.
-        scaling: for a recipe with delayed scaling, by name of each module that multiplies in it: `history`, the amaxes
-            of input, weight and gradient in earlier steps, float32 `(*layers, 3, steps)`; and `amax`, `(*layers, 3)`,
-            which sets their scales, the largest number of a format divided by it. The same on every device.
+        scaling: for a recipe with delayed scaling, by name of each module that multiplies in its format: `history`, the
+            amaxes of input, weight and gradient in earlier steps, float32 `(*layers, 3, steps)`; and `amax`,
+            `(*layers, 3)`, which sets their scales: a scale is the largest number of the format divided by `amax`. The
+            same on every device.
     """
 
     params: dict[str, Any]
@@ -192,7 +193,7 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
         forms = [one.get(path, "no such array") for one in (had, has)]
         raise ValueError(
             f"the optimizer's `update` changes the form of its state: at {'.'.join(path)!r} from {forms[0]} to "
-            f"{forms[1]}. Let its `init` and `update` agree, such as by a cast in `update`."
+            f"{forms[1]}. Make `init` and `update` agree, for example with a cast in `update`."
         )
 
 

@@ -163,7 +163,7 @@ def eval_step(
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
     """Returns a jitted evaluation `(state, batch) -> metrics`.
 
-    The arguments are those of `train_step`, and so are the metrics, without those of the update (`grad_norm`, `skipped`
+    The arguments and the metrics are those of `train_step`, without the metrics of the update (`grad_norm`, `skipped`
     and `expert_load`). What a call writes to the model's variables is discarded. The loss function decides the mode of
     dropout and batch statistics: call `model.eval()` in it for inference.
     """
@@ -269,7 +269,7 @@ def _check_pregathered_layers(pregathered_layers: Any) -> None:
 
 
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
-    """Returns the number of tokens of the batch, from the sum over all ranks, which counts tokens again on axes that
-    do not shard the batch."""
+    """Returns the number of tokens in the batch, given a sum over all ranks, which counts a token once for each rank of
+    the axes that do not shard the batch."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))

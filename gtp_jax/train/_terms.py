@@ -164,7 +164,7 @@ class Terms:
         return value._replace(term=frozenset({self._number(operation, value.term)}), total=operation)
 
     def _read(self, value: Value) -> Value:
-        """Returns the value as read by an operation that does not add totals."""
+        """Returns what the value becomes when it is read by an operation that does not add totals."""
         if value.total is None:
             return value
         alone = value.owners if len(value.owners) == 1 or value.apart else _NONE

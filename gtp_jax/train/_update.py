@@ -78,7 +78,7 @@ def updated(
     specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
 
     def apply() -> TrainState:
-        # computed within the branch, so that XLA fuses what follows the sums as it does without a branch, bit for bit
+        # in the branch, so that XLA fuses what follows the sums as without a branch, which gives the same bits
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -103,7 +103,7 @@ def updated(
     # A branch updates in place. Selecting between old and new leaves took 6 to 18 % more temporary memory.
     after = lax.cond(skipped, lambda: state, apply) if branches else apply()
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
-    # so that the state can be donated, and its partition never changes
+    # constrained, so that the state can be donated and its partition never changes
     return constrained(after, specs), metrics
 
 

@@ -17,10 +17,10 @@ REDUCE_OVER_DP: tuple[ReduceOverDp, ...] = get_args(ReduceOverDp)
 
 
 def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
-    """Refuses an unknown name, and in global view a choice that it does not support.
+    """Refuses an unknown choice, and one that global view does not support.
 
     Raises:
-        ValueError: if the name is refused; the message lists the choices.
+        ValueError: if the choice is refused; the message says what to use instead.
     """
     if name not in REDUCE_OVER_DP:
         raise ValueError(
