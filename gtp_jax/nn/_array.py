@@ -42,10 +42,10 @@ class GatheredOnUse(Padded):
         return gather_array(self)
 
     def get_value(self, **index: Any) -> Any:
-        """Returns the value of the variable; in a layer of a `Stack`, where the gathered weight is stored in it, the
-        result of `gather`.
+        """Returns the value of the variable. In a layer of a `Stack`, the variable holds the gathered weight, and this
+        returns the result of `gather`.
 
-        `param[...]`, `param * x` and other reads thus mean the same there as elsewhere.
+        `param[...]`, `param * x` and other reads thus mean the same in a `Stack` as elsewhere.
         """
         if not isinstance(self.get_raw_value(), Gathered):
             return super().get_value(**index)
@@ -109,7 +109,7 @@ class Param(GatheredOnUse, nnx.Param):
 def array_metadata(
     value: Any, tensor_dim: int | None, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce
 ) -> dict[str, Any]:
-    """Returns the metadata that make a variable a weight of any shape, which `weight_owners` finds."""
+    """Returns the metadata by which `weight_owners` recognizes a variable as a weight of any shape."""
     array = layout_of_array(jnp.shape(value), tensor_dim=tensor_dim)
     dtype = np.dtype(jnp.result_type(value) if dtype is None else dtype)
     reduction_of(grad_reduce, dtype)

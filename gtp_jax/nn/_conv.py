@@ -15,9 +15,9 @@ from ._array import array_weight, over_batch, refuse_options
 class Conv(nnx.Conv):
     """`nnx.Conv` with a kernel that is sharded over gtp and gathered for each call.
 
-    It computes the same as `nnx.Conv` on every mesh, bit for bit for each example, because each rank convolves its own
-    examples, each as a whole. If the ranks do not divide the batch, every rank computes all of it. In a layer of a
-    `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
+    On every mesh, the result for each example equals that of `nnx.Conv` bit for bit, because each rank convolves its
+    own examples and splits none of them. If the ranks do not divide the batch, every rank computes all of it. In a
+    layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
 
     Args:
         in_features: the size of the last dimension of the input.

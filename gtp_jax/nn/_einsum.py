@@ -15,8 +15,8 @@ from ._array import array_weight, over_batch, refuse_options
 class Einsum(nnx.Einsum):
     """`nnx.Einsum` with a kernel that is sharded over gtp and gathered for each call.
 
-    It computes the same as `nnx.Einsum` on every mesh, bit for bit for each example. If input and output begin with the
-    same letter, and the kernel does not have it (`"bte,ehd->bthd"`), that dimension is the batch, and each rank
+    On every mesh, the result for each example equals that of `nnx.Einsum` bit for bit. If input and output begin with
+    the same letter, and the kernel does not have it (`"bte,ehd->bthd"`), that dimension is the batch, and each rank
     multiplies its own examples. Otherwise, or if the ranks do not divide the batch, every rank computes all of it. In a
     layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
 

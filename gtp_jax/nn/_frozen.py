@@ -42,7 +42,7 @@ class Frozen(GatheredOnUse):
         """Returns the value of the variable.
 
         Raises:
-            TypeError: if elements are read of a weight that is stored as codes.
+            TypeError: if single elements are read, but the weight is stored as codes.
         """
         if "index" in index and isinstance(self.get_raw_value(), QuantizedArray):
             raise TypeError(

@@ -51,8 +51,8 @@ def partition_of(leaf: Leaf) -> Any:
 
 
 def value_of(leaf: Leaf) -> Any:
-    """Returns the value of a variable: usually an array; a `Stored` if more than its array is known of a weight; in a
-    chain, a `Gathered`. A leaf that is an array is returned as it is."""
+    """Returns the value of a variable: usually an array; for a weight about which more is known than its array, a
+    `Stored`; in a chain, a `Gathered`. A leaf that is an array is returned as it is."""
     if not isinstance(leaf, nnx.Variable):
         return leaf
     value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
@@ -137,7 +137,7 @@ class _RefuseBroadcast:
     """A hook for `on_set_value` that refuses to fill a weight by broadcasting an array. Scalars are allowed.
 
     It is a hook because a weight is a plain `nnx.Param`, which cannot have a `set_value` of its own. A hook does not
-    receive the index, so that it refuses `kernel[0] = row` as well as `kernel[...] = row`. Its truth value is false,
+    receive the index, so it refuses `kernel[0] = row` as well as `kernel[...] = row`. Its truth value is false,
     because `nnx.Optimizer` copies a parameter's metadata to variables of its own, and NNX warns of every hook of a new
     variable that is true.
 

@@ -1,7 +1,7 @@
 """Arrays whose gradients are maxima instead of sums.
 
 JAX adds the gradients of an array that is used several times, as in two calls of a module or in the iterations of a
-loop. The gradient of the slot of `gtp_jax.weights.Scaling` is an amax, of which the largest is wanted. Flax's dtype
+loop. The gradient of the slot of `gtp_jax.weights.Scaling` is an amax, and the largest of them is wanted. Flax's dtype
 `fm32` is float32, except that the sum of two gradients is their maximum. A `shard_map`, and the loop over the layers of
 a chain, take float32 instead: what they are given is used once, so nothing is added there.
 """
@@ -19,7 +19,7 @@ from ..weights import Scaling
 
 
 def with_maxima(scaling: Scaling) -> Scaling:
-    """Returns the scaling with a slot of which gradients are maxima."""
+    """Returns the scaling with a slot whose gradients are combined by their maximum."""
     return dataclasses.replace(scaling, slot=maximum_gradient(scaling.slot))
 
 

@@ -43,8 +43,8 @@ class ModelDef:
         padded: the layouts of the parameters and frozen weights whose stored arrays are padded, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
-        largest_unit: the number of bytes of gradients that a rank reduces for that unit of `gtp_jax.shard` for which it
-            stores most; 0 without units.
+        largest_unit: the number of bytes of gradients that a rank reduces for the largest unit of `gtp_jax.shard`, by
+            what a rank stores of it; 0 without units.
     """
 
     graph: Any

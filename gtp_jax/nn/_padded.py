@@ -19,8 +19,8 @@ class Padded(nnx.Variable):
 
     `param[...]`, `param.shape` and `get_value` give the logical array. An array of logical shape that is put into the
     variable, by `param[...] = array`, `set_value` or `nnx.update`, is padded. `nnx.state` and `get_raw_value` have the
-    stored array, whose padding is zero. An array of the stored shape is refused by `nnx.update`, with which
-    `nnx.Optimizer` would otherwise set what it computes with the padding.
+    stored array, whose padding is zero. `nnx.update` refuses an array of the stored shape, because `nnx.Optimizer`
+    would otherwise use it to store values that were computed with the padding.
     """
 
     def get_value(self, **index: Any) -> Any:
@@ -49,7 +49,7 @@ class Padded(nnx.Variable):
 
     def set_raw_value(self, value: Any, **options: Any) -> None:
         layout = padded_layout(self)
-        # Flax passes an option from `nnx.update` with an array, and from nowhere else
+        # options are passed only by `nnx.update`, and only if it is given an array
         if options and layout is not None and current_view() != "local" and _has_shape(value, layout.array_shape):
             raise _not_updated(layout)
         super().set_raw_value(_stored(value, padded_layout(self)), **options)
@@ -84,7 +84,7 @@ class _RefuseOptimizer:
         return value
 
 
-# one object, by which metadata are compared
+# a single object, because metadata are equal only if they hold the same object
 refuse_optimizer = _RefuseOptimizer()
 
 

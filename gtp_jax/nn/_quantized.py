@@ -77,8 +77,8 @@ def with_groups(
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
-    """Returns the layers of a stack, with their weights quantized here by the recipe in scope. Returns the layers as
-    they are if there is no recipe, or if their weights have already been quantized and none has been replaced since."""
+    """Returns the layers of a stack with their weights quantized, all layers at once. Returns the layers as they are if
+    there is no recipe, or if their weights have already been quantized and none has been replaced since."""
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):

@@ -51,7 +51,7 @@ from ._weight import Weight, kernel_places, weight_owners
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
-# What one layer gathers; and in the same order what is sent instead of it, or `None` if that is the wire itself.
+# What one layer gathers; and, in the same order, what is sent instead of it, or `None` if the wire itself is sent.
 Wires = tuple[Wire, ...]
 Ready = tuple[Wire | None, ...]
 
@@ -329,7 +329,8 @@ def _ready(groups: Groups, wires: Wires) -> Ready:
 
 
 def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
-    """Gathers the weights of one layer, by path, some of them to be cut; differentiable with respect to the shards."""
+    """Gathers the weights of one layer, by path; differentiable with respect to the shards. Some of the weights are
+    padded; `_cut` removes the padding."""
     groups = {path: group.with_padding if group.cut_late else group for path, group in groups.items()}
 
     def make(wires: Wires) -> Weights:

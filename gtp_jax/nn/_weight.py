@@ -143,7 +143,7 @@ def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]])
 
 
 def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
-    """Returns the indices, among the leaves of a state, of the kernels of each module that owns any, by its path."""
+    """Returns the indices of the kernels among the leaves of a state, by path of the module that owns them."""
     numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
     owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
     return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
@@ -335,7 +335,7 @@ class Weight(abc.ABC):
 
     @property
     def scaling(self) -> Scaling | None:
-        """The scaling of its operands by amaxes of earlier steps; `None` if they are not scaled so."""
+        """The scaling of its operands by amaxes of earlier steps; `None` if they are not scaled this way."""
         value = self.value
         return value.scaling if isinstance(value, Stored | Gathered) else None
 
