@@ -50,9 +50,9 @@ class Recipe:
         override: a mapping, or pairs, from patterns to the recipes of the modules they match. Only the formats and the
             `grad_wire` of these recipes are used.
         grad_wire: the format in which ranks exchange weight gradients, `"bf16"`, `"fp8"` or `"mxfp8"`. Each rank sends
-            every other rank its share of a layer's gradient, and sums the shares that it receives in float32; see
-            `gtp_jax.weights.exchange_gradients`. If `None`, and for modules in high precision, the modules'
-            `grad_reduce` applies.
+            to every other rank the part of a layer's gradient that the other stores, and sums the parts that it
+            receives in float32; see `gtp_jax.weights.exchange_gradients`. If `None`, and for modules in high precision,
+            the modules' `grad_reduce` applies.
     """
 
     exclude: tuple[str, ...] = EXCLUDED
