@@ -203,8 +203,8 @@ def measure_checkpoints(
 
 
 def reports_of(rounds: int) -> int:
-    """Returns the maximum number of reports per contender: its start, its end, and a save, a restore and a move per
-    round."""
+    """Returns the maximum number of reports per contender: its start, its end, and a save, a restore and a move in the
+    first round and in each of the `rounds` after it."""
     return 2 + 3 * (rounds + 1)
 
 

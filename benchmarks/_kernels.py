@@ -276,7 +276,7 @@ def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Prog
 
 
 def _plan(shape: tuple[int, ...], transposed: bool) -> PackPlan:
-    """Returns the plan of a layer of four weights with a quarter of the rows each, two of which share an output."""
+    """Returns the plan of a layer with four weights, each a quarter of the rows; the first two share an output."""
     rows, cols = shape
     each = rows // _WEIGHTS
     outs = ((0, 0), (0, each), (1, 0), (2, 0))

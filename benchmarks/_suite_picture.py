@@ -88,7 +88,8 @@ def draw_suite(rows: Sequence[tuple[SuiteWorkload, Sequence[Row]]], title: str, 
 
 
 def _bars(workload: SuiteWorkload, row: Row, rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
-    """Returns, for each family with a result, the ratio to its fastest row that does the same work, and its spread."""
+    """Returns, for each family with a result, the time of its fastest row that does the same work, divided by the time
+    of `row`; and the smallest and the largest of these ratios within a round."""
     others = {family: same_work(row, rows, family, workload) for family in _COLOURS}
     return {f: (other.median_s / row.median_s, *ratio_spread(row, other)) for f, other in others.items() if other}
 

@@ -126,7 +126,7 @@ def describe(work: Workload, device: str) -> str:
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
     """Returns the environment of the contenders, with this package on the path, 92 % of a GPU's memory and, without a
-    GPU, virtual devices. What they compile is not in a cache, because they time it."""
+    GPU, virtual devices. Compiled programs are not cached, because contenders time compilation."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)

@@ -154,7 +154,7 @@ def _table(done: list[benchmarks.CheckpointTimes]) -> str:
 
 
 def _line(times: benchmarks.CheckpointTimes) -> str:
-    """Returns what a contender has done, when it ends: the table is printed only when all have."""
+    """Returns a line to print when a contender ends, because the table is printed only after all have ended."""
     medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
     figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
     return f"{times.who}: {', '.join(figures) or 'nothing done'}" + (f" ({times.failure})" if times.failure else "")

@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
-    """Returns what `probe` says of devices that are there; no process takes those."""
+    """Returns for absent devices what `probe` returns for present ones, and keeps all processes on the CPU."""
     environment["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     return target.chip.upper(), "gpu", target.devices

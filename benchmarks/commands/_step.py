@@ -78,7 +78,7 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         choices=TRANSPORTS,
         default=[],
-        help="how tokens are sent over ep; several are compared (default: what suits the devices)",
+        help="how tokens are sent over ep; give several to compare them (default: what suits the devices)",
     )
     add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
@@ -86,15 +86,15 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         choices=REMAT,
         default=["matmuls"],
-        help="what gtp_jax's layers keep for backward; several are compared (default: matmuls)",
+        help="what gtp_jax's layers keep for backward; give several to compare them (default: matmuls)",
     )
     topic.add_argument(
         "--grad-reduce",
         nargs="+",
         choices=GRAD_REDUCE,
         default=["bf16"],
-        help="how gtp_jax sums weight gradients over the ranks; several are compared (default: bf16, in which the "
-        "other contenders sum too; models of gtp_jax sum in float32 by default)",
+        help="how gtp_jax sums weight gradients over the ranks; give several to compare them (default: bf16, as in the "
+        "other contenders; the default of gtp_jax's models is float32)",
     )
     topic.add_argument(
         "--command-buffers",
@@ -102,7 +102,7 @@ def add_topic(topics: Any) -> None:
         choices=COMMAND_BUFFERS,
         default=["default"],
         help="what XLA records into command buffers (CUDA graphs) in gtp_jax's steps on GPUs: what it does by default, "
-        "nothing, or every kind of command; several are compared (default: default)",
+        "nothing, or every kind of command; give several to compare them (default: default)",
     )
     topic.add_argument(
         "--xla-options",
@@ -110,7 +110,7 @@ def add_topic(topics: Any) -> None:
         choices=XLA_OPTIONS,
         default=["gtp_jax"],
         help="the options with which gtp_jax's steps are compiled on GPUs: those that `train_step` chooses, or XLA's "
-        "defaults, as in a plain `jax.jit`; both are compared (default: gtp_jax)",
+        "defaults, as in a plain `jax.jit`; give both to compare them (default: gtp_jax)",
     )
     topic.add_argument(
         "--steps", type=whole, default=12, help="number of timed steps, after 3 warm-up steps (default: %(default)s)"

@@ -86,8 +86,8 @@ def _norm(work: Workload, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--remat", choices=REMAT, default="matmuls", help="what a block saves for backward")
-    flags.add_argument("--view", choices=get_args(View), default="global", help="of the step")
-    flags.add_argument("--recipe", choices=sorted(RECIPES), help="what travels or multiplies in other formats")
+    flags.add_argument("--view", choices=get_args(View), default="global", help="the view of the step")
+    flags.add_argument("--recipe", choices=sorted(RECIPES), help="the formats that are sent and multiplied")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -102,7 +102,7 @@ def main() -> None:
         step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
 
         def sharded(rngs: nnx.Rngs) -> Llama:
-            # a loop over microbatches would keep gathered weights in each
+            # in a loop over microbatches, every iteration would keep gathered weights
             return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat, keep_last=work.microbatches == 1)
 
         placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
