@@ -103,7 +103,7 @@ class SuiteFile:
         if differing:
             raise ValueError(
                 f"{path} has results that this run cannot continue: {'; '.join(differing)}. Use another file to start "
-                "again, or continue where the file was written."
+                "again, or continue in the environment that wrote it."
             )
         return [Result(**{**r, "flags": tuple(r["flags"]), "seconds": tuple(r["seconds"])}) for r in saved["results"]]
 
