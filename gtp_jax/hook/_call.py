@@ -182,7 +182,7 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
     """Explains what to do instead when JAX refuses to differentiate a gather in forward mode, or to constrain a
-    sharding over an axis whose ranks compute by themselves."""
+    sharding over a manual axis."""
     try:
         yield
     except ValueError as error:
@@ -198,7 +198,7 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
             raise
         raise TypeError(
             f"a {type(owner).__name__} that `gtp_jax.shard` has sharded is differentiated in forward mode (`jax.jvp`, "
-            "`jax.jacfwd`), which its gathers do not support. Take reverse mode; or call it under "
+            "`jax.jacfwd`), which its gathers do not support. Use reverse mode, or call it under "
             "`with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode differentiation works there."
         ) from error
 
@@ -218,8 +218,8 @@ def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     """Makes variables hold gathered weights while a call runs, and shards again afterwards.
 
-    Meanwhile, they have no placement, so that the units and holders that share them do not gather them again, nor do
-    the copies of them that `nnx.remat` and other transformations make.
+    Meanwhile, they have no placement, so neither the units and holders that share them nor the copies that `nnx.remat`
+    and other transformations make gather them again.
     """
     if not weights:
         yield

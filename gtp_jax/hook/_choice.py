@@ -105,10 +105,10 @@ def in_order(
 
 
 def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
-    """Returns the paths of each module and variable of a model, by `id`, the first first.
+    """Returns the paths of each module and variable of a model, by `id`, in the order in which they are found.
 
-    A module that another module holds too has a path through each of them, and so has all that is within it. A path
-    that leads back to a module on it, as through an attribute `parent`, does not count.
+    A module that several modules hold has a path through each of them, and so does everything within it. Paths that
+    lead back to a module that they have passed, such as through an attribute `parent`, do not count.
     """
     names: dict[int, list[ModulePath]] = defaultdict(list)
 
@@ -131,7 +131,8 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
 
 
 def own_variables(module: nnx.Module) -> dict[ModulePath, nnx.Variable]:
-    """Returns the variables that a module itself holds, also in lists, without those of modules within it; by path."""
+    """Returns by path the variables that a module holds itself, directly or in lists, without those of inner
+    modules."""
     found: dict[ModulePath, nnx.Variable] = {}
     for name, value in _children(module):
         if isinstance(value, nnx.Variable):

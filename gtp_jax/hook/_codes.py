@@ -37,8 +37,10 @@ class Coded(Matrix):
     operands: Operands | None
 
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
-        """Returns the weight's group, which holds the decisions about it. In a format of the user's own, which may make
-        its arrays for one dtype, the weight is gathered in the dtype in which it is stored.
+        """Returns the weight's group, which holds the decisions about it.
+
+        In a user's own format, the weight is gathered in the dtype in which it is stored, because such a format may
+        support only one dtype.
 
         Args:
             dtype: the dtype in which it is used.
@@ -80,7 +82,7 @@ def decide(
     recipe: Recipe, paths: Sequence[tuple[str, ...]], shape: tuple[int, ...], placement: Placement
 ) -> Coded | str:
     """Returns how a sharded weight travels under a recipe; if it is not quantized, the reason in words, which is empty
-    if no pattern excludes it.
+    if the recipe quantizes no weights.
 
     Args:
         recipe: the recipe.
@@ -121,7 +123,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
     elif operands is not None and operands.delayed is not None:
-        asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps are kept for gtp_jax's own layers alone"
+        asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps only gtp_jax's own layers keep"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
@@ -209,8 +211,8 @@ def decode(
 
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
-    """Returns a gathered weight in the dtype in which it is used. Tiles are decoded here: their scales are powers of
-    two, so that products which round the values to tiles again multiply the same values."""
+    """Returns a gathered weight in the dtype in which it is used. Tiles are decoded here. Their scales are powers of
+    two, so products that round the values to tiles again multiply the same values."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

@@ -1,9 +1,9 @@
 """Sums the gradients of weights over ranks by an exchange in a recipe's `grad_wire`.
 
 [Note: one gradient per rank]
-In global view, XLA sums the gradients of all ranks where a product makes them, so that no array holds those of one
-rank. To be exchanged, they are kept apart: products give them to a slot with one more dimension, the first, which the
-ranks of the batch divide. In local view, each rank's gradient is there anyway.
+In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
+gradient of a single rank. To exchange gradients, we keep them apart: products give them to a slot with an additional
+leading dimension, which is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
 """
 
 from __future__ import annotations

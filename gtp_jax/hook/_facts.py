@@ -36,8 +36,8 @@ class UnitFact:
         type: the name of the module's class.
         weights: the number of its sharded weights.
         shards: the largest number of shards of any of these weights.
-        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a call that was explained
-            gathers slices of stacked weights, one slice of each.
+        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If an explained call gathers
+            slices of stacked weights, one slice of each weight counts.
         gathered: the time at which they are gathered, in words.
     """
 
@@ -57,12 +57,12 @@ class WeightFact:
     Attributes:
         weight: the path of the weight in the model.
         also: its other paths, if several modules hold it.
-        shape: its logical shape; if it is stacked and a call that was explained gathers slices of it, that of a slice.
+        shape: its logical shape, or that of one slice if it is stacked and an explained call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format; empty if the weight travels in the dtype in which it is used.
-        bytes: the size on the wire of one gather in bytes, codes and scales of all shards together; without a format,
-            in the dtype of the parameter.
-        reason: why it is not quantized.
+        bytes: the size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format,
+            the weight in the dtype of the parameter.
+        reason: why the recipe does not quantize it; empty if it does, or if it quantizes no weights.
         multiplied: whether products with it are to be computed in a format.
     """
 
@@ -137,7 +137,7 @@ class ShardedWeight:
 
     Attributes:
         paths: its paths in the model.
-        shape: its logical shape; if calls gather slices of it, that of a slice.
+        shape: its logical shape, or that of one slice if calls gather slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
@@ -159,8 +159,8 @@ class ShardedWeight:
 
     @property
     def bytes(self) -> int:
-        """The size on the wire of one gather in bytes, codes and scales of all shards together; without a format, in
-        the dtype of the stored array."""
+        """The size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format, the
+        weight in the dtype of the stored array."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.shape) * self.dtype.itemsize
@@ -203,8 +203,8 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the number of bytes in which a rank's part of the gradients of the largest unit is reduced, if the model
-    computes in 16 bits; 0 without units."""
+    """Returns the size in bytes of one rank's part of the reduced gradients of the largest unit, for a model that
+    computes in 16 bits; 0 if the model has no units."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 

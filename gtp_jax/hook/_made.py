@@ -1,10 +1,11 @@
-"""Gives sharded weights what a step has made for them, in the metadata of their variables: codes, and the keys of
-stochastic rounding.
+"""Gives sharded weights the codes and the keys of stochastic rounding that a step has made for them, in the metadata of
+their variables.
 
 [Note: once per step]
-A step calls the model once per microbatch, and quantizes the weights before, once for all of them. The codes belong to
-the arrays that the model then holds. If code puts another array into a variable, or a transformation calls a module
-with arrays of its own (a scan over stacked weights, `nnx.remat`), the call quantizes that array.
+A step calls the model once per microbatch. Before the first call, it quantizes the weights once for all microbatches.
+The codes belong to the arrays that the model holds at that time. If code puts another array into a variable, or a
+transformation calls a module with arrays of its own (a scan over stacked weights, `nnx.remat`), the call quantizes that
+array.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ._placement import placement_of
 
 
 def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array | None) -> M:
-    """Gives the sharded weights of a model what a step has made for them, and returns the model.
+    """Gives the sharded weights of a model the codes and keys that a step has made for them, and returns the model.
 
     Args:
         model: the model, which is changed. It must not outlive the trace of `codes` and `key`.
@@ -51,7 +52,8 @@ def keys_of_call(variable: Any) -> CallKeys | None:
 
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
-    """Returns the wires that the step has made of the weights of a call, with their numbers as the names of members.
+    """Returns the codes that the step has made of the weights of a call, as wires whose members are named by the
+    numbers of these weights.
 
     Args:
         variables: the variables of the weights.

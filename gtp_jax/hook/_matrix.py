@@ -48,9 +48,9 @@ class Matrix:
 
 
 def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str:
-    """Returns a weight of a logical shape as a matrix; if it cannot be seen as one, the reason in words."""
+    """Returns how a weight of this logical shape is seen as a matrix; if it cannot be, the reason in words."""
     if len(shape) < 2:
-        return "it is no matrix"
+        return "it is not a matrix"
     inputs = features_in(shape)
     # for each dimension of the weight that may be sharded, the dimension of the matrix that its shards divide
     starts = {0: 0, inputs: 1}
@@ -63,7 +63,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     axes = {dim: (placement.used_axes(dim), placement.gathered_axes(dim)) for dim in range(len(shape))}
     inner = [dim for dim, (used, gathered) in axes.items() if (used or gathered) and dim not in starts]
     if inner:
-        return f"dimension {inner[0]} is sharded, whose shards are no rows or columns of a matrix"
+        return f"dimension {inner[0]} is sharded, and its shards are not rows or columns of a matrix"
     tensor = [divided(dim, used) for dim, (used, _) in axes.items() if used]
     if len(tensor) > 1 or any(len(one.axes) > 1 for one in tensor):
         return "several axes shard it in use"

@@ -52,13 +52,13 @@ def product(
     batch: tuple[str, ...],
     key: jax.Array,
 ) -> jax.Array:
-    """Returns `x @ weight.T`, computed by every rank of its own part of `x`, in the view in scope.
+    """Returns `x @ weight.T`, which every rank computes from its own part of `x`, in the view in scope.
 
     Args:
         x: the input, `(..., features in)`. In global view, the first of two or more dimensions is the batch, which is
             sharded if the ranks divide it evenly.
-        weight: the gathered weight, `(features out, features in)`, with the values of its codes. If its slot has one
-            dimension more, the first, the slot receives the gradient of each rank of `batch`.
+        weight: the gathered weight, `(features out, features in)`, with the values of its codes. If its slot has an
+            additional leading dimension, the slot receives one gradient for each rank of `batch`.
         seen: the weight as a matrix, for which `ranks_know` is true.
         operands: the formats to which operands are rounded, if `multiplies` is true of them; otherwise `None`.
         factor: the weight's place in the product.

@@ -52,7 +52,7 @@ class Placement:
         return (*self.used_axes(dim), *self.gathered_axes(dim))
 
     def fits(self, shape: Sequence[int] | None) -> bool:
-        """Returns whether an array of this shape can be stored so."""
+        """Returns whether an array of this shape can be stored with this partition."""
         sizes = dict(self.degrees)
         return (
             shape is not None

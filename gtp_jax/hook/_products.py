@@ -164,8 +164,8 @@ def evaluate(
 
 
 def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) -> list[jax.Array] | None:
-    """Returns a product computed by `multiply`; `None` if the equation is not a product with a weight, or the weight is
-    not multiplied in a format."""
+    """Returns a product computed by `multiply`; `None` if the equation is not a product with a weight, or if `multiply`
+    leaves it to the jaxpr."""
     (contracted, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     if (views[0] is None) == (views[1] is None) or any(batch):
         return None
@@ -222,7 +222,8 @@ def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Returns a function of a slot. A slot with more than the `ndim` dimensions of its weight has one for each rank."""
+    """Returns a function of a slot, or of the slot of each rank if it has more than the `ndim` dimensions of its
+    weight."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 
 

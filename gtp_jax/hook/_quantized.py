@@ -19,8 +19,8 @@ from ._unit import Holder, Unit, kind_of
 
 def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     """Returns the codes of the sharded weights of a model that the recipe in scope quantizes, in the view in scope. One
-    kernel computes all amaxes. The weights that a module gathers share buffers; a weight of several modules has one of
-    its own."""
+    kernel computes all amaxes. The weights that one module gathers share buffers; a weight of several modules has a
+    buffer of its own."""
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
     for owner, variable, form in _coded(model):
@@ -34,7 +34,8 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
 
 
 def _coded(model: nnx.Module) -> Iterator[tuple[Any, nnx.Variable, Coded]]:
-    """Yields the weights that travel as codes, each once, with what is the same for the weights of one module."""
+    """Yields each weight that travels as codes once, after a key. The weights of one module share a key; a weight of
+    several modules has a key of its own."""
     owners: dict[int, list[int]] = {}
     found: dict[int, nnx.Variable] = {}
     for number, (_, module) in enumerate(nnx.iter_modules(model)):

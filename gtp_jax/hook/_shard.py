@@ -90,8 +90,8 @@ def shard[M: nnx.Module](
         methods: the names of the methods of units that gather their weights. In other methods, XLA gathers them.
         grad_reduce: how the gradients of weights are summed. By default, products return them in the dtype in which the
             model computes, and ranks sum them in that dtype; with `"float32"`, both in at least float32, like
-            gtp_jax's layers. Weights that a block uses in no product keep the default; `gtp_jax.explain` with `call`
-            names them. Weights that a module around blocks holds itself keep it too.
+            gtp_jax's layers. Weights that a block uses in no product keep the default (`gtp_jax.explain` with `call`
+            names them), and so do weights that a module around blocks holds itself.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
@@ -196,7 +196,7 @@ def _check_roles(roles: Any) -> None:
 
 
 def _variables(model: nnx.Module) -> dict[Paths, nnx.Variable]:
-    """Returns the variables of a model by their paths, of which the first is that of `nnx.state`."""
+    """Returns the variables of a model, each by all of its paths. The first path is the one in `nnx.state`."""
     names = names_of(model)
     found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
     return {tuple(dict.fromkeys((path, *names.get(id(v), ())))): v for path, v in found.items()}
@@ -217,8 +217,8 @@ def _refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
         value = v.get_raw_value()
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
             raise ValueError(
-                f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so that it is no `nnx.Param` "
-                "to shard. Call `gtp_jax.shard` first, and then add adapters: what is frozen stays sharded."
+                f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so it is no longer an "
+                "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then add adapters: what is frozen stays sharded."
             )
 
 
@@ -336,7 +336,7 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
     """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata. If it
-    has no placement, records the axes that divide it nevertheless, unless it belongs to one of gtp_jax's own layers."""
+    has no placement but axes divide it, records these axes, unless it belongs to one of gtp_jax's own layers."""
     if placement is not None:
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
@@ -367,7 +367,7 @@ def _on_mesh(value: Any, spec: PartitionSpec) -> Any:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Returns whether an array is on other devices than those of the mesh in scope."""
+    """Returns whether an array is on more or fewer devices than the mesh in scope has."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return concrete and len(value.sharding.device_set) != jax.sharding.get_abstract_mesh().size
 
@@ -443,9 +443,9 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
         shape, asked = variables[paths].get_raw_value().shape, _pattern(specs, paths)
         shards = 1 if placement is None else shards_of(placement)
         if ranks > 1 and shards < ranks and math.prod(shape) >= _LARGE and not asked:
-            parts = "stays whole on every rank" if shards == 1 else f"is divided among {shards} ranks alone"
+            parts = "stays whole on every rank" if shards == 1 else f"is divided among only {shards} ranks"
             warnings.warn(
-                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, as no dimension can be divided among "
-                f"{ranks}. Choose sizes that the degrees divide; or say with `specs` that this is wanted.",
+                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {ranks} ranks divide none of its "
+                "dimensions. Choose sizes that the degrees divide, or name its partition in `specs` if it is intended.",
                 stacklevel=3,
             )

@@ -77,7 +77,8 @@ def run(
         rest: the other input arrays.
         token: the token of the previous unit.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
-        wires: what the step has made of the weights, with their numbers as the names of members.
+        wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
+            weights.
         remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Gathered weights are not saved, nor is
             what is computed from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
@@ -87,7 +88,7 @@ def run(
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
-    # of weights whose gradients are kept apart, see [Note: one gradient per rank]
+    # the weights whose gradients are kept apart, see [Note: one gradient per rank]
     apart = {i: one for i, one in enumerate(program.exchanged) if one is not None and current_view() == "global"}
     codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments

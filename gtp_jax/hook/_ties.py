@@ -1,11 +1,11 @@
 """Ties make arrays wait until other arrays are available. They change no value.
 
 [Note: ties that hold]
-XLA drops outputs of a barrier that nothing reads, and the tie with them. Of arrays that must wait, one therefore passes
-through a select on a zero that came out of the barrier: XLA cannot know that it is zero, and must wait for it. The
-others wait for that one in a second barrier, all of whose outputs are read: a select on each would read and write it
-once more. A constraint to the stored partition between this barrier and the gather keeps the gather after it
-(`_movement`).
+XLA drops the outputs of a barrier that nothing reads, and with them the tie. Therefore, one of the arrays that must
+wait passes through a select on a zero that a barrier returned: XLA cannot know that the value is zero, so it must wait
+for it. The other arrays wait for the selected one in a second barrier, all of whose outputs are read. A select on each
+of them would also hold, but would read and write each array once more. A sharding constraint to the stored partition,
+between the second barrier and the gather, keeps the gather after the barrier (`_movement`).
 """
 
 from __future__ import annotations

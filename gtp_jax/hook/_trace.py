@@ -80,7 +80,8 @@ class Traced(NamedTuple):
         finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
             attributes, and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
-        wires: what the step has made of the weights, with their numbers as the names of members.
+        wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
+            weights.
     """
 
     program: Program

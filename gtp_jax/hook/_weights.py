@@ -36,20 +36,20 @@ class Weights:
     casts: tuple[np.dtype | None, ...]
 
     def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
-        """Returns the codes of the weights that are quantized: those that the step has made, and the others. Both
-        passes gather them.
+        """Returns the codes of the weights that are quantized, which both passes gather: those that the step has made,
+        and new ones for the other weights.
 
         Args:
             shards: the shards of the weights.
-            made: the wires that the step has made, with the numbers of the weights as the names of members.
+            made: the codes that the step has made, as wires whose members are named by the numbers of the weights.
         """
         done = {number for wire in made for (number,) in wire.members}
         left = [None if number in done else own for number, own in enumerate(self.coded)]
         return (*made, *encode(shards, left, self._dtypes(shards)))
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
-        """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. What is
-        cast is written to memory once: otherwise, XLA would cast it again for each gather."""
+        """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. Cast
+        shards are written to memory once; otherwise, XLA would cast them again for each gather."""
         plain = self._plain
         found = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
         made = [n for n, i in enumerate(plain) if self.casts[i] is not None]
@@ -84,7 +84,8 @@ class Weights:
 
         Args:
             gradients: the gradients of gathered weights.
-            apart: further gradients of some of them, in global view, of each rank; see [Note: one gradient per rank].
+            apart: in global view, further gradients of some of these weights, one for each rank; see [Note: one
+                gradient per rank].
             axes: the axes of the mesh that shard the batch.
         """
         sent = apart if current_view() == "global" else gradients

@@ -300,7 +300,8 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
     assert (kernel.shape, kernel.wire, kernel.bytes, kernel.reason) == ((64, 128), "MXFP8", 64 * 128 * 33 // 32, "")
     assert weights["head.kernel"].reason == "it matches '*head'"
     assert weights["short.kernel"].reason == "its rows of 16 elements are shorter than a block of MXFP8"
-    assert weights["inner.kernel"].reason == "dimension 1 is sharded, whose shards are no rows or columns of a matrix"
-    assert weights["layers.0.bias"].reason == "it is no matrix"
+    inner = "dimension 1 is sharded, and its shards are not rows or columns of a matrix"
+    assert weights["inner.kernel"].reason == inner
+    assert weights["layers.0.bias"].reason == "it is not a matrix"
     assert found.untouched == ("odd.bias", "odd.kernel")
     assert "layers.0.kernel" in str(found) and "it matches '*head'" in str(found)
