@@ -105,7 +105,7 @@ class FaultPlan:
 
     @property
     def throughput_if_lowered(self) -> Fraction:
-        """The throughput if all these replicas ran at the lowest degree among them."""
+        """The throughput if all replicas that continue ran at the lowest degree among them."""
         return self._best([min(replica.tp for replica in self.replicas)] * len(self.replicas))
 
     def with_core(self, core_tp: int) -> FaultPlan:
@@ -177,7 +177,7 @@ def plan_faults(
         batch: the number of rows of a batch, over all replicas; must be a multiple of gtp * microbatches.
         microbatches: the number of microbatches into which each replica's rows are divided.
         batches: the number of rows of each replica that continues; by default in proportion to the degrees, so that
-            all replicas take as nearly as possible the same time.
+            all replicas take as nearly the same time as possible.
         even: whether all replicas that lost a device get the lowest degree among them, as in Megatron-LM.
         min_tp: the lowest degree at which a replica may continue; a replica that cannot is left out, with all its
             devices idle.
@@ -220,12 +220,12 @@ def plan_faults(
 
 
 def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:
-    """Returns, for each rank of the core, the rank of tp that also serves as it.
+    """Returns the tp rank of a replica that acts as each rank of the core.
 
-    If a dimension is divided into `tp` parts, and into `core_tp` parts for the core, it is the rank whose part overlaps
-    most with that of the core's rank. The ranks are distinct: a part of the core has the length 1/core_tp, so it either
-    contains the part of a rank of tp or overlaps one by at least half of its own length, and two parts of the core
-    cannot both do so with the same part, which is shorter.
+    If a replica divides a dimension into `tp` parts, and the core divides it into `core_tp` parts, each core rank is
+    assigned the tp rank whose part overlaps most with its own. No tp rank is assigned twice: a core part is at least as
+    long as a tp part, so it either contains a whole tp part or overlaps one by at least half of its own length. Two
+    core parts cannot both overlap the same tp part by that much, because the tp part is shorter than either.
     """
 
     def overlap(rank: int, core: int) -> Fraction:
@@ -273,7 +273,7 @@ def _slot_of(coordinates: Sequence[Any], dp: int, gtp: int, tp: int) -> int:
     whole = [isinstance(c, int) and not isinstance(c, bool) for c in at]
     if len(whole) != 3 or not all(whole) or not all(0 <= c < n for c, n in zip(at, sizes, strict=True)):
         raise ValueError(
-            f"`failed` names {tuple(coordinates)!r}, which is no place in the grid: coordinates are (dp, gtp, tp), "
+            f"`failed` names {tuple(coordinates)!r}, which is not a place in the grid: coordinates are (dp, gtp, tp), "
             f"from (0, 0, 0) to {(dp - 1, gtp - 1, tp - 1)}."
         )
     place, column, rank = at
@@ -281,7 +281,7 @@ def _slot_of(coordinates: Sequence[Any], dp: int, gtp: int, tp: int) -> int:
 
 
 def _int(number: Any) -> Any:
-    """Returns a whole number of NumPy as one of Python, and anything else unchanged."""
+    """Returns a NumPy integer as a Python integer, and anything else unchanged."""
     return int(number) if isinstance(number, Integral) and not isinstance(number, bool) else number
 
 

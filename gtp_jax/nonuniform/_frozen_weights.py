@@ -23,8 +23,8 @@ Tree = Any
 class FrozenWeights:
     """The frozen weights of a state in each replica's own layout: values, or codes and scales bit for bit.
 
-    They are moved when a state is first seen with them. The state that a step returns has the same arrays, so that
-    later steps move nothing. Where a device stores the same part in both layouts, there is one array.
+    They are moved on the first call with a state that holds them. The state that a step returns has the same arrays, so
+    later steps move nothing. A device that stores the same part in both layouts has one array for both.
 
     Args:
         replicas: the replicas and their meshes.
@@ -79,14 +79,14 @@ class FrozenWeights:
         """Checks that the state has the frozen weights of the model that the replicas were made for.
 
         Raises:
-            ValueError: if it has others, or codes of another format.
+            ValueError: if it has other frozen weights, or codes of another format.
         """
         ours = jax.tree.structure(state.frozen)
         theirs = jax.tree.structure(self._replicas.model_defs[0].frozen_specs, is_leaf=_is_spec)
         if ours != theirs:
             raise ValueError(
-                "the state has other frozen weights, or codes of another format, than the model that `replicas` was "
-                "made for. Pass the same `factory` to both."
+                "the frozen weights of the state, or the format of their codes, are not those of the model that "
+                "`replicas` was made for. Pass the same `factory` to both."
             )
 
     def _specs(self, state: TrainState, place: int) -> list[LeafSpecs]:

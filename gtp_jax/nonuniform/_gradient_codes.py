@@ -1,8 +1,8 @@
 """Sends gradients between replicas as MXFP8 codes, if a recipe exchanges gradients in MXFP8 (`grad_wire`).
 
-A replica rounds its gradient once, in blocks of 32 along the last dimension of the stored array; codes and scales are
-what moves to the core and is exchanged over replicas. There, each rank decodes its part of every replica's gradient and
-adds them up in float32, so that sums are not rounded. See [Note: error] in `gtp_jax/weights/_exchange.py`.
+A replica rounds its gradient once, in blocks of 32 along the last dimension of the stored array. Its codes and scales
+move to the core, which exchanges them over replicas. There, each rank decodes its part of every replica's gradient and
+adds these parts up in float32, so sums are not rounded to codes. See [Note: error] in `gtp_jax/weights/_exchange.py`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Codes = tuple[jax.Array, jax.Array]
 def coded_leaves(
     wanted: Collection[int], core: ModelDef, params: Tree, plan: FaultPlan, replicas: Sequence[ModelDef]
 ) -> frozenset[int]:
-    """Returns the leaves whose gradients can travel as codes: those that all axes of the core divide, and of which
-    neither the core nor a replica cuts a block.
+    """Returns the leaves whose gradients can travel as codes: those that all axes of the core divide, and whose blocks
+    neither the core nor a replica cuts.
 
     Args:
         wanted: the numbers of the leaves to choose from.

@@ -34,8 +34,8 @@ class LeafSpecs:
 def plan_unfold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
     """Plans how a replica's devices get arrays from those of them that belong to the core.
 
-    Devices are numbered along the rows of the replica's grid. Arrays that replicas divide on the core must have been
-    gathered over the replicas before.
+    Devices are numbered along the rows of the replica's grid. Arrays that replicas divide on the core must already have
+    been gathered over the replicas.
     """
     return plan_moves([LeafBoxes(leaf.dtype, _on_core(replica, leaf), _on_replica(replica, leaf)) for leaf in leaves])
 

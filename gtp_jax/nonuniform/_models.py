@@ -55,7 +55,7 @@ def leaf_specs(
         logical = next(known.shape for known in (one, other) if known is not None)
         raise ValueError(
             f"{name}, of shape {logical}, is stored padded to {' or '.join(map(str, shapes))}, but differently "
-            "on the core and in a replica of another degree, so that it cannot move between them. Choose sizes that "
+            "on the core and in a replica of another degree, so it cannot move between them. Choose sizes that "
             "gtp divides, or another gtp."
         )
     return _leaf_specs(params, core.specs, replica.specs, dtypes)

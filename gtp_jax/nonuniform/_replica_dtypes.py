@@ -29,8 +29,8 @@ class ReplicaDtypes(NamedTuple):
         weights: the dtype in which each leaf travels to a replica.
         gradients: the dtype in which each leaf's gradient travels back and is summed over replicas.
         rounded: the modules whose weights travel in a narrower dtype than they are stored in.
-        coded: the numbers of the leaves whose gradients a recipe exchanges in MXFP8. They travel as codes if replicas
-            and core store whole blocks (`codable`), and otherwise as `gradients` says.
+        coded: the numbers of the leaves whose gradients a recipe exchanges in MXFP8. They travel as codes if the
+            replicas and the core store whole blocks (`coded_leaves`), and otherwise as `gradients` says.
     """
 
     weights: tuple[np.dtype, ...]

@@ -37,7 +37,7 @@ class Replicas:
     its own mesh, at its own degree, with the model laid out for that mesh.
 
     Args:
-        factory: makes the model, as in `gtp_jax.init`.
+        factory: the function that makes the model, as in `gtp_jax.init`.
         plan: the plan that names the devices that continue.
         devices: the devices of all slots of the plan, of the healthy ones, or of the active ones, in the order of
             slots; by default `jax.devices()`.
@@ -51,7 +51,7 @@ class Replicas:
     Raises:
         ValueError: if the number of devices is wrong, if `batch`, `weights` or `tensor` of the roles in scope are not
             the default ones, if a term of the loss depends on the whole batch, which no replica has, or if the
-            replicas are unequal and the model holds variables other than parameters, trained or frozen.
+            replicas are unequal and the model holds variables that are neither trained parameters nor frozen weights.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Replicas:
                 batch as numpy arrays, and copies only its own rows to its devices.
 
         Raises:
-            ValueError: if an array has another number of rows than the plan, or is spread over several processes.
+            ValueError: if the number of rows of an array is not that of the plan, or if an array is spread over several
+                processes.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)

@@ -57,10 +57,10 @@ class NonuniformStep:
         max_grad_norm: the norm to which larger gradients are scaled down; `None` for no limit.
         replicas: the replicas and their meshes.
         skip_nonfinite: as in `train_step`.
-        options: returns the XLA options for the mesh and the recipe in scope.
+        options: a function that returns the XLA options for the mesh and the recipe in scope.
 
     Attributes:
-        tell: returns scalars of the core on every process.
+        tell: a function that returns scalars of the core on every process.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class NonuniformStep:
 
         Raises:
             TypeError: if the step is called under `jax.jit`.
-            ValueError: if the state is not on this core, if it is of another model than `replicas`, or if the batch has
-                another size than the plan's.
+            ValueError: if the state is not on this core, if its model is not the one of `replicas`, or if the size of
+                the batch is not that of the plan.
         """
         self._check(state)
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
@@ -209,7 +209,7 @@ class NonuniformStep:
         return self._gather[recipe]
 
     def _stored(self, state: TrainState) -> Parts:
-        """Returns the parts that the core's devices send: of every parameter, gathered over replicas, and of the number
+        """Returns what the core's devices send: their parts of each parameter, gathered over replicas, and the number
         of updates made."""
         params = state.params
         if is_here(self._replicas.core) and (gather := self._gather_of(state)) is not None:
@@ -290,7 +290,7 @@ class NonuniformStep:
         theirs = jax.tree.structure(self._replicas.model_defs[0].specs, is_leaf=_is_spec)
         if ours != theirs:
             raise ValueError(
-                "the state has other parameters than the model that `replicas` was made for: the model has "
+                "the parameters of the state are not those of the model that `replicas` was made for: the model has "
                 f"{theirs.num_leaves} parameters, the state {ours.num_leaves}. Pass the same `factory` to both."
             )
         self._frozen.check(state)
@@ -328,8 +328,8 @@ def _gathered(wires: ReplicaDtypes, state: TrainState) -> Tree:
 
 
 def _without_frozen(state: TrainState) -> TrainState:
-    """Returns the state without its frozen weights, which a step neither donates nor returns: replicas use the same
-    arrays."""
+    """Returns the state without its frozen weights. A step neither donates nor returns these, because replicas use the
+    same arrays."""
     return dataclasses.replace(state, frozen={})
 
 

@@ -183,7 +183,7 @@ def _packed(moves: Moves, number: int, own: dict[int, jax.Array]) -> list[jax.Ar
 
 
 def _assembled(moves: Moves, number: int, own: dict[int, jax.Array], received: list[jax.Array]) -> dict[int, jax.Array]:
-    """Returns the parts that a device stores after the transfer, of arrays of which its part changes."""
+    """Returns the parts that a device stores after the transfer, for each array whose part on the device changes."""
     pieces: dict[int, list[tuple[Box, jax.Array]]] = defaultdict(list)
     for one, buffer in zip(moves.rounds, received, strict=True):
         for message in one.messages:

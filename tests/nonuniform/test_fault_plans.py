@@ -214,11 +214,14 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
         ({"failed": (7, (1, 0, 3))}, "`failed` names 7 twice"),
         (
             {"failed": ((1, 3),)},
-            r"`failed` names \(1, 3\), which is no place in the grid: coordinates are \(dp, gtp, tp\)",
+            r"`failed` names \(1, 3\), which is not a place in the grid: coordinates are \(dp, gtp, tp\)",
         ),
-        ({"failed": ((2, 0, 0),)}, r"\(2, 0, 0\), which is no place in the grid: .*, from \(0, 0, 0\) to \(1, 0, 3\)"),
-        ({"failed": ((0, 0, -1),)}, r"\(0, 0, -1\), which is no place in the grid"),
-        ({"failed": ((0, 0, True),)}, r"\(0, 0, True\), which is no place in the grid"),
+        (
+            {"failed": ((2, 0, 0),)},
+            r"\(2, 0, 0\), which is not a place in the grid: .*, from \(0, 0, 0\) to \(1, 0, 3\)",
+        ),
+        ({"failed": ((0, 0, -1),)}, r"\(0, 0, -1\), which is not a place in the grid"),
+        ({"failed": ((0, 0, True),)}, r"\(0, 0, True\), which is not a place in the grid"),
         ({"tp": 0}, "`tp` is 0; it must be a whole number of at least 1"),
         ({"failed": tuple(range(8))}, "no replica is left: with 8 of 8 devices failed"),
         ({"failed": (0, 4), "min_tp": 4}, "none of 2 replicas has gtp 1 x tp 4 devices"),

@@ -190,7 +190,7 @@ def test_codes_of_another_format_than_the_replicas_were_made_for_are_refused_by_
     replicas, _, step = placed()
     with jax.set_mesh(replicas.core):
         state = begin(functools.partial(adapted, recipe=gtp.MXFP8()))
-        with pytest.raises(ValueError, match="other frozen weights, or codes of another format, than the model that"):
+        with pytest.raises(ValueError, match="frozen weights of the state, or the format of their codes, are not"):
             step(state, next(batches(9)))
-        with pytest.raises(ValueError, match="other frozen weights, or codes of another format, than the model that"):
+        with pytest.raises(ValueError, match="frozen weights of the state, or the format of their codes, are not"):
             step(begin(adapted), next(batches(9)))

@@ -319,7 +319,7 @@ class WithLoadOfAll(nnx.Module):
         ({"factory": WithDropout}, ValueError, r"\(dropout.rngs.count, dropout.rngs.key\), which every replica of"),
         ({"factory": WithLoadOfAll}, ValueError, "the MoE at moe has `aux_loss` 'microbatch', a term of the load over"),
         ({"rows": 8}, ValueError, r"`batch`\['targets'\] has shape \(8, 12\), but the plan is for batches of 9 rows"),
-        ({"state_factory": Everything}, ValueError, "has other parameters than the model that `replicas` was made for"),
+        ({"state_factory": Everything}, ValueError, "the parameters of the state are not those of the model"),
         ({"elsewhere": True}, ValueError, "the state is on other devices than the core of `replicas`"),
         ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "the roles in scope have `weights`"),
         ({"jitted": True}, TypeError, "a step over replicas runs several programs, so call it outside of `jax.jit`"),
