@@ -108,8 +108,8 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
         raise ValueError(f"a weight has shape {shape}; every dimension must be at least 1.")
     if tensor_dim is not None and not -len(shape) <= tensor_dim < len(shape):
         raise ValueError(
-            f"`tensor_dim` of a weight of shape {shape} is {tensor_dim}; it must be the one of its {len(shape)} "
-            "dimensions that the tensor axis divides, or `None`."
+            f"`tensor_dim` of a weight of shape {shape} is {tensor_dim}; it must be one of its {len(shape)} "
+            "dimensions, which the tensor axis then divides, or `None`."
         )
     split = None
     if tensor_dim is not None:

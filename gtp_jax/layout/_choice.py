@@ -134,8 +134,8 @@ def _padded(
 ) -> tuple[int | None, list[Padding]]:
     """Returns the dimension to pad so that the ranks of a gather divide it, and the padding of each kernel.
 
-    Takes whole blocks, along the first dimension where they add little; otherwise the dimension along which equal
-    shards add less. Returns `None` for the dimension if shards would be no smaller than the weight.
+    Pads to whole blocks along the first dimension where that adds little. Otherwise, pads to equal shards along the
+    dimension where that adds less. Returns `None` for the dimension if shards would be no smaller than the weight.
 
     Args:
         shapes: the shapes of the kernels.
@@ -173,8 +173,8 @@ def _padded_further(layouts: Sequence[Layout], copies: int) -> tuple[int | None,
     """Returns the dimension to pad so that the ranks of the optimizer's axes divide each shard along it, and the
     padding of each kernel.
 
-    Prefers a dimension that the gather does not divide, where that adds little: shards then stay as they are. Only one
-    dimension is padded. Returns `None` for the dimension if parts would be no smaller than the shard.
+    Prefers a dimension that the gather does not divide, if that adds little, because shards then stay as they are. Only
+    one dimension is padded. Returns `None` for the dimension if parts would be no smaller than the shard.
 
     Args:
         layouts: the layouts, not yet divided over these axes.

@@ -50,7 +50,7 @@ class Layout(Storage):
     @property
     def takes_part(self) -> bool:
         """Whether each rank of the tensor axis takes its part of the gathered weight, because storage is not sharded
-        over that axis. This is so for all kernels of a gather if the split of any of them is uneven."""
+        over that axis. All kernels of a gather do so if the split of any of them is uneven."""
         return self.split is not None and self.split.axis is not None and self.tensor.dim is None
 
     @property

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ._storage import UNPADDED, Padding
 
-# The fraction of a weight up to which it is padded so that shards consist of whole blocks, or stay as they are, and not
-# only so that all ranks store equal shares.
+# The largest padding, as a fraction of the weight, that is added so that shards consist of whole blocks or stay as they
+# are. More is added only so that all ranks store equal shares.
 LITTLE = 0.03
 
 
@@ -27,9 +27,9 @@ def choose_padding(
 
     Args:
         shapes: the logical shapes of the kernels.
-        preferred: the targets of which the first is taken that adds no more than `LITTLE`.
-        others: the targets of which the one that adds least is taken otherwise. If there are none, the dimension is
-            `None`.
+        preferred: the targets to try first, in order; the first one that adds no more than `LITTLE` is taken.
+        others: the targets to choose from otherwise; the one that adds least is taken. If there are none, the dimension
+            is `None`.
     """
     elements = sum(map(math.prod, shapes))
 

@@ -128,8 +128,8 @@ class Storage:
 
     @property
     def shard_padding(self) -> Padding:
-        """The zeros at the end of a dimension of the array that all shards form: those of the stored array, unless only
-        the axes of `optimizer` divide their dimension."""
+        """The zeros at the end of a dimension of the array that all shards form together: those of the stored array,
+        unless only the axes of `optimizer` divide the padded dimension."""
         return self.padding if self.ranks > 1 and self.padding.dim == self.gather.dim else UNPADDED
 
     @property
@@ -150,6 +150,7 @@ class Storage:
         return {axis: size for _, axes, sizes in every for axis, size in zip(axes, sizes, strict=True)}
 
     def _parts(self, dim: int, *, stored: bool) -> int:
-        """Returns the number of parts that shards divide a dimension into; with `stored`, that of what ranks store."""
+        """Returns the number of parts into which sharding divides a dimension; with `stored`, counts the optimizer's
+        axes too."""
         divisions = (self.gather, self.tensor, self.experts, *([self.optimizer] if stored else []))
         return math.prod(one.ranks for one in divisions if one.dim == dim)
