@@ -82,7 +82,7 @@ class AttentionFact:
     Attributes:
         module: the path of the module in the model.
         implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores.
-        reason: what cuDNN does not support, or which inputs it reads as an array of that shape.
+        reason: what cuDNN does not support, or which inputs cuDNN reads as an array of that shape.
     """
 
     module: str
@@ -124,7 +124,7 @@ class Explanation:
         weights: one fact for each weight that `gtp_jax.shard` has sharded; empty if the recipe quantizes none.
         share: what each device stores of the weights and of AdamW's state, and an even share; `None` if nothing is
             trained.
-        offloads: one fact for each `Stack` that the call runs, and whose layers keep what they save in the host's
+        offloads: one fact for each `Stack` that the call runs and whose layers save their activations in the host's
             memory.
     """
 
@@ -140,15 +140,15 @@ class Explanation:
 
     @property
     def unmultiplied(self) -> tuple[str, ...]:
-        """Returns the sharded weights that the recipe would multiply in its format, but that no such product of the
-        explained call uses."""
+        """Returns the sharded weights that the recipe would multiply in its format, but that the explained call uses in
+        no such product."""
         found = {name for call in self.calls for name in call.multiplied}
         return tuple(w.weight for w in self.weights if self.calls and w.multiplied and w.weight not in found)
 
     @property
     def narrow(self) -> tuple[str, ...]:
         """Returns the sharded weights whose gradients should be summed in float32 (`grad_reduce` of `gtp_jax.shard`),
-        and which a call sums in the dtype in which it computes, because it has no product with them."""
+        but are summed in the dtype in which a call computes, because the call has no product with these weights."""
         return tuple(dict.fromkeys(name for call in self.calls for name in call.narrow))
 
     def __str__(self) -> str:
@@ -285,7 +285,7 @@ def explain(
 
 
 def _grouped(names: Sequence[str]) -> list[str]:
-    """Returns names, those that differ only in numbers as one, with `*` for numbers and how many there are."""
+    """Returns names. Those that differ only in numbers become one name, with `*` for the numbers, and their count."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
@@ -375,8 +375,8 @@ def _multiplies_codes(group: WeightGroup) -> bool:
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
-    """Returns which products `scaled_matmul` computes on hardware that supports it. It needs whole blocks along the
-    contraction."""
+    """Returns in words which products `scaled_matmul` computes on hardware that supports it. `scaled_matmul` needs whole
+    blocks along the contraction."""
     first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
@@ -419,7 +419,7 @@ def _operand(form: Format) -> str:
 
 
 def _named(path: str, also: tuple[str, ...]) -> str:
-    """Returns the paths of a module or weight that several modules hold; of many, the first and the number."""
+    """Returns the paths of a module or weight that several modules hold; if there are many, the first and a count."""
     return " = ".join((path, *also)) if len(also) < 3 else f"{path} = {also[0]} = {len(also) - 1} more"
 
 

@@ -75,7 +75,7 @@ def lives_of(
 
     Raises:
         ValueError: if `path` does not name exactly one module with gathered weights, or one such weight; the message
-            lists the nearest.
+            lists the nearest names.
     """
     lives: dict[str, list[WeightLife]] = defaultdict(list)
     for (at, layers), group in groups.items():
@@ -196,7 +196,7 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
 
 def _sharded_life(weight: ShardedWeight) -> WeightLife:
     """Returns the life of a weight that the hook gathers: of one slice if calls gather slices of a stacked weight."""
-    use = "float32 at least, where products make it" if weight.wide else "the dtype of the weight's use"
+    use = "at least float32 where products compute it" if weight.wide else "the dtype of the weight's use"
     placement, coded = weight.placement, weight.coded
     axes = {dim: placement.axes(dim) for dim in range(len(weight.shape))}
     sizes = dict(placement.degrees)
@@ -224,7 +224,7 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     reduced = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))}" if over else "nothing to do"
     reduced, by = f"{reduced} in that dtype", _name(hook.scatter)
     if weight.exchanged is not None:
-        use, by = "float32 at least, where products make it", _name(hook.exchange)
+        use, by = "at least float32 where products compute it", _name(hook.exchange)
         reduced = (
             f"this rank's part of the sum: all-to-all in {weight.exchanged.wire.name} over {_axes(tuple(over))}, "
             "summed in float32"

@@ -1,4 +1,4 @@
-"""Compares what a layer copies to the host's memory and back with the time for which it computes."""
+"""Compares the time that a layer's copies to the host's memory and back take with the time for which it computes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class OffloadFact:
         stack: the path of the stack in the model.
         remat: its policy.
         layers: the number of its layers.
-        bytes: what one layer copies each way. If the ranks of tp do not divide the sequence between layers, other
-            values than the layer's input count as whole on each of them, so that this is an upper bound.
-        flops: the floating-point operations of a layer's forward pass, if ranks compute equally much: of matmuls and
-            of attention.
+        bytes: what one layer copies each way. If the ranks of tp do not divide the sequence between layers, all values
+            other than the layer's input count as whole on each of these ranks, which makes this an upper bound.
+        flops: the floating-point operations of the matmuls and the attention of a layer's forward pass, if ranks share
+            them equally.
         chip: the chip of `hlo.CHIPS` that sets the rates.
     """
 
@@ -140,7 +140,7 @@ def _flops(stack: Stack, shape: Sequence[int]) -> float:
 
 @contextlib.contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Traces for H200s if the mesh in scope has other devices than GPUs, because what attention saves depends on it."""
+    """Traces for H200s if the devices of the mesh in scope are not GPUs, because what attention saves depends on it."""
     mesh = jax.sharding.get_abstract_mesh()
     if platform() == "gpu":
         yield

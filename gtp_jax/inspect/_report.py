@@ -211,7 +211,7 @@ def _exchanges(inspection: Inspection) -> str:
         "experts are evenly\nloaded.\n\n"
         + columns(traffic_header, traffic, right=(5, 6))
         + "\n\nin this order, per layer and microbatch, from a rank whose experts are evenly loaded. XLA may combine "
-        "collectives that\nare ready at the same time. Below, its own count of a ragged exchange is room for the worst "
+        "collectives that\nare ready at the same time. Below, XLA counts a ragged exchange at the size of the worst "
         "load."
     )
 

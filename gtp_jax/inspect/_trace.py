@@ -78,7 +78,7 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
     """Returns the kernels of one device, in the order in which they started.
 
     Args:
-        path: a folder that `jax.profiler.trace` has written, whose newest trace is read, or an `.xplane.pb` file.
+        path: an `.xplane.pb` file, or a folder that `jax.profiler.trace` has written, whose newest trace is read.
         device: the number of the device on its host.
 
     Raises:
@@ -94,7 +94,7 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
 def parse_trace(profile: Any, device: int = 0) -> list[Op]:
     """Reads a `jax.profiler.ProfileData` as `read_trace` does."""
     with warnings.catch_warnings():
-        # jaxlib's own bindings raise deprecation warnings, which would abort the process where warnings are errors
+        # jaxlib's own bindings raise deprecation warnings, which would abort the process if warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
         raw = [
             (event.name, str(stats.get("hlo_op", "")), stream, event.start_ns, event.start_ns + event.duration_ns)
@@ -112,7 +112,7 @@ def parse_trace(profile: Any, device: int = 0) -> list[Op]:
 
 
 def _kernels(plane: Any, device: int):
-    """Yields (stream, event, statistics) of what runs on a GPU's streams, or of a CPU's HLO operations."""
+    """Yields (stream, event, statistics) for everything that runs on a GPU's streams, or for a CPU's HLO operations."""
     is_gpu = plane.name == f"/device:GPU:{device}"
     for line in plane.lines:
         if is_gpu and "Stream" not in line.name:

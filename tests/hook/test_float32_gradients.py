@@ -119,7 +119,7 @@ def test_explain_names_the_weights_whose_gradients_keep_the_dtype_of_the_computa
         plain = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=64)
         assert gtp.explain(plain, call=lambda model: model(tokens)).narrow == ()
         life = str(gtp.explain(model, path="blocks.0.heads.kernel"))
-    assert "in float32 at least, where products make it, not yet summed over ranks" in life
+    assert "in at least float32 where products compute it, not yet summed over ranks" in life
     assert found.narrow == tuple(f"blocks.0.{name}" for name in ("conv.kernel", "embed.embedding", "scaled", "scanned"))
     assert (
         f"in no product, so that gradients are summed in the dtype in which the model computes: {found.narrow[0]}"
