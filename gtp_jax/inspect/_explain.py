@@ -375,8 +375,8 @@ def _multiplies_codes(group: WeightGroup) -> bool:
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
-    """Returns in words which products `scaled_matmul` computes on hardware that supports it. `scaled_matmul` needs whole
-    blocks along the contraction."""
+    """Returns in words which products `scaled_matmul` computes on hardware that supports it. `scaled_matmul` needs
+    whole blocks along the contraction."""
     first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
