@@ -132,7 +132,7 @@ def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
     """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the weight of which each
-    output is a view. Views of weights that have slots have slots."""
+    output is a view. A view of a weight with a slot has a slot too."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     known: dict[Any, View | None] = dict(zip(jaxpr.invars, views, strict=True))
 

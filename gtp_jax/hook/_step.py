@@ -122,7 +122,7 @@ def run(
         return weights_of.gather(zero, shards, sent, jax.tree.unflatten(coded, codes)[0])
 
     def before(weights: Arrays, slots: Arrays) -> Arrays:
-        """Returns what is computed from weights alone; views of weights with slots have slots."""
+        """Returns what is computed from weights alone; a view of a weight with a slot has a slot too."""
         if all(slot is None for slot in slots):
             return eval_jaxpr(parts.before, [], *weights)
         given = [w if slot is None else SlottedWeight(w, slot) for w, slot in zip(weights, slots, strict=True)]
