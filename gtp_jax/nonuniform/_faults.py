@@ -131,8 +131,8 @@ class FaultPlan:
             if len(devices) == len(slots):
                 return dict(zip(slots, devices, strict=True))
         raise ValueError(
-            f"there are {len(devices)} devices, but the plan is for {self.slots} of which {len(self.failed)} have "
-            f"failed and {len(self.active)} compute. Pass the devices of all slots, of the {len(healthy)} healthy "
+            f"there are {len(devices)} devices, but the plan is for {self.slots}: {len(self.failed)} "
+            f"failed, {len(self.active)} active. Pass the devices of all slots, of the {len(healthy)} healthy "
             f"ones, or of the {len(self.active)} active ones."
         )
 

@@ -201,7 +201,7 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
     for devices in (names, healthy, active):
         found = plan.devices_of(devices)
         assert all(found[slot] == names[slot] for slot in plan.active)
-    with pytest.raises(ValueError, match="there are 3 devices, but the plan is for 8 of which 1 have failed"):
+    with pytest.raises(ValueError, match="there are 3 devices, but the plan is for 8: 1 failed"):
         plan.devices_of(names[:3])
 
 

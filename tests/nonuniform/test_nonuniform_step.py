@@ -323,7 +323,7 @@ class WithLoadOfAll(nnx.Module):
         ({"elsewhere": True}, ValueError, "the state is on other devices than the core of `replicas`"),
         ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "the roles in scope have `weights`"),
         ({"jitted": True}, TypeError, "a step over replicas runs several programs, so call it outside of `jax.jit`"),
-        ({"devices": 2}, ValueError, "there are 2 devices, but the plan is for 4 of which 1 have failed"),
+        ({"devices": 2}, ValueError, "there are 2 devices, but the plan is for 4: 1 failed, 3 active"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
