@@ -221,8 +221,8 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
         sent = LifeState("on the wire", when, f"shard, {share} in {dtype}, or narrower if the call casts it first", "")
     source = f"from {ranks} ranks of {_axes(tuple(over))}" if over else "no communication"
     gathered = f"weight {_shape(weight.shape)}, {source}" + (f", divided among {in_use} ranks" if in_use > 1 else "")
-    reduced = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))}" if over else "nothing to do"
-    reduced, by = f"{reduced} in that dtype", _name(hook.scatter)
+    scattered = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))} in that dtype"
+    reduced, by = scattered if over else "nothing to do", _name(hook.scatter)
     if weight.exchanged is not None:
         use, by = "at least float32 where products compute it", _name(hook.exchange)
         reduced = (
