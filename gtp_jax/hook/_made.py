@@ -6,6 +6,9 @@ A step calls the model once per microbatch. Before the first call, it quantizes 
 The codes belong to the arrays that the model holds at that time. If code puts another array into a variable, or a
 transformation calls a module with arrays of its own (a scan over stacked weights, `nnx.remat`), the call quantizes that
 array.
+
+Codes name weights by their places in the model of the step: copies of a sharded module, and models that were sharded
+one by one, have weights with the same `path_of`.
 """
 
 from __future__ import annotations
@@ -33,14 +36,13 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
             `None` if nothing is rounded stochastically.
     """
     of_weights = {name[-1]: (stretch,) for stretch in codes for name in stretch.wire.members}
-    for _, variable in nnx.iter_graph(model):
+    for place, variable in nnx.iter_graph(model):
         if placement_of(variable) is None:
             continue
-        path = path_of(variable)
-        keys = None if key is None else CallKeys(key_for(key, path))
-        if path in of_weights or keys is not None:
-            made = Stored(variable.get_raw_value(), (), of_weights.get(path, ()), keys)
-            variable.set_metadata(made=Beside(made))
+        keys = None if key is None else CallKeys(key_for(key, path_of(variable)))
+        if place in of_weights or keys is not None:
+            made = Stored(variable.get_raw_value(), (), of_weights.get(place, ()), keys)
+            variable.set_metadata(made=Beside(made), made_for=place)
     return model
 
 
@@ -61,12 +63,12 @@ def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> 
     """
     found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
     for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):
-        made = _made(variable)
+        made, place = _made(variable), variable.get_metadata().get("made_for")
         if made is None or form is None:
             continue
         for stretch in made.prepared:
             for name, group in zip(stretch.wire.members, stretch.groups, strict=True):
-                if name[-1] == path_of(variable) and form.group(group.dtype, group.param_dtypes[0]) == group:
+                if name[-1] == place and form.group(group.dtype, group.param_dtypes[0]) == group:
                     found.setdefault(id(stretch), (stretch, {}))[1][name] = number
     complete = [(stretch.wire, own) for stretch, own in found.values() if len(own) == len(stretch.groups)]
     return tuple(_renamed(wire, [own[name] for name in wire.members]) for wire, own in complete)

@@ -12,7 +12,6 @@ from jax import lax
 from ..weights import ModulePath, Shards, Stretch, WeightGroup, quantize_together
 from ._choice import own_variables
 from ._codes import Coded, coded
-from ._path import path_of
 from ._placement import placement_of
 from ._unit import Holder, Unit, kind_of
 
@@ -23,9 +22,10 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     buffer of its own."""
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
+    places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
     for owner, variable, form in _coded(model):
         value = variable.get_raw_value()
-        name = (owner, path_of(variable))
+        name = (owner, places[id(variable)])  # see [Note: once per step]
         dtype = np.dtype(value.dtype)
         groups[name] = form.group(dtype, dtype)
         shards[name] = (form.to_matrix(lax.stop_gradient(value)),)
@@ -56,4 +56,4 @@ def _coded(model: nnx.Module) -> Iterator[tuple[Any, nnx.Variable, Coded]]:
         form = coded(variable, placement)
         if form is not None:
             (owner, *others) = owners[key]
-            yield (owner, path_of(variable)) if others else owner, variable, form
+            yield (owner, key) if others else owner, variable, form

@@ -102,6 +102,33 @@ def test_weights_that_a_loss_has_replaced_are_quantized_anew():
     np.testing.assert_allclose(*values, rtol=1e-6)
 
 
+def two_models(rngs):
+    """A model and another one, each sharded by itself, whose weights have the same paths."""
+    return nnx.Sequential(*(gtp.shard(nnx.Sequential(Block(rngs), Block(rngs)), Block, min_size=64) for _ in range(2)))
+
+
+def block_copied(rngs):
+    """A model with a copy of a block, whose weights then change."""
+    model = gtp.shard(nnx.Sequential(Block(rngs), Block(rngs)), Block, min_size=64)
+    model.layers[1] = nnx.clone(model.layers[0])
+    model.layers[1].up.kernel.set_value(-2 * model.layers[1].up.kernel.get_value())
+    return model
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("make", [two_models, block_copied])
+def test_weights_whose_modules_have_the_same_path_keep_their_own_codes(make, view):
+    x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
+    loss = lambda model, x: (jnp.square(model(x)).sum(), jnp.float32(x.size))  # noqa: E731
+    with scope(MESHES["dp 2, gtp 4"]):
+        model, recipe = make(nnx.Rngs(0)), gtp.NVFP4(exclude=())
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        once = jax.jit(lambda state: gtp.loss_and_gradients(loss, state, x, recipe=recipe, view=view)[0])(state)
+        with gtp.use_recipe(recipe):
+            each = nnx.jit(lambda model: loss(model, x)[0] / x.size)(model)
+    np.testing.assert_allclose(once, each, rtol=1e-5)
+
+
 class Mixed(nnx.Module):
     """A block whose weights are stored and used in several dtypes."""
 
