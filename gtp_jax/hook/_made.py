@@ -40,10 +40,16 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
         if placement_of(variable) is None:
             continue
         keys = None if key is None else CallKeys(key_for(key, path_of(variable)))
-        if place in of_weights or keys is not None:
-            made = Stored(variable.get_raw_value(), (), of_weights.get(place, ()), keys)
-            variable.set_metadata(made=Beside(made), made_for=place)
+        name = place_name(place)
+        if name in of_weights or keys is not None:
+            made = Stored(variable.get_raw_value(), (), of_weights.get(name, ()), keys)
+            variable.set_metadata(made=Beside(made), made_for=name)
     return model
+
+
+def place_name(place: Sequence[Any]) -> str:
+    """Returns the name of a weight among the codes of a step, given its path in the model of the step."""
+    return str(tuple(place))
 
 
 def keys_of_call(variable: Any) -> CallKeys | None:
@@ -63,12 +69,12 @@ def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> 
     """
     found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
     for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):
-        made, place = _made(variable), variable.get_metadata().get("made_for")
+        made, known_as = _made(variable), variable.get_metadata().get("made_for")
         if made is None or form is None:
             continue
         for stretch in made.prepared:
             for name, group in zip(stretch.wire.members, stretch.groups, strict=True):
-                if name[-1] == place and form.group(group.dtype, group.param_dtypes[0]) == group:
+                if name[-1] == known_as and form.group(group.dtype, group.param_dtypes[0]) == group:
                     found.setdefault(id(stretch), (stretch, {}))[1][name] = number
     complete = [(stretch.wire, own) for stretch, own in found.values() if len(own) == len(stretch.groups)]
     return tuple(_renamed(wire, [own[name] for name in wire.members]) for wire, own in complete)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -12,6 +11,7 @@ from jax import lax
 from ..weights import ModulePath, Shards, Stretch, WeightGroup, quantize_together
 from ._choice import own_variables
 from ._codes import Coded, coded
+from ._made import place_name
 from ._placement import placement_of
 from ._unit import Holder, Unit, kind_of
 
@@ -23,9 +23,9 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
     places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
-    for owner, variable, form in _coded(model):
-        value = variable.get_raw_value()
-        name = (owner, places[id(variable)])  # see [Note: once per step]
+    for owners, variable, form in _coded(model):
+        value, place = variable.get_raw_value(), place_name(places[id(variable)])
+        name = (str(owners[0]) if len(owners) == 1 else place, place)
         dtype = np.dtype(value.dtype)
         groups[name] = form.group(dtype, dtype)
         shards[name] = (form.to_matrix(lax.stop_gradient(value)),)
@@ -33,9 +33,8 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     return tuple(Stretch(wire, tuple(groups[name] for name in wire.members), 0, 1) for wire in wires)
 
 
-def _coded(model: nnx.Module) -> Iterator[tuple[Any, nnx.Variable, Coded]]:
-    """Yields each weight that travels as codes once, after a key. The weights of one module share a key; a weight of
-    several modules has a key of its own."""
+def _coded(model: nnx.Module) -> Iterator[tuple[list[int], nnx.Variable, Coded]]:
+    """Yields the weights that travel as codes, each once, with the numbers of the modules that gather it."""
     owners: dict[int, list[int]] = {}
     found: dict[int, nnx.Variable] = {}
     for number, (_, module) in enumerate(nnx.iter_modules(model)):
@@ -55,5 +54,4 @@ def _coded(model: nnx.Module) -> Iterator[tuple[Any, nnx.Variable, Coded]]:
         assert placement is not None
         form = coded(variable, placement)
         if form is not None:
-            (owner, *others) = owners[key]
-            yield (owner, key) if others else owner, variable, form
+            yield owners[key], variable, form

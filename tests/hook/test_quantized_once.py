@@ -115,9 +115,16 @@ def block_copied(rngs):
     return model
 
 
+def layer_shared(rngs):
+    """A model of two blocks with a layer in common."""
+    model = nnx.Sequential(Block(rngs), Block(rngs))
+    model.layers[1].up = model.layers[0].up
+    return gtp.shard(model, Block, min_size=64)
+
+
 @pytest.mark.parametrize("view", ["global", "local"])
-@pytest.mark.parametrize("make", [two_models, block_copied])
-def test_weights_whose_modules_have_the_same_path_keep_their_own_codes(make, view):
+@pytest.mark.parametrize("make", [two_models, block_copied, layer_shared])
+def test_modules_with_the_same_path_keep_their_own_codes_and_share_those_of_a_layer_in_common(make, view):
     x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
     loss = lambda model, x: (jnp.square(model(x)).sum(), jnp.float32(x.size))  # noqa: E731
     with scope(MESHES["dp 2, gtp 4"]):
