@@ -1,5 +1,7 @@
 """A step quantizes the weights of a sharded model once for all its microbatches, unless a loss replaces them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,15 +112,17 @@ def two_models(rngs):
 def block_copied(rngs):
     """A model with a copy of a block, whose weights then change."""
     model = gtp.shard(nnx.Sequential(Block(rngs), Block(rngs)), Block, min_size=64)
-    model.layers[1] = nnx.clone(model.layers[0])
-    model.layers[1].up.kernel.set_value(-2 * model.layers[1].up.kernel.get_value())
+    blocks: Any = model.layers
+    blocks[1] = nnx.clone(blocks[0])
+    blocks[1].up.kernel.set_value(-2 * blocks[1].up.kernel.get_value())
     return model
 
 
 def layer_shared(rngs):
     """A model of two blocks with a layer in common."""
     model = nnx.Sequential(Block(rngs), Block(rngs))
-    model.layers[1].up = model.layers[0].up
+    blocks: Any = model.layers
+    blocks[1].up = blocks[0].up
     return gtp.shard(model, Block, min_size=64)
 
 
