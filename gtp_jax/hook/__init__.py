@@ -11,9 +11,10 @@ token's cotangent does the same: its first zero is available once the next unit 
 output, and its second zero once the next unit's gradients are reduced. If a token is lost, used twice or stale, a
 gather starts late or early, but no value changes.
 
-Under a recipe, a unit's matrices are quantized once per call (`_codes`), or once per step of `train_step` (`_made`),
-both passes gather the codes (`_weights`), and products with weights may be computed in its formats (`_products`). If
-gradients are summed in float32, or exchanged by ranks (`_exchange`), products found there give them to slots.
+Under a recipe, a unit's matrices are quantized once per call (`_codes`), or once per step of `train_step` (`_made`).
+Both passes gather the codes (`_weights`), and products with weights may be computed in the recipe's formats
+(`_products`). If gradients of weights are to be summed in float32, or exchanged by ranks (`_exchange`), the products
+that `_products` finds add them to slots: arrays of zeros in the wanted dtype and shape.
 """
 
 from ._codes import Coded as Coded

@@ -137,9 +137,9 @@ def _refuse_parts(owner: nnx.Module) -> None:
             raise ValueError(
                 f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
                 f"{', '.join(axes)}, as annotated, and no call gathers it, because it has fewer elements than "
-                "`min_size` of `gtp_jax.shard`, or `specs` leaves it whole: in local view, ranks would compute with "
-                f"parts of shape {variable.get_raw_value().shape}. Pass a smaller `min_size`, leave it out of `specs`, "
-                "or use the global view."
+                "`min_size` of `gtp_jax.shard`, `specs` leaves it whole, or it is not a floating-point `nnx.Param`. In "
+                f"local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
+                "Pass a smaller `min_size`, leave it out of `specs`, or use the global view."
             )
 
 

@@ -108,7 +108,7 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
     """Returns the paths of each module and variable of a model, by `id`, in the order in which they are found.
 
     A module that several modules hold has a path through each of them, and so does everything within it. Paths that
-    lead back to a module that they have passed, such as through an attribute `parent`, do not count.
+    return to a module that they have passed, such as through an attribute `parent`, are left out.
     """
     names: dict[int, list[ModulePath]] = defaultdict(list)
 

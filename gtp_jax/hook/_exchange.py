@@ -2,7 +2,7 @@
 
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
-gradient of a single rank. To exchange gradients, we keep them apart: products give them to a slot with an additional
+gradient of a single rank. To exchange gradients, we keep them apart: products add them to a slot with an additional
 leading dimension, which is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
 """
 

@@ -36,7 +36,7 @@ class UnitFact:
         type: the name of the module's class.
         weights: the number of its sharded weights.
         shards: the largest number of shards of any of these weights.
-        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If an explained call gathers
+        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a traced call gathers
             slices of stacked weights, one slice of each weight counts.
         gathered: the time at which they are gathered, in words.
     """
@@ -57,7 +57,7 @@ class WeightFact:
     Attributes:
         weight: the path of the weight in the model.
         also: its other paths, if several modules hold it.
-        shape: its logical shape, or that of one slice if it is stacked and an explained call gathers slices of it.
+        shape: its logical shape, or that of one slice if it is stacked and a traced call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format; empty if the weight travels in the dtype in which it is used.
         bytes: the size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format,
@@ -87,8 +87,8 @@ class UnitCall:
         weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
             shape of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32 and are not, because no
-            product with them was found in the call.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, and are not,
+            because no product with them was found in the call.
     """
 
     module: str
@@ -104,7 +104,8 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
 
     Args:
         model: the model.
-        calls: the calls that are explained with it.
+        calls: calls of its units, from `calls_of`. They show which units are called, and in which shapes weights are
+            gathered; without them, each weight counts as gathered whole.
     """
     found, names, seen = [], names_of(model), _shapes(calls)
     called = {call.module for call in calls}
@@ -137,7 +138,7 @@ class ShardedWeight:
 
     Attributes:
         paths: its paths in the model.
-        shape: its logical shape, or that of one slice if calls gather slices of it.
+        shape: its logical shape, or that of one slice if a traced call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
@@ -172,7 +173,8 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
     Args:
         model: the model.
         recipe: the recipe.
-        calls: the calls that are explained with it.
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered; without them, each
+            weight counts as gathered whole.
 
     Raises:
         ValueError: if the recipe asks for something that sharded models do not support.
@@ -220,7 +222,8 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
     Args:
         model: the model.
         recipe: the recipe.
-        calls: the calls that are explained with it.
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered; without them, each
+            weight counts as gathered whole.
 
     Raises:
         ValueError: if the recipe asks for something that sharded models do not support.

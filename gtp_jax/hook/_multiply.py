@@ -1,4 +1,4 @@
-"""Computes products with weights on every rank, in a recipe's formats or with a gradient for each rank."""
+"""Computes products with weights on every rank, in a recipe's formats or with a separate gradient for each rank."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class Placement:
             raise ValueError(
                 f"a weight of {self.ndim} dimensions, which `gtp_jax.shard` stores as {self.stored}, holds an array of "
                 f"shape {shape}. A scan or a vmap over it must run over its first dimension, which must stay whole: "
-                "name another partition with `specs`. For other arrays, make the model again and shard that."
+                "name another partition with `specs`. To hold an array of another shape, build the model again with "
+                "it, and shard that."
             )
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
         return dataclasses.replace(self, stored=stored, used=used, ndim=len(shape))

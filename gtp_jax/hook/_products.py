@@ -6,8 +6,8 @@ operands is a view of a weight, which is the gathered weight up to casts, reshap
 result has the dtype of its operands, a float of at least 16 bits. All other operations that read a weight read the
 values of its codes.
 
-If a weight has a slot (`SlottedWeight`), its views have one too, and products found give the slot their gradient. Casts
-leave a slot in its dtype.
+If a weight has a slot (`SlottedWeight`), so do its views, and the products that are found add the weight's gradient to
+the slot. A cast of a view leaves its slot in the slot's dtype.
 
 [Note: order of a view]
 Blocks of a format run along a dimension of the weight, so a product in blocks must contract that dimension, in order. A
@@ -131,8 +131,12 @@ def _jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
-    """Returns the outputs of a jaxpr, with products with weights computed by `multiply`, and the weight of which each
-    output is a view. A view of a weight with a slot has a slot too."""
+    """Evaluates a jaxpr. `multiply` computes the products with weights.
+
+    Returns:
+        The outputs; and for each output, the weight of which it is a view, or `None`. A view of a weight with a slot
+        has a slot too.
+    """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     known: dict[Any, View | None] = dict(zip(jaxpr.invars, views, strict=True))
 

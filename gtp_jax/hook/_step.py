@@ -34,8 +34,8 @@ class Products(NamedTuple):
 
     Attributes:
         multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32 and are not, because no product
-            with them was found.
+        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, and are not,
+            because no product with them was found.
     """
 
     multiplied: frozenset[int]

@@ -53,7 +53,7 @@ class Program:
         """Returns the outputs of `jaxpr`, which has the same constants as the program's own jaxpr.
 
         Args:
-            jaxpr: its inputs are what is computed from weights alone, then the other arrays.
+            jaxpr: the jaxpr, whose inputs are what is computed from weights alone, then the other arrays.
             weights: what is computed from weights alone.
             rest: the other input arrays.
             views: for each of `weights`, the weight of which it is a view; `None` if it is a view of none.

@@ -53,7 +53,7 @@ class Step(NamedTuple):
         weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
             shape of a slice.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32 and are not.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, and are not.
     """
 
     unit: Any
@@ -126,7 +126,7 @@ def note_weights(
         names: the paths of the weights.
         shapes: the shapes of the weights.
         multiplied: the indices of the weights that are multiplied in a recipe's format.
-        narrow: the indices of the weights whose gradients should be summed in float32 and are not.
+        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, and are not.
     """
     if (steps := _steps.get()) is not None:
         paths = {"multiplied": multiplied, "narrow": narrow}
