@@ -1,4 +1,4 @@
-"""Trains models on plain pytrees: state, step, evaluation."""
+"""Trains and evaluates models whose state is a plain pytree of arrays."""
 
 from ._check import check as check
 from ._diagnose import Diagnosis as Diagnosis

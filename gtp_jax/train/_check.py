@@ -43,7 +43,7 @@ def check(
 
     Args:
         loss: the loss function, as in `train_step`.
-        factory: makes the model, as in `gtp_jax.init`.
+        factory: a function that makes the model, as in `gtp_jax.init`.
         batch: a pytree of arrays.
         rngs: the random streams, as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
         has_aux: as in `train_step`.
@@ -98,7 +98,10 @@ def check(
 
     here = computed()
     if not np.isfinite(here["loss"]):
-        raise ValueError(f"the loss is {here['loss']} on the mesh, so there is nothing to compare; see `check_ids`.")
+        raise ValueError(
+            f"the loss is {here['loss']} on the mesh, so there is nothing to compare. One cause is a token outside the "
+            "vocabulary, which `gtp_jax.check_ids` finds."
+        )
     with jax.set_mesh(alone):
         there = computed()
     errors = {name: _difference(here[name], there[name]) for name in ["loss", *(n for n in here if n != "loss")]}

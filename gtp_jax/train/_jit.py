@@ -20,9 +20,9 @@ class Jitted:
 
     Args:
         function: the function to compile.
-        options: returns the XLA options for the mesh in scope, given the arguments of a call.
+        options: a function that returns the XLA options for the mesh in scope, given the arguments of a call.
         donate_argnums: the positions of donated arguments, as in `jax.jit`.
-        check: called with the arguments of every call that is not within another trace.
+        check: a function that is called with the arguments of every call that is not within another trace.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ def over_microbatches(
         of_part: `(carried, part, number) -> (gradients, (others, carried))`.
         carried: what one microbatch passes to the next, such as variables that the model writes.
         parts: a pytree of arrays of shape `(microbatches, ...)`.
-        addends: returns the form in which `others` are summed.
-        placed: constrains the shardings of gradients.
+        addends: a function that returns the form in which `others` are summed.
+        placed: a function that constrains the shardings of gradients.
 
     Returns:
         The sums of the gradients and of the addends, what the last microbatch carried, and the shapes and dtypes of

@@ -91,7 +91,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
 
     Args:
         stored: the closed jaxpr of the update of padded arrays.
-        logical: that of the update of logical arrays.
+        logical: the closed jaxpr of the update of logical arrays.
         inputs: what the padding of each argument holds.
 
     Raises:

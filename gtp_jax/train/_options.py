@@ -78,8 +78,8 @@ def compile_options(
         own: options that take precedence over these.
         tp: the degree of the tp axis.
         fp8: whether matmuls run in FP8.
-        largest_unit: for a model that `gtp_jax.shard` has sharded and that runs in global view, the number of bytes
-            in which a rank's part of the largest unit's gradients is reduced; 0 for other models.
+        largest_unit: for a model that `gtp_jax.shard` has sharded and that runs in global view, the size in bytes
+            of one rank's part of the reduced gradients of the largest unit; 0 for other models.
     """
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}

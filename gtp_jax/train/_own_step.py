@@ -12,7 +12,7 @@ from ._state import TrainState
 
 
 class BringsStep(Protocol):
-    """Devices on which a step is a different program than on one mesh, such as `gtp_jax.Replicas`."""
+    """Devices whose step is a different program from that of a single mesh, such as `gtp_jax.Replicas`."""
 
     def own_step(
         self,
@@ -28,9 +28,9 @@ class BringsStep(Protocol):
         Args:
             request: what to compute.
             optimizer: any optax optimizer.
-            max_grad_norm: scales gradients down to this norm.
-            skip_nonfinite: whether to leave out an update that is not finite.
-            options: returns the XLA options for the mesh and the recipe in scope.
+            max_grad_norm: the global norm to which larger gradients are scaled down; `None` for no limit.
+            skip_nonfinite: whether to skip an update whose loss or gradients are not finite.
+            options: a function that returns the XLA options for the mesh and the recipe in scope.
 
         Raises:
             ValueError: if these devices cannot compute what is requested.

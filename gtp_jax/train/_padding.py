@@ -25,10 +25,11 @@ class Padded:
     """A parameter whose array is padded.
 
     Attributes:
-        layout: its layout.
-        shape: the shape of the logical array, with the dimension of layers.
-        stored: the shape of the stored array.
-        spec: the partition of both, the logical one in unequal parts.
+        layout: the layout of the parameter.
+        shape: the shape of the logical array, including the dimension of layers.
+        stored: the shape of the stored array, including the dimension of layers.
+        spec: the partition of both arrays. It divides the stored array into equal parts, and the logical one into
+            unequal parts.
     """
 
     layout: Layout | ArrayLayout
@@ -39,8 +40,8 @@ class Padded:
 
 @dataclasses.dataclass(frozen=True)
 class Paddings:
-    """The parameters of a model whose arrays are padded, by path. Trees of any structure can be converted whose paths
-    end with those of the parameters, such as an optimizer's state."""
+    """The parameters of a model whose arrays are padded, by path. Its methods convert trees of any structure whose
+    paths end with those of the parameters, such as an optimizer's state."""
 
     known: tuple[tuple[Path, Padded], ...] = ()
 
@@ -57,7 +58,7 @@ class Paddings:
         return jax.eval_shape(self.cut, tree)
 
     def with_zeros(self, tree: Tree, which: Sequence[bool]) -> Tree:
-        """Returns a tree of stored arrays with zeros as the padding of some of its leaves."""
+        """Returns a tree of stored arrays, with zeros in the padding of the leaves for which `which` is true."""
         known = dict(self.known)
 
         def one(path: Path, leaf: Any) -> Any:

@@ -52,7 +52,7 @@ def per_layer(
     """Returns an optimizer that updates every layer of a `Stack` as it would in a list of layers.
 
     A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. An optimizer that
-    computes norms, factors or products of whole arrays (Muon, LAMB, LARS, Adafactor), or that asks for their number of
+    computes norms, factors or products of whole arrays (Muon, LAMB, LARS, Adafactor), or that reads their number of
     dimensions (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`), treats the layers as one tensor.
     `per_layer` maps it over the layers with `jax.vmap`. Parameters outside stacks are updated as without it. The
     state keeps the optimizer's structure: arrays of a stacked parameter have a leading dimension of layers and are
@@ -65,8 +65,8 @@ def per_layer(
     Args:
         optimizer: the optimizer to map. Callables within it, such as masks and labels, are called with arrays of one
             layer. Masks, labels and dimension numbers given as trees have one entry per parameter, as without it.
-        model: the model whose parameters are passed. Not needed within `TrainState.create` and `train_step`;
-            pass it for `nnx.Optimizer`, or where you call `init` and `update` yourself.
+        model: the model whose parameters `init` and `update` are given. Not needed within `TrainState.create` and
+            `train_step`; pass it for `nnx.Optimizer`, or if you call `init` and `update` yourself.
 
     Raises:
         ValueError: by `init` and `update`, if the model is not known, if an array is not one of its parameters, or if

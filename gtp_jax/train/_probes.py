@@ -14,7 +14,7 @@ from flax import nnx
 from ..nn import Stack, split_model
 from ._state import TrainState
 
-# An attribute that holds a module's path in the model while it is probed.
+# The name of the attribute that holds a module's path in the model while the model is probed.
 _PATH = "_path_in_model"
 
 

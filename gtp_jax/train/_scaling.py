@@ -1,14 +1,14 @@
-"""Delayed scaling: the amaxes that a state keeps of earlier steps, and the scales that follow from them.
+"""Keeps the amaxes of earlier steps in a state, and derives the scales of a step from them (delayed scaling).
 
 [Note: delayed scaling]
 `TrainState.scaling` holds two arrays for each module whose recipe is delayed (`FP8Delayed`): the amaxes of earlier
 steps, and those that set the scales of the next step. The amaxes of a step are maxima over its calls, microbatches and
 ranks:
 
-- of weights: those of the masters; one vector is reduced in the update.
-- of inputs and incoming gradients: on each rank, the gradient of a slot whose gradients JAX combines by their
-  maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by their maximum too, and ranks reduce
-  one vector per step.
+- The amaxes of weights are those of the masters. The update reduces them over the ranks as one vector.
+- On each rank, the amaxes of an input and an incoming gradient are the gradient of a slot whose gradients JAX combines
+  by their maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by their maximum too, and the
+  ranks reduce one vector per step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from ..nn import groups_of, maximum_gradient, shards_of
 from ..recipes import Recipe
 from ..weights import Groups, ModulePath, Scaling, amaxes_of_weights, ranks_spec
 
-# By the path of the module, its names joined by dots: "history" `(*layers, 3, steps)` and "amax" `(*layers, 3)`,
-# float32, of input, weight and gradient. The newest step of a history is the last; the first entry is 0.
+# Two float32 arrays for each module, by its path with names joined by dots: "history", `(*layers, 3, steps)`, the
+# amaxes of input, weight and gradient in earlier steps; and "amax", `(*layers, 3)`, the amaxes that set the scales of
+# the next step. The last entry of a history is the newest; the first is always 0.
 ScalingState = dict[str, dict[str, Any]]
 
 
@@ -51,7 +52,7 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
         if len(shape) != len(lead) + 2:
             raise ValueError(
                 f"the recipe scales {_name(path)} by amaxes of earlier steps, but it has a weight of shape {shape}, "
-                "with more dimensions than a layer's. Stack layers by `gtp_jax.Stack`, or use "
+                "with more dimensions than a layer's. Stack layers with `gtp_jax.Stack`, or use "
                 "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
         history = np.zeros((*lead, 3, operands.delayed.history), np.float32)
@@ -132,7 +133,7 @@ def updated_scaling(
     """Returns the scaling of the next step.
 
     Args:
-        scaling: that of this step.
+        scaling: the scaling of this step.
         model: the model with the masters of this step.
         recipe: the recipe of this step.
         found: the amaxes of inputs and gradients, `(*layers, 2)`, by path, as `over_ranks` returns them.

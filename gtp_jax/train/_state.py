@@ -35,7 +35,7 @@ class TrainState:
 
     Attributes:
         params: a nested dict of the float32 master weights, sharded by `model_def.specs`. Arrays that gtp cannot divide
-            evenly are padded with zeros (`model_def.padded`); `logical` returns them without.
+            evenly are padded with zeros (`model_def.padded`); `logical` removes the padding.
         opt_state: the state of the optax optimizer; its moments are sharded and padded like the parameters they belong
             to.
         step: the number of updates made, int32.
@@ -198,7 +198,8 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Constrains the arrays of a pytree to partitions of the same structure; without a mesh, returns them unchanged."""
+    """Constrains the arrays of a pytree to the partitions in `specs`, a pytree of the same structure. Without a mesh,
+    returns them unchanged."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     leaves, structure = jax.tree.flatten(tree)

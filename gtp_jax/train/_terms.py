@@ -2,9 +2,9 @@
 
 [Note: layers in a list and layers in one array] A whole-tree norm, such as that of `optax.clip_by_global_norm`, adds up
 one sum per array. The sum over a stacked array is the sum over the arrays of its layers, so the norm is the same for
-both. A norm of one array that is used before it is added to another array's, as LAMB does, is not. So a reduction of a
-whole array gives a `total`: totals of several parameters may be added, and anything else that reads a total of a single
-stacked parameter treats its layers as one tensor.
+both. The norm of a single array, as LAMB uses it, differs: a stacked array has one norm for all its layers. Therefore,
+a reduction of a whole array gives a `total`. Totals of several parameters may be added, but anything else that reads a
+total of a single stacked parameter treats its layers as one tensor.
 """
 
 from __future__ import annotations

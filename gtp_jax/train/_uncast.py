@@ -24,7 +24,7 @@ def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, t
     used twice, a sum over replicas), the cast is not the last operation, and the gradient is returned unchanged.
 
     Args:
-        function: returns a pair, whose first element is a pytree of arrays.
+        function: a function that returns a pair, whose first element is a pytree of arrays.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> tuple[Tree, Rest]:

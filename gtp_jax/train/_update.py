@@ -55,12 +55,12 @@ def updated(
         state: the state before the update.
         computed: the loss and the gradients of the batch.
         optimizer: any optax optimizer.
-        max_grad_norm: scales gradients down to this global norm.
+        max_grad_norm: the global norm to which larger gradients are scaled down; `None` for no limit.
         skip_nonfinite: whether to return the old state if the loss or the norm is not finite.
-        skip: a bool scalar that returns the old state in any case; `None` for never.
+        skip: a bool scalar. If it is true, the old state is returned in any case. `None` is the same as false.
         recipe: the recipe with which `computed` was computed.
-        compute: returns loss and gradients of the batch at other parameters, for an optimizer with a line search;
-            `None` where the loss cannot be evaluated again.
+        compute: a function that returns the loss and the gradients of the batch at other parameters, for an optimizer
+            with a line search; `None` if the loss cannot be evaluated again.
 
     Raises:
         ValueError: if the form of the model's variables differs from those of `state`.
