@@ -1,4 +1,4 @@
-"""Flax NNX modules: they hold parameters and configuration, and call the packages below."""
+"""Provides Flax NNX modules, which hold parameters and configuration, and call the packages below."""
 
 from typing import TYPE_CHECKING
 

@@ -41,7 +41,7 @@ class AdaptedLinear(nnx.Module):
 
 
 def layout_of_stock(layer: Any) -> Layout:
-    """Returns the layout of a layer's kernel viewed as a matrix, which tp does not divide."""
+    """Returns the layout of a layer's kernel, viewed as a matrix that tp does not divide."""
     shape = math.prod(_tuple(layer.in_features)), math.prod(_tuple(layer.out_features))
     return Layout(shape=shape, rows=1, roles=current_roles())
 
@@ -50,8 +50,8 @@ def check_stock(layer: Any, name: str) -> None:
     """Checks that the adapter of a layer would be a product of two matrices.
 
     Raises:
-        ValueError: if it would not: if the layer contracts other dimensions than the last, has batch axes, or has a
-            stacked kernel. The message names the layer and what it has.
+        ValueError: if it would not, because the layer contracts other dimensions than the last, has batch axes, or has
+            a stacked kernel. The message names the layer and the reason.
     """
     features = len(_tuple(layer.in_features))
     ahead = layer.kernel.get_raw_value().ndim - features - len(_tuple(layer.out_features))

@@ -1,4 +1,4 @@
-"""The part of attention between its projections: norms of heads, rotary embedding and softmax."""
+"""Computes attention between its projections: norms of queries and keys, rotary embedding and softmax."""
 
 from __future__ import annotations
 

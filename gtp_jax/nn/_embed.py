@@ -42,9 +42,9 @@ class Embed(WeightOwner):
 
     If tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
 
-    A lookup gathers the table over gtp, or its codes. If the tokens of all gtp ranks are fewer than the rows of the
-    table, and shards are whole rows that no recipe quantizes, it sends fewer bytes: ranks gather the tokens, look
-    up those of their own rows, and reduce-scatter the rows; backward gathers the gradients of the rows.
+    A lookup gathers the table, or its codes, over gtp. If the tokens of all gtp ranks are fewer than the rows of the
+    table, and shards are whole rows that no recipe quantizes, it sends fewer bytes: the ranks gather the tokens, look
+    up those that are in their own rows, and reduce-scatter the results, whose gradients backward gathers.
 
     Args:
         num_embeddings: the number of rows.
@@ -104,8 +104,11 @@ class Embed(WeightOwner):
         return apply_gathered((self,), self._embedding_lookup, tokens, groups=(self.group_for(tokens),))
 
     def group_for(self, x: jax.Array) -> WeightGroup:
-        """Returns the weight group of the table for a lookup of tokens: that of this rank's rows, if sending the rows
-        of all ranks' tokens takes fewer bytes than sending the table."""
+        """Returns the weight group by which a lookup of tokens gathers the table.
+
+        If sending the rows of all ranks' tokens takes fewer bytes than sending the table, this is the group of this
+        rank's own rows alone, which need no gather.
+        """
         group = self.group
         (layout,) = group.layouts
         by_rows = layout.ranks > 1 and layout.by_rows and not (layout.takes_part or layout.shard_padding.size)

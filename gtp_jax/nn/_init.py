@@ -1,4 +1,4 @@
-"""Models that are created sharded."""
+"""Creates models whose arrays are sharded from the start."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ _ARRAY = object()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelDef:
-    """Everything of a model except its arrays. Compared by identity, so that it is cheap as static data of a pytree.
+    """Holds everything in a model except its arrays. Definitions are compared by identity, so that they are cheap as
+    static data of a pytree.
 
     Attributes:
         graph: the graph definition of the modules.
@@ -43,8 +44,8 @@ class ModelDef:
         padded: the layouts of the parameters and frozen weights whose stored arrays are padded, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
-        largest_unit: the number of bytes of gradients that a rank reduces for the largest unit of `gtp_jax.shard`, by
-            what a rank stores of it; 0 without units.
+        largest_unit: the size in bytes of one rank's part of the reduced gradients of the largest unit of
+            `gtp_jax.shard`, if the model computes in 16 bits; 0 without units.
     """
 
     graph: Any
@@ -61,7 +62,7 @@ class ModelDef:
     largest_unit: int = 0
 
     def check_mesh(self) -> None:
-        """Checks that the model was built for a mesh like the mesh in scope.
+        """Checks that the model was built for a mesh with the degrees of the mesh in scope.
 
         Raises:
             ValueError: if it was built for a mesh of other degrees; or as in `check_mesh_in_scope`. The message names

@@ -89,8 +89,8 @@ refuse_optimizer = _RefuseOptimizer()
 
 
 class RefuseLinen:
-    """The `linen_meta_type` of a padded weight: `nnx.bridge.to_linen` asks it for what Linen stores, which would be the
-    whole array on every rank, in a collection of its own."""
+    """The `linen_meta_type` of a padded weight. `nnx.bridge.to_linen` asks it what Linen should store. It raises an
+    error, because Linen would store the whole array on every rank, in a separate collection."""
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
@@ -101,8 +101,8 @@ class RefuseLinen:
         """
         layout = metadata.get("array") or metadata["layout"]
         raise ValueError(
-            f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables cannot "
-            "be. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "
+            f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables do not "
+            "support. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "
             "`gtp_jax.even_shares(False)`."
         )
 

@@ -1,4 +1,4 @@
-"""A model's weights under a recipe."""
+"""Quantizes a model's weights under a recipe, and gives them the weight groups that the recipe decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of a call after the activation: those of one layer, or those that all layers of a stack share."""
+"""Splits the arguments that follow the activation in a call into arrays and other values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 
 class SharedInputs:
-    """The arguments of a call of a layer or a `Stack` after the activation, split into arrays and other values.
+    """The arguments that follow the activation in a call of a layer or a `Stack`, split into arrays and other values.
 
     Attributes:
         arrays: the arrays among them, which a chain carries and a `shard_map` shards. Other values, such as `True`,

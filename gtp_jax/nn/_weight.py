@@ -282,7 +282,7 @@ class Weight(abc.ABC):
         )
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
-        """Returns the weight groups of its kernels, by layers.
+        """Returns the weight groups of its kernels, each with the layers that it applies to.
 
         Args:
             length: the number of layers of the stack that it is in; `None` outside stacks.

@@ -386,7 +386,7 @@ def test_linen_refuses_to_store_a_padded_weight():
     with on(7), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
         with pytest.raises(
-            ValueError, match=r"\(26, 34\) is stored padded to \(26, 35\), which Linen variables cannot"
+            ValueError, match=r"\(26, 34\) is stored padded to \(26, 35\), which Linen variables do not"
         ):
             jax.jit(bridged.init)(jax.random.key(0), x)
         with gtp.even_shares(False):

@@ -208,5 +208,5 @@ def test_nnx_optimizer_refuses_padded_arrays(model, x64):
 
 def test_linen_refuses_to_store_a_padded_kernel_of_a_convolution():
     bridged = nnx.bridge.to_linen(gtp.Conv, 10, 10, 3)
-    with on(7), pytest.raises(ValueError, match=r"\(3, 10, 10\) is stored padded to .*, which Linen variables cannot"):
+    with on(7), pytest.raises(ValueError, match=r"\(3, 10, 10\) is stored padded to .*, which Linen variables do not"):
         jax.jit(bridged.init)(jax.random.key(0), jnp.ones((7, 4, 10)))
