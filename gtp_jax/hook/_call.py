@@ -105,8 +105,8 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     replaces the metadata of variables too.
 
     Args:
-        nodes: what a module holds, by path.
-        placements: those of its weights when it was sharded.
+        nodes: the nodes and variables of a module, by path.
+        placements: the placements of its weights when it was sharded.
     """
     return {
         path: placement

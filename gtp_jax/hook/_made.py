@@ -31,7 +31,7 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
 
     Args:
         model: the model, which is changed. It must not outlive the trace of `codes` and `key`.
-        codes: what `quantized` has returned for a model with the same weights.
+        codes: what `quantized` returned for a model with the same weights.
         key: the key of this step, microbatch and rank, uint32 `(2,)`, from which each weight gets a key of its own;
             `None` if nothing is rounded stochastically.
     """

@@ -226,7 +226,7 @@ def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Returns a function of a slot, or of the slot of each rank if it has more than the `ndim` dimensions of its
+    """Applies a function to a slot, or to the slot of each rank if there are more dimensions than the `ndim` of the
     weight."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 

@@ -63,7 +63,7 @@ class Weights:
         """Returns the gathered weights, whose gradient with respect to the shards goes straight through the codes.
 
         Args:
-            zero: what the gathers wait for; `None` if they wait for nothing.
+            zero: the zero that the gathers wait for; `None` if they wait for nothing.
             shards: the shards of the weights.
             sent: what `sent` returned.
             wires: what `encode` returned.
