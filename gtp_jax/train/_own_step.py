@@ -26,7 +26,7 @@ class BringsStep(Protocol):
         """Returns the step, or `None` if the step of one mesh is the right one. Arguments are as in `train_step`.
 
         Args:
-            request: what to compute.
+            request: the arguments of the step, already checked.
             optimizer: any optax optimizer.
             max_grad_norm: the global norm to which larger gradients are scaled down; `None` for no limit.
             skip_nonfinite: whether to skip an update whose loss or gradients are not finite.

@@ -72,8 +72,8 @@ def _uncast(jaxpr: core.Jaxpr, chosen: Iterable[int]) -> core.Jaxpr:
 
 
 def _uncast_within(eqn: core.JaxprEqn, wanted: set[Any], instead: dict[Any, Any]) -> core.JaxprEqn:
-    """Returns a `shard_map` without the final casts, inside it, of those of its outputs that are in `wanted`. Records
-    in `instead` the variables that replace these outputs."""
+    """Returns a `shard_map` without the casts, inside it, that are the last operations on its outputs in `wanted`.
+    Records in `instead` the variables that replace these outputs."""
     inner: Any = eqn.params["jaxpr"]
     without: Any = _uncast(inner, [i for i, v in enumerate(eqn.outvars) if v in wanted])
     outvars = list(eqn.outvars)
