@@ -309,7 +309,7 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
     """Returns the unit of each kernel, in the order of `sizes`.
 
     Raises:
-        ValueError: if a unit does not divide the kernel's features, or `units` has names of which there are no kernels.
+        ValueError: if a unit does not divide the kernel's features, or `units` has a name without a kernel.
     """
     by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
     unknown = [name for name in by_name if name not in sizes]

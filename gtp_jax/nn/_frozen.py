@@ -83,9 +83,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
 
     Args:
         model: the model, which is not changed. Its weights may have been loaded.
-        recipe: decides which weights are stored as codes, and in which formats their modules multiply. Weights that it
-            excludes are stored in the module's dtype. By default, no weight is stored as codes. A recipe of
-            `train_step` concerns only trained weights.
+        recipe: the recipe, which decides which weights are stored as codes, and in which formats their modules
+            multiply. Weights that it excludes are stored in the module's dtype. By default, no weight is stored as
+            codes. A recipe of `train_step` concerns only trained weights.
         trained: an NNX filter for the parameters that remain parameters, such as `nnx.PathContains("adapter")`.
 
     Raises:

@@ -58,7 +58,7 @@ def lora[M: nnx.Module](
         dropout: the fraction of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`,
             with different random bits in each step and microbatch. Elsewhere nothing is dropped. Each rank has its own
             bits, so that they differ between meshes.
-        recipe: decides which weights are frozen as codes; see `freeze`.
+        recipe: the recipe, which decides which weights are frozen as codes; see `freeze`.
         rngs: the random streams, of which `params` is used.
 
     Raises:
