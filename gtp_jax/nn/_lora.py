@@ -82,9 +82,10 @@ def lora[M: nnx.Module](
     adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # a copy with its own variables
     lengths = {path: stack.length for path, stack in stacks_of(adapted).items()}
     chosen = _chosen(adapted, targets)
-    if recipe is not None and any(place.holder is not None for place in chosen):
+    flax_layer = next((place for place in chosen if place.holder is not None), None)
+    if recipe is not None and flax_layer is not None:
         raise ValueError(
-            f"`recipe` is {type(recipe).__name__}, but {'.'.join(chosen[0].words)} is a Flax layer, whose weight "
+            f"`recipe` is {type(recipe).__name__}, but {'.'.join(flax_layer.words)} is a Flax layer, whose weight "
             "cannot be frozen as codes. Remove `recipe`."
         )
 

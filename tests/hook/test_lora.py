@@ -129,6 +129,12 @@ class Scanned(nnx.Module):
         self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.fork(split=2))
 
 
+class Mixed(nnx.Module):
+    def __init__(self, rngs):
+        self.first = gtp.Dense(8, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -137,6 +143,7 @@ class Scanned(nnx.Module):
         (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear contains no layer that supports adapters"),
         (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already has an adapter"),
         (Model, dict(recipe=gtp.FP8()), "`recipe` is FP8, but layers.0.attention.key is a Flax layer"),
+        (Mixed, dict(recipe=gtp.FP8()), "`recipe` is FP8, but second is a Flax layer"),
     ],
 )
 def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
