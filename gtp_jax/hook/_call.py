@@ -227,7 +227,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     put = []
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
-    # in global view, nothing keeps the gradients of these weights apart
+    # not exchanged in global view, where XLA sums the gradients of all ranks; see [Note: one gradient per rank]
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
@@ -256,5 +256,5 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     if written:
         raise ValueError(
             f"{written_while_quantized(path_of(written[0]), type(owner).__name__)} `nnx.jit` and `nnx.remat` around a "
-            "method of this module write it too: put them around a block's."
+            "method of this module also write the weight; put them around a method of a block instead."
         )

@@ -1,9 +1,9 @@
-"""Sees weights of any number of dimensions as matrices.
+"""Treats weights of any number of dimensions as matrices.
 
 [Note: seen as a matrix]
-A weight of any number of dimensions is seen as a matrix `(features in, features out)`, like the kernel of a dense
-layer. Blocks of one row run along the features in. `features_in` decides which dimensions are joined to the features
-in; the others are joined to the features out.
+A weight of any number of dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
+layer. Blocks of one row run along the input features. `features_in` decides which dimensions are joined into the input
+features; the others are joined into the output features.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Matrix:
     """A weight seen as a matrix.
 
     Attributes:
-        inputs: the number of leading dimensions that are joined into the features in; see [Note: seen as a matrix].
-        layout: the layout of the matrix `(features in, features out)`. Its rows are the features out, or the dimension
-            that ranks divide if the choice changes nothing else.
+        inputs: the number of leading dimensions that are joined into the input features; see [Note: seen as a matrix].
+        layout: the layout of the matrix `(input features, output features)`. Its rows are the output features, or the
+            dimension that ranks divide if the choice changes nothing else.
     """
 
     inputs: int

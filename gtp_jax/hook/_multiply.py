@@ -55,10 +55,10 @@ def product(
     """Returns `x @ weight.T`, which every rank computes from its own part of `x`, in the view in scope.
 
     Args:
-        x: the input, `(..., features in)`. In global view, the first of two or more dimensions is the batch, which is
-            sharded if the ranks divide it evenly.
-        weight: the gathered weight, `(features out, features in)`, with the values of its codes. If its slot has an
-            additional leading dimension, the slot receives one gradient for each rank of `batch`.
+        x: the input, `(..., input features)`. In global view, the first of two or more dimensions is the batch, which
+            is sharded if the ranks divide it evenly.
+        weight: the gathered weight, `(output features, input features)`, with the values of its codes. If its slot has
+            an additional leading dimension, the slot receives one gradient for each rank of `batch`.
         seen: the weight as a matrix, for which `ranks_know` is true.
         operands: the formats to which operands are rounded, if `multiplies` is true of them; otherwise `None`.
         factor: the weight's place in the product.

@@ -61,13 +61,13 @@ class Placement:
         )
 
     def check_mesh(self, owner: str) -> None:
-        """Refuses a call under another mesh than the one for which the weight was sharded.
+        """Refuses a call under a mesh in which an axis that shards the weight is missing or has another size.
 
         Args:
-            owner: the name that the message gives to the module or model.
+            owner: what was sharded, as the message names it: a weight and its module, or "the model".
 
         Raises:
-            ValueError: if the mesh in scope is another one; the message names both.
+            ValueError: if the mesh in scope is such a mesh, or none is in scope; the message names the sizes.
         """
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
@@ -86,7 +86,8 @@ class Placement:
         Scans and vmaps over the first dimension use such slices.
 
         Raises:
-            ValueError: if the first dimension is sharded, or the array has another number of dimensions.
+            ValueError: if it is a slice along a sharded dimension, or has neither the weight's number of dimensions nor
+                one less.
         """
         if len(shape) == self.ndim:
             return self
@@ -147,12 +148,12 @@ def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
 
 
 def features_in(shape: Sequence[int]) -> int:
-    """Returns the number of leading dimensions of a weight that are joined to the features in; the others are joined to
-    the features out.
+    """Returns the number of leading dimensions of a weight that are joined into the input features of its matrix; the
+    others are joined into the output features.
 
-    By default, only the last dimension is features out. If the first dimension is at least as long as the last (a
-    projection to heads), only the first is features in. The shape alone decides, so that a recipe's blocks are the same
-    on every mesh.
+    By default, only the last dimension belongs to the output features. If the first dimension is at least as long as
+    the last (a projection to heads), only the first belongs to the input features. The shape alone decides, so that a
+    recipe's blocks are the same on every mesh.
     """
     return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
 

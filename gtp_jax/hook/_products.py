@@ -60,9 +60,10 @@ class Factor(NamedTuple):
 # For each input, the weight of which it is a view; `None` if it is a view of no weight.
 Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
-# Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
+# Returns the product of `x`, `(..., input features)`, with the transpose of a matrix, `(output features, input
+# features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
-# Computes a product with a weight in another way than the jaxpr. Its arguments are the weight; a function
+# Computes a product with a weight differently from the jaxpr. Its arguments are the weight; a function
 # `f(times, x, view)` that returns the product, given a `Times`; `x`; and the view of the weight. Returns the result of
 # `f` for a `Times` of its own, or `None` to compute the product as the jaxpr does.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
@@ -92,8 +93,8 @@ def values_of(array: Any) -> Any:
 
 
 def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
-    """Returns the numbers of the weights from which a jaxpr, or one nested in it, computes floats narrower than float32
-    without reading anything but weights.
+    """Returns the numbers of the weights that a jaxpr, or one nested in it, holds in floats narrower than float32, as
+    inputs or in values that are computed from weights alone.
 
     Args:
         jaxpr: the jaxpr.

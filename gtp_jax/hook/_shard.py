@@ -96,9 +96,10 @@ def shard[M: nnx.Module](
 
     Raises:
         ValueError: if no mesh is in scope, its axes have no roles, no module matches `blocks` or defines one of
-            `methods`, no weight matches a pattern of `specs` or is large enough, or the model is sharded already and
-            none of its arrays has been replaced.
-        TypeError: if `model` is not an `nnx.Module`, or another argument has the wrong type.
+            `methods`, no weight matches a pattern of `specs` or is large enough, `specs` or an annotation of the model
+            names a partition that does not fit the mesh or the weight, `min_size`, `remat` or `grad_reduce` is not an
+            allowed value, or the model is sharded already and none of its arrays has been replaced.
+        TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
     _check_methods(model, methods)
@@ -120,7 +121,7 @@ def shard[M: nnx.Module](
     is_weight = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and _is_weight(v, min_size)  # noqa: E731
     if not any(map(is_weight, variables.values())):
         raise ValueError(
-            f"the model has no floating-point `nnx.Param` of {min_size} elements or more, so that there is nothing to "
+            f"the model has no floating-point `nnx.Param` of {min_size} elements or more, so there is nothing to "
             "shard. Pass a smaller `min_size`."
         )
     choice, specs = choose(model, blocks, is_weight), specs or {}
@@ -152,8 +153,8 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) ->
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
     if remat in OFFLOADED:
         raise ValueError(
-            f"`remat` is {remat!r}, which moves activations between the layers of a `gtp_jax.Stack`; `gtp_jax.shard` "
-            f"cannot. Use {OFFLOADED[remat]!r}, which saves the same on the device."
+            f"`remat` is {remat!r}, which moves saved activations to the host. `gtp_jax.Stack` supports that, "
+            f"`gtp_jax.shard` does not. Use {OFFLOADED[remat]!r}, which saves the same activations on the device."
         )
     if remat not in REMAT:
         allowed = [name for name in REMAT if name not in OFFLOADED]
@@ -246,8 +247,8 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 def _check_patterns(
     specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
-    """Refuses patterns that match no weight to shard. A pattern for `None` may also match a variable that stays whole
-    anyway."""
+    """Refuses patterns that match no weight to shard. A pattern whose value is `None` may also match a variable that
+    would stay whole without it."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)

@@ -30,14 +30,14 @@ class Program:
     """The computation of a call of a unit. It holds no traced arrays, because functions that outlive the trace hold it.
 
     Attributes:
-        jaxpr: the jaxpr of the call. Its inputs are the weights, then the other arrays, of which those at `arguments`
-            are arguments of the call.
+        jaxpr: the jaxpr of the call. Its inputs are the weights, then the other arrays up to the end of `arguments`.
         consts: the constants of the jaxpr, with `_CAPTURED` for those that are traced.
         placements: the placements of the weights.
         coded: the formats in which they travel; `None` for weights that the recipe in scope does not quantize.
         exchanged: how their gradients are exchanged; `None` for weights whose gradients are summed otherwise.
-        arguments: the start and end of the call's arguments among the other arrays. Before them are the values of the
-            unit's other variables and of nodes among the arguments; after them, the traced constants.
+        arguments: the start and end of the call's arguments among the other arrays (`Traced.rest`). The values of other
+            variables, of the unit and of nodes among the arguments, come before them; the traced constants come after
+            them, and are not inputs of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -55,7 +55,7 @@ class Program:
         Args:
             jaxpr: the jaxpr, whose inputs are what is computed from weights alone, then the other arrays.
             weights: what is computed from weights alone.
-            rest: the other input arrays.
+            rest: the other arrays; see `arguments`.
             views: for each of `weights`, the weight of which it is a view; `None` if it is a view of none.
             multiply: the function that computes products with weights; `None` to compute them as the jaxpr does, if no
                 weight has a slot.
@@ -75,7 +75,7 @@ class Traced(NamedTuple):
     Attributes:
         program: the computation of the call.
         weights: the shards of the weights that are gathered.
-        rest: the other input arrays.
+        rest: the other arrays; see `Program.arguments`.
         names: the paths of the weights in the model.
         finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
             attributes, and returns the result of the call.

@@ -62,7 +62,8 @@ def make(module: nnx.Module, kind: Kind) -> None:
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns a class's public methods and `__call__`, without those of `nnx.Module`; with `names`, only those."""
+    """Returns a class's public methods and `__call__` by name, except those of `nnx.Module`. If `names` is given,
+    methods with other names are left out."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in nnx.Module.__mro__:

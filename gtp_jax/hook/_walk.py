@@ -95,7 +95,8 @@ def recording() -> Iterator[list[Step]]:
 
 
 def take(unit: Any) -> Token:
-    """Returns the token of the previous unit; if the order is unknown, zeros that are available at once."""
+    """Takes the token that the previous unit of the walk left. Returns zeros that are available at once if there is
+    none: for the first unit of a walk, or if the order of calls is unknown."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"
