@@ -72,7 +72,8 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
 def _outputs(
     terms: Terms, optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int], *, one_layer=False
 ) -> dict[Path, Value]:
-    """Returns what an update computes, by path in `(updates, new state)`."""
+    """Returns what each output of an update is a function of, by its path in `(updates, new state)`. State that no
+    later update reads is left out."""
     known = dict.fromkeys(counts, 0) if one_layer else counts
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape[1:] if one_layer and counts[path] else leaf.shape, leaf.dtype)

@@ -33,9 +33,9 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
     """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack` (see `per_layer`), and
     takes and returns arrays as they are stored.
 
-    The optimizer itself is given logical arrays, unless it can update padded ones with the same result; see
-    [Note: optimizers on padding]. Its update takes any extra arguments, and passes on those that the original update
-    accepts.
+    The original optimizer is given logical arrays, unless it can update padded ones with the same result; see
+    [Note: optimizers on padding]. The update that is returned takes any extra arguments, and passes on those that the
+    original update accepts.
     """
     names = _extra_names(optimizer)
 

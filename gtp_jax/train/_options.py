@@ -84,9 +84,8 @@ def compile_options(
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     if platform == "gpu" and largest_unit:
-        # For a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is
-        # computed, before any tie. Without a limit, it combines the reductions of two units into one that starts late
-        # and is exposed (docs/experiments.md).
+        # In global view, XLA reduces a gradient where it is computed, so no tie keeps the reductions of two units
+        # apart. Without a limit, XLA combines them into one that starts late and is exposed (docs/experiments.md).
         chosen[_SCATTERS] = Option(largest_unit * 17 // 16, "launches the gradients of one unit, and no more, as one")
     theirs = flags_in_environment()
     if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():

@@ -11,12 +11,12 @@ Tree = Any
 
 
 def check_filled(batch: Tree) -> None:
-    """Refuses a batch without rows, or with rows without tokens, whose mean loss would be NaN."""
+    """Refuses a batch that has no rows, or whose rows have no tokens, because its mean loss would be NaN."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if 0 in np.shape(leaf):
             raise ValueError(
-                f"`batch`{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, and so holds nothing. Leave out "
-                "batches without rows; give rows that must not count `weights` of 0."
+                f"`batch`{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, so it has no elements. Leave out "
+                "batches without rows. To leave rows out of the loss, pass `weights` of 0 for them."
             )
 
 

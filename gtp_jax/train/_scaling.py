@@ -180,8 +180,8 @@ def next_amaxes(
 
 
 def _copies() -> int:
-    """Returns how many times the loss of one example is counted, which is the factor by which gradients are too large:
-    in local view, once on every tensor rank. The amaxes in a state are those of a loss that is counted once."""
+    """Returns how many times the loss of an example is counted. In local view, all ranks with the same examples count
+    it, and gradients are larger by this factor. The amaxes in a state are those of a loss that is counted once."""
     if current_view() != "local":
         return 1
     names, batch = jax.sharding.get_abstract_mesh().axis_names, current_roles().batch
@@ -189,7 +189,8 @@ def _copies() -> int:
 
 
 def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands]]:
-    """Returns the number of layers and the operands of each module with delayed scaling; `None` outside stacks."""
+    """Returns, for each module with delayed scaling, its number of layers (`None` outside a `Stack`) and its
+    operands."""
     lengths: dict[ModulePath, int] = {}
     for path, layers in groups:
         lengths[path] = max(lengths.get(path, 0), layers.stop)

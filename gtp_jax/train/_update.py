@@ -78,7 +78,8 @@ def updated(
     specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
 
     def apply() -> TrainState:
-        # in the branch, so that XLA fuses what follows the sums as without a branch, which gives the same bits
+        # The means are computed inside the branch, so that XLA fuses them with the update as it does without a branch.
+        # The results are then the same bit for bit.
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))

@@ -127,7 +127,7 @@ def test_a_batch_of_nothing_is_refused(key):
         for view in ("global", "local"):
             step = gtp.train_step(next_token_loss, SGD, view=view)
             for size, length in ((0, 8), (8, 0)):
-                message = rf"`batch`\['targets'\] has shape \({size}, {length}\), and so holds nothing. Leave out"
+                message = rf"`batch`\['targets'\] has shape \({size}, {length}\), so it has no elements. Leave out"
                 for run in (step, gtp.eval_step(next_token_loss, view=view)):
                     with pytest.raises(ValueError, match=message):
                         run(state, make_batch(key, size, length))
