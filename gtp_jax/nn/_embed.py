@@ -106,8 +106,9 @@ class Embed(WeightOwner):
     def group_for(self, x: jax.Array) -> WeightGroup:
         """Returns the weight group by which a lookup of tokens gathers the table.
 
-        If sending the rows of all ranks' tokens takes fewer bytes than sending the table, this is the group of this
-        rank's own rows alone, which need no gather.
+        By default, this is the group of the whole table. If all ranks together look up fewer tokens than the table has
+        rows, this is instead the group of this rank's own rows, which need no gather: the looked-up rows are sent. This
+        applies in local view, to a table that is sharded evenly by rows, and neither quantized nor frozen.
         """
         group = self.group
         (layout,) = group.layouts

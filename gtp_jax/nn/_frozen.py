@@ -59,8 +59,8 @@ class Frozen(GatheredOnUse):
             ValueError: always.
         """
         raise ValueError(
-            "a frozen weight is set, but a step keeps the value that was frozen. Set parameters (`kernel[...] = "
-            "pretrained`) before `gtp_jax.freeze`."
+            "a frozen weight cannot be set: steps use the value that it had when it was frozen. Set parameters "
+            "(`kernel[...] = pretrained`) before `gtp_jax.freeze`."
         )
 
 

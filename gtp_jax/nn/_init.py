@@ -34,6 +34,7 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
             program.
+        TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     check_mesh_in_scope(creates=True)
     graph, make, keys = _birth(factory, rngs)
@@ -70,6 +71,7 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
             program.
+        TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     model = _abstract(factory)
     name_weights(model)
@@ -104,8 +106,8 @@ def _shardings(mesh: Mesh, leaf: Any) -> Any:
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Raises an error if a module keeps an array in a plain attribute: Flax does not recognize arrays that are made
-    under a trace as data.
+    """Raises an error if a module keeps an array in a plain attribute, because Flax does not treat such an array as
+    data if it was made under a trace.
 
     Raises:
         TypeError: if there is such an attribute. The message names the module and the attribute.

@@ -321,7 +321,7 @@ def in_shard_map(
 
     Raises:
         ValueError: if the mesh does not divide the batch or the sequence; if inputs differ in the size of the batch; if
-            the model was built for another mesh; or if the call writes other variables than parameters and caches.
+            the model was built for another mesh; or if the call writes variables other than parameters and caches.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others

@@ -84,20 +84,22 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
     tp = degree(axis)
     if current_view() != "local" or tp == 1:
         if vocab_size not in (None, width):
-            raise ValueError(f"`vocab_size` is {vocab_size}, but the logits have {width} tokens. Remove `vocab_size`.")
+            raise ValueError(
+                f"`vocab_size` is {vocab_size}, but the last dimension of the logits is {width}. Remove `vocab_size`."
+            )
         # a global array is sharded over tp if tp divides it; otherwise it is whole
         return tp > 1 and width % tp == 0, width
     if vocab_size is None:
         raise ValueError(
-            f"the logits of `cross_entropy` have {width} tokens inside a `shard_map` over {axis} = {tp}, so they may "
-            "be either the whole vocabulary or this rank's part of it. Pass the size of the whole vocabulary as "
-            "`vocab_size=`."
+            f"the last dimension of the logits of `cross_entropy` is {width} inside a `shard_map` over {axis} = {tp}, "
+            "so it may be either the whole vocabulary or this rank's part of it. Pass the size of the whole vocabulary "
+            "as `vocab_size=`."
         )
     part = -(-vocab_size // tp)
     if width not in (vocab_size, part):
         raise ValueError(
-            f"`vocab_size` is {vocab_size}, but logits of {width} tokens are neither the whole vocabulary nor one of "
-            f"its {tp} parts of {part} tokens."
+            f"`vocab_size` is {vocab_size}, but the last dimension of the logits is {width}, which is neither the "
+            f"whole vocabulary nor one of its {tp} parts of size {part}."
         )
     return width != vocab_size, vocab_size
 

@@ -80,8 +80,8 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 
 
 def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
-    """Returns the weights in a module. The kernels of a module, possibly this one, are listed by the path of the module
-    that owns them, and arrays of any shape by the path of their variable."""
+    """Returns the weights in a module by path: each module that owns kernels, which may be this one, by its own path,
+    and each weight of any shape (`ArrayWeight`) by the path of its variable."""
     found: dict[ModulePath, Weight] = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, WeightOwner):

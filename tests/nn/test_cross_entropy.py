@@ -167,11 +167,11 @@ def test_inside_a_shard_map_logits_have_any_rank(x64):
 @pytest.mark.parametrize(
     ("width", "vocab_size", "message"),
     [
-        (24, None, r"have 24 tokens inside a `shard_map` over tp = 2, so they may .* as `vocab_size="),
+        (24, None, r"of `cross_entropy` is 24 inside a `shard_map` over tp = 2, so it may .* as `vocab_size="),
         (
             24,
             50,
-            r"`vocab_size` is 50, but logits of 24 tokens are neither the whole .* nor one of its 2 parts of 25",
+            r"`vocab_size` is 50, but .* logits is 24, which is neither the whole .* nor one of its 2 parts of size 25",
         ),
     ],
 )
@@ -186,7 +186,9 @@ def test_logits_of_unknown_extent_are_refused_inside_a_shard_map(width, vocab_si
 
 
 def test_a_vocabulary_of_another_size_than_the_logits_is_refused():
-    with pytest.raises(ValueError, match="`vocab_size` is 12, but the logits have 24 tokens. Remove `vocab_size`"):
+    with pytest.raises(
+        ValueError, match="`vocab_size` is 12, but the last dimension of the logits is 24. Remove `vocab_size`"
+    ):
         gtp.cross_entropy(jnp.zeros((2, 3, 24)), jnp.zeros((2, 3), jnp.int32), vocab_size=12)
 
 

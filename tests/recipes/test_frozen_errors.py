@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "a frozen weight is set": (
         lambda: frozen().pair.kernel["a"].set_value(jnp.zeros((WIDTH, WIDTH))),
-        r"a frozen weight is set.*`kernel\[\.\.\.\] = pretrained`\) before `gtp_jax\.freeze`",
+        r"a frozen weight cannot be set.*`kernel\[\.\.\.\] = pretrained`\) before `gtp_jax\.freeze`",
     ),
     "a recipe of frozen weights": (
         lambda: gtp.explain(frozen(gtp.NVFP4()), gtp.NVFP4()),
