@@ -48,22 +48,23 @@ def check(
         rngs: the random streams, as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
         has_aux: as in `train_step`.
         microbatches: as in `train_step`.
-        recipe: as in `train_step`.
+        recipe: the recipe of both steps, such as `gtp_jax.NVFP4()`.
         view: as in `train_step`.
-        tolerance: the largest difference that is accepted, relative to the largest magnitude in a tensor. With a
-            recipe the default suffices, because both steps round each weight to the same codes. With `matmuls=True`
-            use 1e-2, because a sum in a different order may round to a different code. `NVFP4(matmuls=True)` needs
-            `stochastic=False`, because each rank rounds with different random bits. With `grad_wire` use 1e-2 for
-            `"bf16"` and 0.1 for the other formats, because one device does not round gradients.
+        tolerance: the largest difference that is accepted in a tensor, relative to the largest magnitude in that
+            tensor. The default suffices for a recipe that quantizes only weights, because both steps round each weight
+            to the same codes. With `matmuls=True` use 1e-2, because a sum in a different order may round to a different
+            code. `NVFP4(matmuls=True)` needs `stochastic=False`, because each rank rounds with different random bits.
+            With `grad_wire` use 1e-2 for `"bf16"` and 0.1 for the other formats, because one device does not round
+            gradients.
 
     Returns:
-        The relative difference of each tensor, by name: the loss, the tensors in `aux`, the gradients, and the
-        variables that the model wrote.
+        The relative difference of each tensor, by name: the loss, the tensors in `aux`, the gradients, and the model's
+        variables other than parameters. For a tensor of integers or booleans, 0 if all elements are equal, otherwise 1.
 
     Raises:
-        TypeError: if `recipe` is not a recipe.
-        ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; the message names
-            the first one that differs.
+        TypeError: if `loss` is not callable, or `recipe` is not a recipe.
+        ValueError: if there is no mesh in scope, if the loss on the mesh is not finite, or if a tensor differs by more
+            than `tolerance`; the message names the first such tensor.
     """
     check_loss(loss)
     check_recipe(recipe)
@@ -118,7 +119,7 @@ def check(
 
 
 def _copied(leaf: Any) -> Callable[[], Any]:
-    """Returns a function that makes a copy of an array on the devices in scope; a plain number is returned as is."""
+    """Returns a function that copies an array to the devices in scope at its call; it returns a plain number as is."""
     if not hasattr(leaf, "dtype"):
         return lambda: leaf
     if not is_key(leaf):
@@ -133,7 +134,11 @@ def _path(path: Any) -> str:
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Returns the largest difference, relative to the largest magnitude; NaN equals only NaN."""
+    """Returns the largest difference between two arrays, relative to the largest magnitude in `other`.
+
+    Positions where both arrays are NaN count as equal. If only one of them is NaN at a position, returns infinity. For
+    integers and booleans, returns 0 if the arrays are equal, otherwise 1.
+    """
     if not np.issubdtype(one.dtype, np.floating):
         return float(not np.array_equal(one, other))
     if not np.array_equal(np.isnan(one), np.isnan(other)):

@@ -29,14 +29,17 @@ class Diagnosis:
 
     Attributes:
         parameter: the path of the first parameter that is not finite itself; `None` if all are finite. If it is set,
-            nothing else is.
-        sample: the row of the batch that alone gives a loss or gradients that are not finite; `None` if there is none.
-        rank: the coordinates of the ranks that computed the sample, on the mesh axes that shard the batch.
+            no other attribute is.
+        sample: the first row of the batch whose loss or gradients are not finite when it is run alone; `None` if there
+            is none.
+        rank: the coordinates, on the mesh axes that shard the batch, of the ranks that hold the sample; `None` without
+            a sample, and empty without a mesh.
         devices: the device numbers of these ranks.
         layer: the path of the first module whose output or gradient is not finite, with the layer's number in a
-            `Stack`; empty for the model itself; `None` if those of all modules are finite, which leaves the loss
-            function.
-        kind: `output`, or `gradient` for the gradient of the loss with respect to the module's output.
+            `Stack`; empty for the model itself. `None` without a sample, or if the outputs and gradients of all modules
+            are finite; the cause is then in the loss function.
+        kind: what is not finite in `layer`: `output`, or `gradient` for the gradient of the loss with respect to the
+            module's output; `None` if `layer` is.
     """
 
     parameter: str | None = None
@@ -77,17 +80,19 @@ def diagnose(
 ) -> Diagnosis:
     """Finds the sample, the rank and the first layer that make the loss or a gradient of a batch NaN or Inf.
 
-    Pass the state that a step returned unchanged, and the batch of that step. Call this in every process. The
-    arguments are those of `train_step`; state and batch are not donated.
+    Pass the state that the skipped step returned, which is the old state, and the batch of that step. Call this in
+    every process. The arguments are those of `train_step`; state and batch are not donated.
 
-    Runs the samples in groups with one sample per rank. If the result of a group is not finite, runs its samples one at
-    a time, each repeated on every rank. Runs the sample that it finds once more, and checks the output and the gradient
-    of every module. Compiles the loss and its gradients at most twice.
+    The search first runs the samples in groups with one sample per rank. If the result of a group is not finite, it
+    runs the samples of the group one at a time, each repeated on every rank. It then runs the first sample whose result
+    is not finite once more, and checks the output and the gradient of every module. The loss and its gradients are
+    compiled at most twice.
 
     Raises:
         ValueError: if the number of rows is not a multiple of the number of ranks that shard the batch, or differs
-            between leaves; if a step has taken over the state's arrays, or the state has no values.
-        TypeError: if `loss` is not a function.
+            between leaves; if the batch has no rows, holds an empty array or a list of numbers; if the state's arrays
+            were donated to a step, or the state has no values.
+        TypeError: if `loss` is not callable.
     """
     check_loss(loss)
     check_values(state)
@@ -145,7 +150,11 @@ def diagnose(
 
 
 def _rows_of(batch: Tree) -> int:
-    """Returns the number of examples in a batch; refuses a batch that cannot be run example by example."""
+    """Returns the number of examples in a batch.
+
+    Raises:
+        ValueError: if the batch cannot be run example by example.
+    """
     check_arrays(batch)
     check_filled(batch)
     check_rows(batch, "whose samples are run one by one")
@@ -163,10 +172,12 @@ def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
 
 
 def _first(probes: Probes) -> tuple[str | None, str | None]:
-    """Returns the first output or gradient that is not finite in any process.
+    """Returns the kind and the module's path of the first probe that saw a value that is not finite, in any process;
+    `(None, None)` if no probe did.
 
-    The model's own output counts only if its gradient is not finite either, or if nothing else is found, because
-    logits may be masked with `-inf` and a loss need not read everything that a model returns.
+    The model's own output counts only if its gradient is not finite either, or if no other probe in this process saw
+    such a value. The reason is that logits may be masked with `-inf`, and that a loss need not read everything that a
+    model returns.
     """
     never = np.int32(np.iinfo(np.int32).max)
     fired = probes.fired
@@ -177,7 +188,13 @@ def _first(probes: Probes) -> tuple[str | None, str | None]:
 
 
 def _rank(number: int, axes: Sequence[str], mesh: Any) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the coordinates and the devices of the ranks that hold one part of the batch."""
+    """Returns the coordinates and the devices of the ranks that hold one part of the batch; both empty without a mesh.
+
+    Args:
+        number: the number of the part.
+        axes: the mesh axes that shard the batch.
+        mesh: the mesh in scope.
+    """
     if mesh.empty:
         return {}, ()
     axes = [axis for axis in axes if axis in mesh.shape]

@@ -1,4 +1,4 @@
-"""Raises an error on the host for what a compiled step can only flag."""
+"""Checks a step's metrics on the host, because a compiled step cannot raise an error itself."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
     """Raises an error if a step's loss or the norm of its gradients is not finite. Waits for the step to complete.
 
-    Unless `skip_nonfinite` is off, `train_step` returned the state unchanged: save the state, or run the step again.
+    If such a step was made with `skip_nonfinite=True`, the default, it returned the old state. You can save that state,
+    or run the step again.
 
     Args:
         metrics: the metrics that the step returned.
         step: the number of the step, for the message.
 
     Raises:
-        FloatingPointError: if the loss or the norm is not finite; the message names which.
+        FloatingPointError: if the loss or the norm is not finite; the message says which of them.
     """
     which = "a step" if step is None else f"step {step}"
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):

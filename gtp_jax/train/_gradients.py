@@ -1,4 +1,12 @@
-"""Computes losses and gradients over the mesh in scope, on global arrays or on each rank's own part."""
+"""Computes losses and gradients over the mesh in scope, on global arrays or on each rank's own part.
+
+In global view a loss gets global arrays, and XLA partitions what gtp_jax's modules do not. In local view a loss runs
+inside a `shard_map`, and gets the part of the batch that one rank holds.
+
+In this package, "the optimizer's axes" are the mesh axes that the role `optimizer` names, by default dp. They divide
+weights only in storage (ZeRO): each rank gathers its whole shard over them before it computes. "Codes" are quantized
+weights. An "amax" is the largest magnitude in a tensor.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +43,14 @@ VIEWS: tuple[View, ...] = ("global", "local")
 
 
 class Request(NamedTuple):
-    """What a step computes: the arguments of `train_step`, already checked."""
+    """A description of what a step computes.
+
+    The first eight fields are arguments of `train_step`.
+
+    Attributes:
+        replica: the number of this replica, if replicas have meshes of their own (`gtp_jax.Replicas`); otherwise 0.
+        rounded: the paths of the modules whose weights already hold values of the dtype in which they are sent.
+    """
 
     loss: Loss
     view: View
@@ -54,13 +69,16 @@ class Computed(NamedTuple):
 
     Attributes:
         total: the loss: a mean over microbatches, or a sum over tokens.
-        tokens: the number of tokens if `total` is a sum, otherwise `None`. In local view it is summed over all ranks,
-            so that, as in `total`, tokens count once for each rank of an axis that does not shard the batch.
-        gradients: the gradients of `total` with respect to the parameters, each in the dtype of its parameter, or in
-            a narrower one that holds the same values (see `uncast`).
-        model_state: the model's other variables, after the last microbatch.
-        aux: the `aux` of the loss function.
-        amaxes: for modules with delayed scaling, by path: the amaxes of input and gradient, `(*layers, 2)`.
+        tokens: the number of tokens if `total` is a sum, otherwise `None`. In local view, both are sums over all ranks
+            of the mesh. The ranks along an axis that does not shard the batch have the same tokens, and count each of
+            them again. Both sums grow by the same factor, so `total / tokens` is still the mean.
+        gradients: the gradients of `total` with respect to the parameters. Each has the dtype of its parameter, or a
+            narrower one that holds the same values (see `uncast`). `()` if only the loss was computed.
+        model_state: the model's variables other than parameters, after the last microbatch; `()` if only the loss was
+            computed.
+        aux: the `aux` of the loss function; `()` if there is none.
+        amaxes: for each module with delayed scaling, by path: the amaxes of its input and of the gradient of its
+            output, `(*layers, 2)`.
     """
 
     total: jax.Array
@@ -72,7 +90,7 @@ class Computed(NamedTuple):
 
 
 def in_dtypes_of(params: Tree, gradients: Tree) -> Tree:
-    """Returns gradients in the dtypes of their parameters."""
+    """Casts gradients to the dtypes of their parameters."""
     return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients)
 
 
@@ -83,7 +101,13 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
 
 
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Returns the loss and the gradients of a batch, in the view of the request."""
+    """Returns the loss and the gradients of a batch, in the view of the request.
+
+    Raises:
+        ValueError: if an array in the batch is empty, if the batch cannot be split as requested, or if layers are to be
+            gathered in advance without a recipe; in local view, if the model has variables other than parameters.
+        TypeError: if a parameter is an integer or a boolean, or if the loss function returns the wrong kind of result.
+    """
     check_filled(batch)
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
@@ -92,7 +116,7 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Returns the loss of a batch, without gradients; variables that the model writes are dropped."""
+    """Returns the loss of a batch, without gradients. Discards what the model writes to its variables."""
     check_filled(batch)
     with recipe_of_step(request.recipe):
         return _losses(request, state, batch)
@@ -130,7 +154,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Differentiates the loss of global arrays: code means the same as without a mesh."""
+    """Differentiates the loss of global arrays, on which the model and the loss mean the same as without a mesh."""
     model_def, count = state.model_def, request.microbatches
     model_def.check_mesh()
     with use_roles(model_def.roles):
@@ -145,7 +169,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
-            if count > 1:  # the loop over microbatches carries the state
+            if count > 1:  # the loop over microbatches carries `model_state`
                 check_form_kept(model_state, after)
                 _check_addable(returned.aux)
             return returned.total, (returned.tokens, after, returned.aux)
@@ -189,7 +213,8 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
 
 def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Differentiates the sum of all ranks' losses, each of its own part of the batch, in one `shard_map`."""
+    """Differentiates the sum of all ranks' losses in one `shard_map`. Each rank computes the loss of its own part of
+    the batch."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
 
@@ -238,18 +263,22 @@ def _rounds(recipe: Recipe | None) -> bool:
 def _dropout_key(
     request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
 ) -> jax.Array | None:
-    """Returns the words of a microbatch's key for adapter dropout, the same on every rank; `None` without dropout."""
+    """Returns the key of a microbatch for the dropout of adapters, uint32 `(2,)`. All ranks get the same key. `None` if
+    the model has no adapter with dropout."""
     if not drops(state.model_def.variables):
         return None
     return rounding_key(request.seed, state.step if step is None else step, number, replica=request.replica)
 
 
 class _ModelOf(NamedTuple):
-    """A function `(params, model_state, key, dropout, slots) -> model`.
+    """A function `(params, model_state, key, dropout, slots) -> model` that makes the model of a microbatch.
+
+    `key` is the key of stochastic rounding and `dropout` the key of adapters' dropout; either may be `None`. `slots`
+    are the arrays whose gradients are amaxes, as `slots_of` returns them.
 
     Attributes:
         make: the function.
-        amaxes: the amaxes of delayed scaling, by path of each module that has it.
+        amaxes: for each module with delayed scaling, by path: the amaxes that set its scales in this step.
     """
 
     make: Callable[..., Any]
@@ -273,12 +302,14 @@ class _ModelOf(NamedTuple):
 def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = False) -> _ModelOf:
     """Returns a function that makes the model of a microbatch.
 
-    The weights are quantized, and gathered over the optimizer's axes, here: once for all calls of the function.
+    Quantizes the weights and gathers them over the optimizer's axes before it returns, so that all microbatches share
+    the results.
 
     Args:
         request: the request, with or without a recipe.
         state: the state of the model; in local view, with this rank's part of its parameters and frozen weights.
-        whole_gradients: whether to leave out the sum of gradients over the optimizer's axes, as for `placeholders`.
+        whole_gradients: whether backward returns the gradients of whole shards, not yet summed over the optimizer's
+            axes. The function then takes `placeholders` as its `params`.
     """
     model_def = state.model_def
     model = model_def.model(state.params, state.model_state, state.frozen)
@@ -295,7 +326,7 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
     stored = lax.stop_gradient(shards_of(model))
     of_weights = {path: own[..., 1] for path, own in amaxes.items()}
     prepared = prepare(groups, stored, request.pregathered_layers, request.rounded, of_weights)
-    codes = quantized(model)  # of what `gtp_jax.shard` has sharded
+    codes = quantized(model)  # the codes of the weights that `gtp_jax.shard` has sharded
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
     def make(params: Tree, model_state: Tree, key: jax.Array | None, dropout: jax.Array | None, slots: Tree) -> Any:
@@ -316,7 +347,11 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
 
 
 def _sums(returned: Returned) -> Returned:
-    """Refuses a mean, which in local view would be the mean of one rank."""
+    """Returns its argument; refuses a loss that is a mean, because in local view it would be the mean of one rank.
+
+    Raises:
+        TypeError: if the loss is a mean, so that there is no number of tokens.
+    """
     if returned.tokens is None:
         raise TypeError(
             "in `view='local'` a loss must return two scalars, (sum of token losses, number of tokens), of the "
@@ -327,7 +362,11 @@ def _sums(returned: Returned) -> Returned:
 
 
 def _check_parameters_have_gradients(state: TrainState) -> None:
-    """Refuses integer and boolean parameters, which have no gradient."""
+    """Refuses integer and boolean parameters, which have no gradient.
+
+    Raises:
+        TypeError: if there is one; the message names the first.
+    """
     for path, parameter in with_paths(state.params):
         if not _is_inexact(parameter):
             raise TypeError(
@@ -346,7 +385,11 @@ def _check_recipe_pregathers(request: Request) -> None:
 
 
 def _check_addable(aux: Tree) -> None:
-    """Refuses `aux` values that cannot be summed over microbatches."""
+    """Refuses `aux` values that cannot be summed over microbatches.
+
+    Raises:
+        TypeError: if a leaf is neither a number nor a boolean; the message names it.
+    """
     for path, value in jax.tree_util.tree_leaves_with_path(aux):
         if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_):
             raise TypeError(
@@ -360,12 +403,17 @@ def _is_inexact(value: jax.Array) -> bool:
 
 
 def _sharded(batch: Tree, roles: Roles) -> Tree:
-    """Returns the batch, sharded over the ranks if they divide it, so that later values are sharded too."""
+    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too. An array whose
+    first dimension the ranks cannot divide evenly stays as it is."""
     return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
 
 
 def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
-    """Returns an array split into microbatches: microbatch m is `batch[m::count]`, the same on every mesh."""
+    """Splits an array of the batch into microbatches: microbatch m is `batch[m::count]`, the same on every mesh.
+
+    Raises:
+        ValueError: if `count` does not divide the first dimension; the message names the array.
+    """
     batch = jnp.asarray(batch)
     if batch.ndim == 0 or batch.shape[0] % count:
         raise ValueError(
@@ -380,22 +428,33 @@ def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
     return batch if whole else _held(batch, PartitionSpec(*(None,) * dim, roles.batch))
 
 
-@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # eagerly, JAX refuses arrays made without the mesh
+@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # outside `jit`, JAX refuses arrays made without the mesh
 def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(batch, spec)
 
 
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """Returns examples split into microbatches: microbatch m is `batch[m::count]`.
+    """Splits examples into microbatches: microbatch m is `batch[m::count]`.
 
-    If each rank splits its own part, its microbatch m is its part of the whole batch's microbatch m.
+    If each rank splits its own part of a batch, the ranks' microbatches m together are microbatch m of the whole batch.
     """
     return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
 
 
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns a function of a batch that runs `local(params, frozen, scaling, batch, step)` on each rank's own part, or
-    on the whole arrays without a mesh."""
+    """Returns a function of a batch that calls `local` on each rank's own part of the arrays. Without a mesh, it calls
+    `local` once, on the whole arrays.
+
+    Args:
+        local: `(params, frozen, scaling, batch, step) -> result`.
+        state: the state, which holds all arguments of `local` except the batch.
+        microbatches: the number of microbatches into which `local` splits its batch.
+        out: the partitions of the result, a pytree prefix.
+
+    Raises:
+        ValueError: if the model has variables other than parameters; by the function, if a leaf of the batch is a list
+            of numbers, or if the ranks and microbatches cannot divide its first dimension evenly.
+    """
     model_def = state.model_def
     _check_model_state(state)
 
@@ -444,8 +503,8 @@ def _check_model_state(state: TrainState) -> None:
 def _over_all_ranks(values: Tree) -> Tree:
     """Sums values over the whole mesh.
 
-    Ranks of an axis that does not shard the batch count the same tokens repeatedly. Losses, tokens and gradients are
-    all summed this way, so every quotient is correct.
+    The ranks along an axis that does not shard the batch have the same tokens, and count each of them again. Losses,
+    tokens and gradients all contain the same factor, which cancels when a sum is divided by the number of tokens.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return lax.psum(values, names) if names else values

@@ -15,14 +15,14 @@ from ._memory import check_distinct
 class Jitted:
     """A jitted function whose compile options are chosen when it is called, not when it is built.
 
-    Within another trace (an outer `jax.jit`, a `lax.scan` over steps) the plain function is called, because options
-    belong to the outermost `jax.jit`.
+    If an argument is traced (in an outer `jax.jit`, or a `lax.scan` over steps), calls the function without a `jax.jit`
+    of its own, because XLA options belong to the outermost `jax.jit`.
 
     Args:
         function: the function to compile.
         options: a function that returns the XLA options for the mesh in scope, given the arguments of a call.
         donate_argnums: the positions of donated arguments, as in `jax.jit`.
-        check: a function that is called with the arguments of every call that is not within another trace.
+        check: a function that is called with the arguments of each call, unless one of them is traced.
     """
 
     def __init__(
@@ -77,5 +77,5 @@ class Jitted:
         return self.jitted(*args).eval_shape(*args)
 
     def _by_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Returns all arguments by position, as donation and checks need them; callers may pass them by name."""
+        """Returns all arguments of a call by position, because donation and checks identify them by position."""
         return self._signature.bind(*args, **kwargs).args if kwargs else args

@@ -15,7 +15,7 @@ Loss = Callable[[Any, Tree], Any]
 
 
 class Returned(NamedTuple):
-    """The parts of what a loss function returned.
+    """The result of a loss function, in parts.
 
     Attributes:
         total: the scalar that is differentiated: a mean, or a sum over tokens.
@@ -42,12 +42,14 @@ def check_loss(loss: Any) -> None:
 
 
 def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
-    """Calls a loss function.
+    """Calls a loss function and checks its result.
+
+    A loss is a floating-point scalar, or a pair of scalars (sum of token losses, number of tokens). With `has_aux` the
+    function returns a pair (loss, aux), where `aux` is a pytree of arrays and numbers.
 
     Raises:
-        TypeError: if it returns anything other than a scalar, or a sum and a number of tokens, or with `has_aux` a
-            pair of one of these and a pytree of arrays; and, when it is differentiated, if the number of tokens has a
-            gradient.
+        TypeError: if the function returns anything else; when the result is differentiated, if the number of tokens has
+            a gradient. Errors of the function itself pass through, some with a note.
     """
     returned, aux = _called(loss, model, batch), ()
     if has_aux:
@@ -82,10 +84,10 @@ def _called(loss: Loss, model: Any, batch: Tree) -> Any:
 
 
 def _arrays(aux: Tree) -> Tree:
-    """Returns a pytree of arrays, with integers in at least int32, in which microbatches are summed.
+    """Converts the leaves of `aux` to arrays. Integers get at least int32, because they are summed over microbatches.
 
     Raises:
-        TypeError: if a leaf cannot become an array; the message names it.
+        TypeError: if a leaf cannot become an array; the message names the leaf.
     """
 
     def array(path: Any, leaf: Any) -> jax.Array:
@@ -102,7 +104,10 @@ def _arrays(aux: Tree) -> Tree:
 
 
 def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree) -> None:
-    """Refuses, before an evaluation, a number of tokens that has a gradient, as a step does.
+    """Refuses a number of tokens that has a gradient, when a loss is only evaluated.
+
+    A training step finds this when it differentiates the loss. An evaluation does not differentiate, so this function
+    traces the gradient. It does nothing if the loss cannot be differentiated for another reason.
 
     Args:
         total: the loss's first scalar as a function of the parameters. It is traced but not run.
@@ -120,16 +125,17 @@ def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree
 
 
 def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Returns `total / tokens`, or 0 if there are no tokens; returns `total` if it is already a mean.
+    """Returns `total / tokens`. Returns `total` unchanged if `tokens` is `None`, because `total` is then already a
+    mean, or if `tokens` is 0, because the sum over no tokens is 0.
 
-    If a batch is fully masked, its gradients are 0: parameters then move only by what the optimizer adds, such as
-    weight decay or momentum.
+    So the loss and the gradients of a fully masked batch are 0, not NaN. Parameters then move only by what the
+    optimizer adds, such as weight decay or momentum.
     """
     return total if tokens is None else (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
 
 
 def wide(value: jax.Array) -> jax.Array:
-    """Returns a number in a dtype that can accumulate many: at least float32 or int32."""
+    """Casts an array to at least float32 or int32, in which many such numbers can be added."""
     if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 32:
         return value.astype(jnp.float32)
     if jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4:
@@ -147,12 +153,13 @@ def _float(value: Any) -> jax.Array:
 
 
 class NumberHasGradient(TypeError):
-    """Raised if the second scalar that a loss returned is not a token count, because it has a gradient."""
+    """Raised if the second scalar that a loss returned has a gradient, and therefore is not a number of tokens."""
 
 
 @jax.custom_vjp
 def _number(tokens: jax.Array) -> jax.Array:
-    """Returns a number of tokens; raises an error when differentiated, because a step ignores its gradient."""
+    """Returns its argument. Raises `NumberHasGradient` when it is differentiated, because a step would ignore the
+    gradient."""
     return tokens
 
 

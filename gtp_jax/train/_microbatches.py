@@ -24,21 +24,22 @@ def over_microbatches(
     addends: Callable[[Tree], Tree] = lambda others: others,
     placed: Callable[[Tree], Tree] = lambda gradients: gradients,
 ) -> tuple[Tree, Tree, Tree, Tree]:
-    """Runs one microbatch after another, and sums their results.
+    """Runs one microbatch after another in a `lax.scan`, and sums their results.
 
-    A gradient whose last operation is a cast to its parameter's dtype stays in the narrower dtype until it is added.
-    This changes no value.
+    The last operation on a gradient may be a cast to its parameter's wider dtype. Such a gradient stays in the narrower
+    dtype until it is added to the sum, which has the wider one. This changes no value.
 
     Args:
-        of_part: `(carried, part, number) -> (gradients, (others, carried))`.
-        carried: what one microbatch passes to the next, such as variables that the model writes.
+        of_part: `(carried, part, number) -> (gradients, (others, carried))`, the computation of one microbatch. `part`
+            has the arrays of `parts` without their first dimension, and `number` is the microbatch's number.
+        carried: the values that one microbatch passes to the next, such as variables that the model writes.
         parts: a pytree of arrays of shape `(microbatches, ...)`.
-        addends: a function that returns the form in which `others` are summed.
+        addends: a function that converts `others` to the arrays that are summed.
         placed: a function that constrains the shardings of gradients.
 
     Returns:
-        The sums of the gradients and of the addends, what the last microbatch carried, and the shapes and dtypes of
-        the `others` of one microbatch.
+        The sum of the gradients; the sum of the addends; `carried` after the last microbatch; and the shapes and dtypes
+        of the `others` of one microbatch.
     """
     numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0])
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], (parts, numbers)))
@@ -56,15 +57,17 @@ def over_microbatches(
 
 
 def as_stored(params: Tree, number: jax.Array) -> Tree:
-    """Returns parameters in the memory layout in which they are stored, for the computation of one microbatch.
+    """Keeps parameters in the row-major memory layout in which they are stored, for the computation of one microbatch.
 
     XLA chooses the layout of values that a loop reads but does not change. If weights are transposed before they are
-    sent, XLA would copy all of them into the transposed layout, in 32 bits, before the loop. On CPUs, where memory is
-    no concern, parameters are returned unchanged, because `jax.export` does not support constraints on layouts.
+    sent, XLA would therefore copy all of them into the transposed layout, in 32 bits, before the loop. The constraint
+    prevents these copies. On platforms other than GPUs parameters are returned unchanged: `jax.export` does not support
+    constraints on layouts, and memory is no concern on CPUs.
 
     Args:
         params: the parameters.
-        number: the number of the microbatch. The result depends on it, so that XLA cannot move it out of the loop.
+        number: the number of the microbatch. The result depends on it, so that XLA cannot move the result out of the
+            loop.
     """
     if platform() != "gpu":
         return params

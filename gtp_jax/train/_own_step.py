@@ -1,4 +1,4 @@
-"""Defines the interface of devices that bring their own step."""
+"""Defines the protocol of the `replicas` argument of `train_step`, through which replicas provide their own step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._state import TrainState
 
 
 class BringsStep(Protocol):
-    """Devices whose step is a different program from that of a single mesh, such as `gtp_jax.Replicas`."""
+    """A set of devices whose step is not the program that runs on a single mesh, such as `gtp_jax.Replicas`."""
 
     def own_step(
         self,
@@ -23,13 +23,13 @@ class BringsStep(Protocol):
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
     ) -> Callable[..., tuple[TrainState, dict[str, Any]]] | None:
-        """Returns the step, or `None` if the step of one mesh is the right one. Arguments are as in `train_step`.
+        """Returns the step over these devices, or `None` if the usual step can run on them as a single mesh.
 
         Args:
-            request: the arguments of the step, already checked.
+            request: the arguments of `train_step` that decide what is computed, already checked.
             optimizer: any optax optimizer.
-            max_grad_norm: the global norm to which larger gradients are scaled down; `None` for no limit.
-            skip_nonfinite: whether to skip an update whose loss or gradients are not finite.
+            max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
+            skip_nonfinite: whether to skip an update if the loss or the norm of the gradients is not finite.
             options: a function that returns the XLA options for the mesh and the recipe in scope.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Checks the output of every module of a model, and its gradient, while a program runs."""
+"""Checks, while a program runs, whether the output of every module of a model and its gradient are finite."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from flax import nnx
 from ..nn import Stack, split_model
 from ._state import TrainState
 
-# The name of the attribute that holds a module's path in the model while the model is probed.
+# The attribute in which a probed model stores each module's path.
 _PATH = "_path_in_model"
 
 
 class Probes:
-    """A context manager in which the modules of a model are traced with probes at their outputs.
+    """A context manager that adds probes to the modules of a model. A program that is traced within it has the probes.
 
-    Each probe is an identity that reports from within the program whether its value is finite, in forward and in
-    backward. Probes are numbered in the order of tracing, in which the model computes, because the callbacks of a
-    program arrive in any order. Layers of a `Stack` are unrolled, so that each has its own probes.
+    A probe checks one value while the program runs: an output of a module in forward, or its gradient in backward. It
+    returns the value unchanged. The callbacks of a program arrive in any order, so probes are numbered in the order in
+    which they are traced, which is the order of the computation. The layers of a `Stack` are unrolled, so that each
+    layer has its own probes.
 
     Args:
         state: the state of the model; it may be abstract.
 
     Attributes:
-        fired: the numbers of the probes that saw a value that is not finite.
+        fired: the numbers of the probes that saw a value that is not finite, in this process.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -44,7 +45,7 @@ class Probes:
             if isinstance(module, Stack):
                 self._lengths[".".join(map(str, (*path, "layers")))] = module.length
                 module.schedule = dataclasses.replace(module.schedule, unroll="full")
-                module.remat = "everything"  # `jax.checkpoint` would trace equal layers once, with one number
+                module.remat = "everything"  # `jax.checkpoint` would trace equal layers only once
         self._classes = {type(module) for path, module in nnx.iter_modules(model) if callable(module)}
         self._state = dataclasses.replace(state, model_def=split_model(model).model_def)
 
@@ -64,7 +65,7 @@ class Probes:
                 setattr(cls, "__call__", call)  # noqa: B010
 
     def name(self, number: int) -> tuple[str, str]:
-        """Returns the kind of a probe, `output` or `gradient`, and the path of its module."""
+        """Returns what a probe checks, `output` or `gradient`, and the path of its module."""
         return self._names[number]
 
     def _probed(self, call: Any) -> Any:
@@ -80,7 +81,8 @@ class Probes:
         return probed
 
     def _layer(self, path: str) -> str:
-        """Returns a module's path; in a `Stack`, with the number of its layer, which follows from the calls before."""
+        """Returns the path of a module that is called. In a `Stack`, includes the number of the layer, which is counted
+        from the earlier calls of modules with this path."""
         layers = next((name for name in self._lengths if path.startswith(name)), None)
         if layers is None:
             return path
@@ -89,7 +91,7 @@ class Probes:
         return f"{layers}[{number}]{path.removeprefix(layers)}"
 
     def _probe(self, x: jax.Array, layer: str) -> jax.Array:
-        """Returns `x` with a probe on its value and its gradient."""
+        """Returns `x`; adds one probe for its value and, if it is differentiated, one for its gradient."""
 
         @jax.custom_vjp
         def probe(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Derives the keys of stochastic rounding."""
+"""Derives the random keys of a microbatch, for stochastic rounding and for the dropout of adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from jax import lax
 def rounding_key(
     seed: int, step: jax.Array, microbatch: jax.Array | int, *, of_rank: bool = False, replica: int = 0
 ) -> jax.Array:
-    """Returns the words of the key that a microbatch is rounded with: uint32 `(2,)`.
+    """Returns the key of a microbatch, as words of uint32, `(2,)`.
 
-    The key depends only on what is being computed, so that a run can be repeated, and resumed as if it had never
-    stopped. It is derived from the run's seed, the number of updates made, the microbatch, and in local view
-    (`of_rank`) the rank, because each rank has different tokens. In global view a module adds its rank when it is
-    called. `replica` tells apart replicas that have separate meshes, whose ranks have the same numbers.
+    The key depends only on the arguments and the rank. A run can therefore be repeated exactly, and a resumed run uses
+    the same keys as one that was never interrupted.
+
+    Args:
+        seed: the seed of the run.
+        step: the number of updates made.
+        microbatch: the number of the microbatch.
+        of_rank: whether to fold in the rank, inside a `shard_map`. Stochastic rounding in local view needs this,
+            because each rank has different tokens. In global view, modules fold in the rank themselves.
+        replica: the number of the replica, if replicas have separate meshes, whose ranks have the same numbers.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     key = jax.random.fold_in(key, microbatch)

@@ -1,4 +1,4 @@
-"""Checks the rows of a batch: each leaf has one row per example."""
+"""Checks that every array of a batch has one row per example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ Tree = Any
 
 
 def check_filled(batch: Tree) -> None:
-    """Refuses a batch that has no rows, or whose rows have no tokens, because its mean loss would be NaN."""
+    """Refuses a batch with an empty array (no rows, or rows without tokens), because its mean loss would be NaN.
+
+    Raises:
+        ValueError: if an array has no elements; the message names the first.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if 0 in np.shape(leaf):
             raise ValueError(
@@ -21,11 +25,14 @@ def check_filled(batch: Tree) -> None:
 
 
 def check_rows(batch: Tree, cut: str = "that is divided into microbatches or among ranks") -> None:
-    """Refuses a batch that is to be split if the first dimensions of its leaves are not all the number of examples.
+    """Refuses a batch whose arrays have different numbers of rows, because it cannot be split by examples.
 
     Args:
-        batch: a pytree of arrays.
+        batch: a pytree of arrays. Scalars are ignored.
         cut: a clause for the message that says how the batch is split.
+
+    Raises:
+        ValueError: if the first dimensions differ; the message gives them all.
     """
     rows = {
         jax.tree_util.keystr(path): np.shape(leaf)[0]
@@ -48,13 +55,18 @@ def check_rows(batch: Tree, cut: str = "that is divided into microbatches or amo
 
 
 def check_arrays(batch: Tree) -> None:
-    """Refuses lists of numbers in a batch that is to be split, because they have no rows."""
+    """Refuses a batch that contains a list of numbers, because JAX treats each number as a scalar without rows.
+
+    Raises:
+        ValueError: if there is such a list; the message names the first.
+    """
     if listed := numbers_in_lists(batch):
         raise ValueError(listed)
 
 
 def numbers_in_lists(batch: Tree) -> str:
-    """Returns a message that names a list of numbers in a batch, and what to pass instead; empty if there is none."""
+    """Returns a message that names the first list of numbers in a batch and says what to pass instead; an empty string
+    if there is no such list."""
 
     def is_list(node: Any) -> bool:
         leaves = jax.tree.leaves(node) if isinstance(node, list) else []

@@ -1,4 +1,4 @@
-"""Makes the optimizer step and the evaluation over the mesh in scope."""
+"""Makes the functions that users call: the optimizer step, the evaluation, and loss and gradients by themselves."""
 
 from __future__ import annotations
 
@@ -45,72 +45,82 @@ def train_step(
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
     """Returns a jitted optimizer step, which donates its state.
 
-    In global view `loss` gets global arrays. Model and loss mean the same as without a mesh, whatever they compute,
-    and XLA shards what gtp_jax's modules do not. Gradients are summed over replicas in each microbatch.
+    In global view `loss` gets global arrays. Model and loss mean the same as without a mesh, whatever they compute.
+    gtp_jax's modules shard their own computation, and XLA shards the rest. Gradients are summed over replicas in each
+    microbatch.
 
-    In local view everything runs inside one `shard_map` over the whole mesh. `loss` gets a rank's own sequences and
-    returns a sum over their tokens. Gradients are accumulated over microbatches and summed over replicas once. This
-    view is for models whose every operation is written for a rank's own part, such as `gtp_jax.models`.
+    In local view the loss and its gradients are computed inside one `shard_map` over the whole mesh. `loss` gets a
+    rank's own sequences and returns a sum over their tokens. Gradients are accumulated over microbatches and summed
+    over replicas once. Use this view only if every operation of the model is written for a rank's own part of the
+    arrays, as in `gtp_jax.models`.
 
-    The optimizer runs outside the `shard_map`, on global arrays of logical shapes, so any optax optimizer works.
+    The optimizer runs outside the `shard_map`, on global arrays, and its updates are those of arrays without padding.
+    So any optax optimizer works.
 
     If the loss or a gradient is NaN or Inf on any device, the step returns the old state bit for bit: parameters,
-    optimizer state, the model's other variables and the step count. A compiled program cannot raise an error, and a
-    step does not wait for its own result. So `metrics["skipped"]` reports this, and `gtp_jax.check_finite(metrics)`
-    raises an error. It may be called some steps later: steps launched in the meantime used the old state or, if they
-    got `skip=metrics["skipped"]` of the step before them, were skipped too.
+    optimizer state, the model's other variables and the step count. A compiled program cannot raise an error for this.
+    Instead, `metrics["skipped"]` is true, and `gtp_jax.check_finite(metrics)` raises the error. `check_finite` waits
+    for the step, so you may call it some steps later. The steps launched in the meantime used the old state; if they
+    got `skip=metrics["skipped"]` of the step before them, they were skipped too.
 
     Args:
-        loss: `(model, batch) -> loss`. Returns a scalar, such as a mean, which is averaged over microbatches; or two
-            scalars, (sum of token losses, number of tokens), as `cross_entropy` does, so that each token has the same
-            weight however many microbatches or masked tokens there are. Local view requires the two scalars.
+        loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
+            microbatches; or two scalars, (sum of token losses, number of tokens), as `cross_entropy` does. With two
+            scalars each token has the same weight, however many microbatches or masked tokens there are. Local view
+            requires two scalars.
         optimizer: any optax optimizer. Its update gets `value`, the loss; `grad`, the gradients; and `value_fn`, with
             which a line search evaluates the loss of the batch, and its gradient, at other parameters. If the model
             has a `Stack`, see `per_layer` for optimizers that compute norms or products of whole parameters.
-        has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Over several microbatches, floats in
-            `aux` are averaged in at least float32, and integers are added. For any number of microbatches, floats are
-            returned in the dtype that the loss gave them, and integers in at least int32. Not in local view.
+        has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Local view does not support it. Over
+            several microbatches, floats in `aux` are averaged in at least float32, and integers are added. The step
+            returns floats in the dtype that the loss gave them, and integers in at least int32.
         microbatches: the number of parts of the batch that run one after another; part m is `batch[m::microbatches]`.
-            Batch statistics are those of a microbatch. Variables that the model writes pass from one to the next.
-        max_grad_norm: the global L2 norm to which larger gradients are scaled down.
-        skip_nonfinite: whether to skip an update if its loss or the global L2 norm of its gradients is not finite; a
-            norm that overflows counts. Use `False` for an optimizer that must see such gradients, such as one that
+            Batch statistics are computed per microbatch. What the model writes to its variables in one microbatch, it
+            reads in the next.
+        max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
+        skip_nonfinite: whether to skip an update if its loss or the global L2 norm of its gradients is not finite,
+            including a norm that overflows. Use `False` for an optimizer that must see such gradients, such as one that
             scales the loss.
-        recipe: what is quantized, such as `gtp_jax.NVFP4()`. The default is the recipe in scope (`use_recipe`) when
-            the step is called, not when it is made. One step may be called under several recipes; it is compiled for
-            each with that recipe's XLA options.
-        pregathered_layers: the number of layers of each stack, or `"all"`, whose codes are gathered once per step,
-            before the microbatches, and reused in all their passes; the other layers are gathered in each pass.
-            Counted from the first layer that is sent as codes, after a recipe's `high_precision_first`. Each device
-            holds the whole codes of these layers, 0.504 bytes per element in NVFP4. Results do not change.
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`. By default, the recipe that is in scope (`use_recipe`)
+            when the step is called; the one in scope when the step is made does not matter. One step may be called
+            under several recipes; it is compiled for each with that recipe's XLA options.
+        pregathered_layers: the number of layers of each stack, or `"all"`, whose codes (quantized weights) are gathered
+            once per step, before the microbatches, and reused in all their passes. The other layers are gathered in
+            each pass. The count starts at the first layer that is sent as codes, after the layers that a recipe's
+            `high_precision_first` leaves in high precision. Each device holds the whole codes of the layers that are
+            gathered in advance: 0.504 bytes per element in NVFP4. Results do not change.
         reduce_over_dp: when gradients are summed over dp, or over the axes that the role `optimizer` names. `"each"`
-            reduce-scatters the gradients of every microbatch during backward, and accumulates what this rank stores.
-            `"last"`, in local view only, accumulates whole shards, and reduce-scatters the sum once, after the last
-            microbatch. With one microbatch both are the same program.
+            reduce-scatters the gradients of every microbatch during backward, and accumulates only the part that this
+            rank stores. `"last"` accumulates the gradients of whole shards, and reduce-scatters the sum once, after the
+            last microbatch. With several microbatches, `"last"` requires local view. With one microbatch both are the
+            same program.
         view: `"global"` or `"local"`, see above.
         seed: the seed of stochastic rounding, which uses different bits for every step, microbatch and rank.
-        replicas: `gtp_jax.Replicas` of unequal tensor-parallel degree, for a run that continues without some of its
-            devices. The state is on `replicas.core`, and the batch has the plan's number of rows. The view must be
-            local, because its losses are sums over sequences, which any replica can compute. The step is not traced
-            as a whole: call it outside `jax.jit`. If the plan has no failures, the step is the same as without
-            `replicas`.
+        replicas: `gtp_jax.Replicas`, for a run that continues without some of its devices, so that its replicas may
+            have unequal tensor-parallel degrees. The state is on the mesh `replicas.core`, and the batch has
+            `replicas.plan.batch` rows. If the replicas are unequal, the view must be local, because its losses are sums
+            over sequences, which any replica can compute; and the step must be called outside `jax.jit`, because it
+            consists of several programs. If they are equal, the step is the same as without `replicas`.
         compiler_options: XLA options, which take precedence over those that `compile_options` chooses.
 
     Returns:
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
-        is the batch, a multiple of `microbatches`, and of dp * gtp where a gtp_jax module takes it. `skip` is a bool
-        scalar that skips the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
-        microbatches), `grad_norm`, `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
-        `expert_load` if routers have biases; and `aux`. XLA options are chosen for the mesh and the recipe in scope at
-        the call.
+        is the batch, a multiple of `microbatches`. The examples of a microbatch must be a multiple of dp * gtp in local
+        view, and in global view if a gtp_jax module gets them. `skip` is a bool scalar; if it is true, the update is
+        skipped in any case. Metrics are device scalars: `loss` (the mean over tokens, or over microbatches),
+        `grad_norm` (before clipping), `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
+        `expert_load` if routers have biases. With `has_aux`, `aux` is among them too. XLA options are chosen for the
+        mesh and the recipe in scope at the call.
 
     Raises:
-        ValueError: if `microbatches` is less than 1, if `view` or `reduce_over_dp` is an unknown name, or if
-            `reduce_over_dp` is `"last"` in global view with several microbatches; by `step`, if `microbatches` does
-            not divide the batch, if codes are to be gathered in advance but there are none, or if in local view the
-            model has variables other than parameters.
-        TypeError: if `loss` is not a function or `optimizer` is not an optax optimizer; by `step`, if `loss` returns
-            anything else than described above.
+        ValueError: if a number or a name is not one of those described above, if local view or `replicas` do not
+            support an argument, or if `reduce_over_dp` is `"last"` in global view with several microbatches. By `step`,
+            if the batch is empty or cannot be divided; if the state was donated, has no values or is of another
+            optimizer; if `pregathered_layers` is set without a recipe; or if in local view the model has variables
+            other than parameters.
+        TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
+            `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, or if `loss`
+            returns anything other than described above.
     """
     check_loss(loss)
     check_optimizer(optimizer)
@@ -163,9 +173,16 @@ def eval_step(
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
     """Returns a jitted evaluation `(state, batch) -> metrics`.
 
-    The arguments and the metrics are those of `train_step`, without the metrics of the update (`grad_norm`, `skipped`
-    and `expert_load`). What a call writes to the model's variables is discarded. The loss function decides the mode of
-    dropout and batch statistics: call `model.eval()` in it for inference.
+    The arguments are those of `train_step`. So are the metrics, except that those of the update are missing
+    (`grad_norm`, `skipped` and `expert_load`). What the model writes to its variables is discarded. The evaluation does
+    not switch off dropout or the use of batch statistics: call `model.eval()` in the loss function for inference.
+
+    Raises:
+        ValueError: if `view` is an unknown name, or `has_aux` is used in local view. By the evaluation, if the batch is
+            empty or cannot be divided, if the state was donated or has no values, or if in local view the model has
+            variables other than parameters.
+        TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
+            `TrainState`, or if `loss` returns anything other than `train_step` allows.
     """
     check_loss(loss)
     check_recipe(recipe)
@@ -197,11 +214,16 @@ def loss_and_gradients(
     The loss is the one that `train_step` reports, and the arguments are those of `train_step`. Call this with the mesh
     in scope and under `jax.jit`; outside `jax.jit` operations run one by one. The random bits of stochastic rounding
     depend on `seed` and `state.step`: increment `state.step` after every update, or every step will use the same bits.
-    What a call writes to the model's variables is discarded. The gradient of a weight that is stored padded is padded
-    too, with zeros (see `even_shares`): your step must then update each element by itself, as AdamW does.
+    What the model writes to its variables is discarded. If a weight is stored padded (see `even_shares`), its gradient
+    is padded with zeros. Your step must then update each element by itself, as AdamW does; a mean over the array, for
+    example, would count the padding.
 
     Raises:
-        ValueError: if `train_step` would refuse an argument, or if the state was donated to a step.
+        ValueError: if `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step` would refuse, if
+            the recipe has delayed scaling, if the state was donated to a step or has no values, or if the batch is
+            empty or cannot be divided.
+        TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, or `loss` returns
+            anything other than `train_step` allows.
     """
     check_loss(loss)
     _check_state(state)
@@ -244,7 +266,7 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
     kinds = () if recipe is None else recipe.kinds
     fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
     tensor = current_roles().tensor
-    known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have roles other than those in scope
+    known = tensor in jax.sharding.get_abstract_mesh().axis_names  # the roles in scope may not be those of the model
     units = [a.model_def.largest_unit for a in args if isinstance(a, TrainState) and view == "global"]
     return compile_options(
         platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0)
@@ -269,7 +291,10 @@ def _check_pregathered_layers(pregathered_layers: Any) -> None:
 
 
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
-    """Returns the number of tokens in the batch, given a sum over all ranks, which counts a token once for each rank of
-    the axes that do not shard the batch."""
+    """Returns the number of tokens in the batch, given the sum of all ranks' numbers.
+
+    The ranks along an axis that does not shard the batch have the same tokens, so the sum counts each token several
+    times.
+    """
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))

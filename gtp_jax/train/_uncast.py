@@ -1,4 +1,4 @@
-"""Returns gradients before the cast to the dtype of their parameters."""
+"""Removes the final cast of gradients to the wider dtype of their parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ Tree = Any
 
 
 def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, tuple[Tree, Rest]]:
-    """Returns the function without the casts to wider dtypes that are the last operations on its first output.
+    """Returns a function that leaves out the final casts to wider dtypes in its first output.
 
-    JAX returns a gradient in the dtype of its parameter, although it may have been summed in 16 bits and cast only
-    afterwards. XLA would write such a gradient to memory in 32 bits before a branch that uses it. A caller that casts
-    the outputs again gets the same values, bit for bit. If something was added to a gradient after its cast (a weight
-    used twice, a sum over replicas), the cast is not the last operation, and the gradient is returned unchanged.
+    JAX returns a gradient in the dtype of its parameter, such as float32, even if the gradient was summed in 16 bits
+    and cast only afterwards. XLA would then write the gradient to memory in 32 bits before a `lax.cond` that uses it.
+    Without the cast it is written in 16 bits. A caller that casts the outputs itself gets the same values, bit for bit.
+
+    If something was added to a gradient after its cast (a weight used twice, a sum over replicas), the cast is not the
+    last operation, and the gradient is returned unchanged.
 
     Args:
         function: a function that returns a pair, whose first element is a pytree of arrays.
@@ -35,7 +37,7 @@ def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, t
 
 
 def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """Traces a function once.
+    """Traces a function once, and applies `uncast` to the trace.
 
     Args:
         function: the function, as for `uncast`.
@@ -54,8 +56,10 @@ def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tup
 
 
 def _uncast(jaxpr: core.Jaxpr, chosen: Iterable[int]) -> core.Jaxpr:
-    """Returns a jaxpr without the lossless casts that are the last operations on some of its outputs, before or after
-    constraints on their sharding, or within a `shard_map`.
+    """Returns a jaxpr without the lossless casts that end the computation of some of its outputs.
+
+    Only a constraint on the sharding, or a sum over a single rank, may follow such a cast. The cast may also be inside
+    a `shard_map` whose result is the output.
 
     Args:
         jaxpr: the jaxpr.
@@ -72,8 +76,13 @@ def _uncast(jaxpr: core.Jaxpr, chosen: Iterable[int]) -> core.Jaxpr:
 
 
 def _uncast_within(eqn: core.JaxprEqn, wanted: set[Any], instead: dict[Any, Any]) -> core.JaxprEqn:
-    """Returns a `shard_map` without the casts, inside it, that are the last operations on its outputs in `wanted`.
-    Records in `instead` the variables that replace these outputs."""
+    """Returns a `shard_map` whose function lacks the final lossless casts of some outputs.
+
+    Args:
+        eqn: the `shard_map`.
+        wanted: the outputs whose casts to remove.
+        instead: a dict to which this adds the new variable for each output whose dtype changes.
+    """
     inner: Any = eqn.params["jaxpr"]
     without: Any = _uncast(inner, [i for i, v in enumerate(eqn.outvars) if v in wanted])
     outvars = list(eqn.outvars)
@@ -85,13 +94,15 @@ def _uncast_within(eqn: core.JaxprEqn, wanted: set[Any], instead: dict[Any, Any]
 
 
 def _before_cast(out: Any, made: dict[Any, Any], eqns: list[core.JaxprEqn]) -> Any:
-    """Returns what a variable was cast from, if the cast loses nothing, with the constraints on its sharding that
-    follow the cast; otherwise the variable. A sum over one rank, which JAX adds for mesh axes of size 1, is left out.
+    """Returns the variable from which `out` was cast, if the cast is lossless; otherwise `out`.
+
+    A constraint on the sharding that follows the cast is applied to the narrower variable instead. A sum over one rank,
+    which JAX adds for mesh axes of size 1, is left out if it follows the cast.
 
     Args:
         out: the variable.
         made: for each variable, the equation that computes it.
-        eqns: a list to which the constraints are appended.
+        eqns: a list to which new constraints are appended.
     """
     eqn = None if isinstance(out, core.Literal) else made.get(out)
     if eqn is None or not eqn.invars:
@@ -119,5 +130,5 @@ def _is_lossless(source: Any, out: Any) -> bool:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Returns whether a float format represents every finite number of another one."""
+    """Returns whether the float format `wide` represents every finite number of the format `narrow`."""
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp

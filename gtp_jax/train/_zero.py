@@ -1,4 +1,8 @@
-"""Chooses when gradients are summed over the axes that divide weights only in storage (ZeRO)."""
+"""Sums gradients over the optimizer's axes once per step instead of in each microbatch (`reduce_over_dp="last"`).
+
+The optimizer's axes, by default dp, divide weights only in storage (ZeRO). Each rank stores a part of its shard, and
+computes with the whole shard.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ REDUCE_OVER_DP: tuple[ReduceOverDp, ...] = get_args(ReduceOverDp)
 
 
 def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
-    """Refuses an unknown choice, and one that global view does not support.
+    """Refuses an unknown `reduce_over_dp`, and `"last"` in global view with several microbatches.
 
     Raises:
-        ValueError: if the choice is refused; the message says what to use instead.
+        ValueError: if the value is refused; the message says what to use instead.
     """
     if name not in REDUCE_OVER_DP:
         raise ValueError(
@@ -35,11 +39,12 @@ def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
 
 
 def placeholders(params: Tree, layouts: Tree) -> Tree:
-    """Returns stand-ins for parameters, whose gradients are not yet summed over the optimizer's axes.
+    """Returns arrays of NaN to differentiate with respect to, instead of the weights that the optimizer's axes divide.
 
-    Each weight that these axes divide is replaced by NaN in the shape of its whole shard. No layer reads it, because
-    the shards have already been joined and prepared for the gather, and XLA allocates no array for it. A loss that
-    reads it gets NaN instead of a plausible number.
+    A placeholder has the shape of a whole shard, so its gradient is that of the whole shard, not yet summed over these
+    axes. No layer reads a placeholder, because the shards have already been gathered over these axes, and XLA allocates
+    no array for it. If a loss reads it, the loss is NaN instead of a plausible number. Other parameters are returned
+    unchanged.
 
     Args:
         params: the parameters that this rank stores.
@@ -55,10 +60,14 @@ def placeholders(params: Tree, layouts: Tree) -> Tree:
 
 
 def sum_shards(gradients: Tree, layouts: Tree) -> Tree:
-    """Sums gradients of `placeholders` over the optimizer's axes, in their own dtype.
+    """Sums the gradients of `placeholders` over the optimizer's axes by reduce-scatter, in each gradient's own dtype.
+
+    Args:
+        gradients: the gradients of whole shards.
+        layouts: a tree of the same structure, with `Layout` or `None` leaves.
 
     Returns:
-        The gradients of the parts that this rank stores.
+        The gradients of the parts that this rank stores. Gradients of other parameters are returned unchanged.
     """
 
     def one(g: jax.Array, layout: Layout | None) -> jax.Array:
