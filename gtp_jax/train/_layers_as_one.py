@@ -1,4 +1,8 @@
-"""Finds the parameters of a `Stack` whose layers an optimizer treats as one tensor."""
+"""Finds the parameters of a `Stack` whose layers an optimizer treats as one tensor.
+
+A `Stack` stores one array per parameter for all its layers, with a leading dimension of layers. Such a parameter is
+called stacked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ Tree = Any
 
 
 def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: ModelDef, params: Tree) -> None:
-    """Warns if an optimizer updates a `Stack` differently from a list of its layers."""
+    """Warns if an optimizer updates the layers of a `Stack` differently from the same layers in a list."""
     counts = model_def.layer_counts
     found = layers_as_one(optimizer, params, counts)
     if not found:
@@ -37,17 +41,21 @@ def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: Mo
 
 
 def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int]) -> list[Path]:
-    """Returns the parameters whose layers an optimizer treats as one tensor, in the order of `params`.
+    """Returns the paths of the parameters whose layers an optimizer treats as one tensor, in the order of `counts`.
 
-    Traces the update twice on abstract arrays: with all layers in one array, and with one layer. A parameter is found
-    if the two compute different functions, or if the second reads a reduction over the parameter, or anything else that
-    is not elementwise; see [Note: layers in a list and layers in one array]. An optimizer whose update cannot be traced
-    is not reported here: the step traces it and raises its error.
+    Traces the update twice on abstract arrays: once with all layers of a stack in one array, and once with the arrays
+    of a single layer. A stacked parameter is reported if the two traces compute different functions. It is also
+    reported if the update of a single layer uses a reduction over the layer's array, or another operation on it that is
+    not elementwise; see [Note: layers in a list and layers in one array]. Returns an empty list if the update cannot be
+    traced, because a step traces it too and raises the error.
 
     Args:
         optimizer: any optax optimizer.
         params: the parameters, or their shapes.
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
+
+    Raises:
+        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
     """
     stacked = {path for path, count in counts.items() if count}
     if not stacked:
@@ -58,7 +66,7 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
         single = _outputs(terms, optimizer, params, counts, one_layer=True)
     except NotPerLayer:
         raise
-    except Exception:  # any error: the optimizer is code that others wrote
+    except Exception:  # an optimizer of other authors may raise any error
         return []
     found = set().union(*(value.as_one for value in single.values()))
     for path in whole.keys() | single.keys():
@@ -72,8 +80,16 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
 def _outputs(
     terms: Terms, optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int], *, one_layer=False
 ) -> dict[Path, Value]:
-    """Returns what each output of an update is a function of, by its path in `(updates, new state)`. State that no
-    later update reads is left out."""
+    """Returns the `Value` of each output of an update, by its path in `(updates, new state)`. Leaves out state that no
+    later update reads.
+
+    Args:
+        terms: the reader of both traces.
+        optimizer: any optax optimizer.
+        params: the parameters, or their shapes.
+        counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
+        one_layer: whether to trace the update of the arrays of one layer, instead of the stacked arrays.
+    """
     known = dict.fromkeys(counts, 0) if one_layer else counts
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape[1:] if one_layer and counts[path] else leaf.shape, leaf.dtype)
@@ -97,8 +113,8 @@ def traced_update(
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
 
     Returns:
-        The closed jaxpr; the shapes of its arguments `(gradients, state, parameters, loss)`; and those of its results,
-        `(updates, new state)`.
+        The closed jaxpr; the shapes and dtypes of its arguments, `(gradients, state, parameters, loss)`; and the shapes
+        and dtypes of its results, `(updates, new state)`.
     """
     update = optax.with_extra_args_support(optimizer).update
 
@@ -113,11 +129,12 @@ def traced_update(
 
 
 def _used(outputs: dict[Path, Value]) -> dict[Path, Value]:
-    """Returns the updates, and those values of the new state that updates of later steps read."""
+    """Returns the outputs that affect parameters: the updates, and the parts of the new state that a later update
+    reads."""
     found = {path: value for path, value in outputs.items() if path[0] == "0"}
     while True:
         read = frozenset().union(*(value.depends for value in found.values()))
-        # the update returns (updates, state), and takes the state as its second argument
+        # The state is item 1 both of the update's arguments and of its results, so a path means the same in both.
         more = {path: value for path, value in outputs.items() if path in read and path[0] == "1"}
         if more.keys() <= found.keys():
             return found

@@ -1,12 +1,17 @@
-"""Determines whether an optimizer's update of padded arrays is that of the logical arrays, from its jaxprs.
+"""Determines from jaxprs whether an optimizer can update padded arrays as it would update the logical arrays.
+
+If a model is created under `even_shares`, an array that the mesh cannot divide evenly is stored padded. The logical
+array is the same array without its padding.
 
 [Note: optimizers on padding] An elementwise update of a padded array is right outside the padding, whatever the
-padding holds. A sum over a whole array is right if the padding is zero. An optimizer that does anything else with a
-padded array (a mean, whose divisor is the number of elements; a factor, a product, a random number per element) is
-given the logical arrays instead. The update is traced for both shapes. Where the two jaxprs compute the same, each
-value either has the same shape in both, or is an array with padding, which may be known to be zero. Padding that is not
-known to be zero is set to zero after the update, so that the padding of parameters and of the optimizer's state is
-always zero.
+padding holds. A sum over a whole array is right if the padding is zero. An optimizer is given the logical arrays if it
+does anything else with a padded array: a mean, which divides by the number of elements; a factor; a product; or a
+random number per element.
+
+To find out, the update is traced once for the padded and once for the logical shapes, and the two jaxprs are compared
+operation by operation. They must have the same operations. Each value then either has the same shape in both, or is an
+array with padding in the first. Its padding is zero (`Kind.ZERO`) or unknown (`Kind.ANY`). Unknown padding of a result
+is set to zero after the update, so the padding of parameters and of the optimizer's state is always zero.
 """
 
 from __future__ import annotations
@@ -34,26 +39,33 @@ Tree = Any
 class Kind(enum.IntEnum):
     """The contents of the padding of a value."""
 
-    NONE = 0  # nothing: the value has the same shape without padding
-    ZERO = 1
-    ANY = 2
+    NONE = 0  # the value has no padding: its shape is the same in both jaxprs
+    ZERO = 1  # only zeros
+    ANY = 2  # possibly other values
 
 
 class ReadsPadding(Exception):
-    """Raised if an update may depend on the padding."""
+    """Raised if the results of an update outside the padding may differ from those for logical arrays."""
 
 
 def left_in_padding(
     optimizer: optax.GradientTransformation, model_def: ModelDef, paddings: Paddings, like: Tree
 ) -> tuple[bool, ...] | None:
-    """Returns, for each leaf of `(updates, new state)`, whether an optimizer that updates padded arrays may leave
-    values other than zero in the padding; `None` if it must be given the logical arrays, or nothing is padded.
+    """Determines how an optimizer must be called for padded parameters.
 
     Args:
         optimizer: any optax optimizer.
         model_def: the definition of the model.
         paddings: how its parameters are padded.
         like: the stored parameters, their gradients, or the shapes of either.
+
+    Returns:
+        `None` if the optimizer must be given the logical arrays, if its update cannot be traced, or if no parameter is
+        padded. Otherwise the optimizer can update the padded arrays. The tuple then says, for each leaf of
+        `(updates, new state)`, whether the update may leave values other than zero in the padding.
+
+    Raises:
+        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
     """
     if not paddings.known:
         return None
@@ -74,7 +86,7 @@ def _found(
         kinds = kinds_of(one, other, [Kind.NONE if a.shape == b.shape else Kind.ZERO for a, b in pairs])
     except NotPerLayer:
         raise
-    except Exception:  # any error: the optimizer is code that others wrote, and raises its errors in the step
+    except Exception:  # an optimizer of other authors may raise any error; a step raises it again
         return None
     return tuple(kind is Kind.ANY for kind in kinds)
 
@@ -95,7 +107,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
         inputs: what the padding of each argument holds.
 
     Raises:
-        ReadsPadding: if the results outside the padding may differ from those of logical arrays.
+        ReadsPadding: if the results outside the padding may differ from those for logical arrays.
     """
     one, other = (getattr(closed, "jaxpr", closed) for closed in (stored, logical))
     pairs = zip(getattr(stored, "consts", ()), getattr(logical, "consts", ()), strict=True)
@@ -131,7 +143,7 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
     shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(eqn.outvars, again.outvars, strict=True)]
     alike = all(a == b for a, b in shapes)
     if (name in ELEMENTWISE or alike) and str(eqn.params) != str(again.params):
-        raise ReadsPadding  # such as a power that is the number of rows
+        raise ReadsPadding  # for example, an exponent that is the number of rows
     if alike:
         if not any(args):
             return [Kind.NONE] * len(shapes)
@@ -155,7 +167,13 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
 
 
 def _is_zero_of(eqn: Any, zeros: list[bool], args: list[Kind]) -> bool:
-    """Returns whether the result of an elementwise operation is zero wherever the arguments marked in `zeros` are."""
+    """Returns whether the result of an elementwise operation is zero in the padding.
+
+    Args:
+        eqn: the operation.
+        zeros: for each argument, whether it is zero in the padding.
+        args: for each argument, what its padding holds.
+    """
     name = eqn.primitive.name
     if name == "mul":
         return any(zeros)

@@ -30,12 +30,15 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack` (see `per_layer`), and
-    takes and returns arrays as they are stored.
+    """Wraps an optimizer for the parameters of a model, as they are stored.
 
-    The original optimizer is given logical arrays, unless it can update padded ones with the same result; see
-    [Note: optimizers on padding]. The update that is returned takes any extra arguments, and passes on those that the
-    original update accepts.
+    The wrapper takes and returns stored arrays, some of which may be padded. It gives the optimizer the logical arrays,
+    without padding, unless the optimizer can update the padded arrays with the same result; see [Note: optimizers on
+    padding]. While it calls the optimizer, a `per_layer` inside knows which parameters hold the layers of a `Stack`.
+    Its update accepts any extra arguments, and passes on those that the optimizer's update accepts.
+
+    Raises:
+        TypeError: by `update`, if the optimizer's update requires an extra argument that was not passed.
     """
     names = _extra_names(optimizer)
 
@@ -68,7 +71,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
 
 
 def _extra_names(optimizer: optax.GradientTransformation) -> frozenset[str] | None:
-    """Returns the names of the extra arguments that an optimizer's update takes; `None` for any."""
+    """Returns the names of the extra arguments that an optimizer's update accepts; `None` if it accepts any name."""
     parameters = list(inspect.signature(optimizer.update).parameters.values())
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None

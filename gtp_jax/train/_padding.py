@@ -1,4 +1,8 @@
-"""Converts the arrays of a state between their logical shapes and the padded ones in which they are stored."""
+"""Converts the arrays of a state between their logical shapes and the padded shapes in which they are stored.
+
+If a model is created under `even_shares`, an array that the mesh cannot divide evenly is stored with zeros at the end
+of the divided dimensions.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A parameter whose array is padded.
+    """A parameter or frozen weight whose array is padded.
 
     Attributes:
-        layout: the layout of the parameter.
-        shape: the shape of the logical array, including the dimension of layers.
-        stored: the shape of the stored array, including the dimension of layers.
+        layout: the layout of one layer's array.
+        shape: the shape of the logical array, including the dimension of layers if it has one.
+        stored: the shape of the stored array, including the dimension of layers if it has one.
         spec: the partition of both arrays. It divides the stored array into equal parts, and the logical one into
             unequal parts.
     """
@@ -40,25 +44,36 @@ class Padded:
 
 @dataclasses.dataclass(frozen=True)
 class Paddings:
-    """The parameters of a model whose arrays are padded, by path. Its methods convert trees of any structure whose
-    paths end with those of the parameters, such as an optimizer's state."""
+    """Converts trees between stored and logical arrays.
+
+    The methods take the parameters, and trees whose paths end with those of the parameters, such as an optimizer's
+    state. They change only arrays that belong to a padded parameter and have its shape.
+
+    Attributes:
+        known: the padded parameters, with their paths.
+    """
 
     known: tuple[tuple[Path, Padded], ...] = ()
 
     def cut(self, tree: Tree) -> Tree:
-        """Returns a tree with the logical arrays, given the stored ones."""
+        """Removes the padding: returns a tree with logical arrays, given one with stored arrays."""
         return self._mapped(tree, lambda one: one.stored, cut)
 
     def pad(self, tree: Tree) -> Tree:
-        """Returns a tree with the stored arrays, given the logical ones."""
+        """Adds the padding, filled with zeros: returns a tree with stored arrays, given one with logical arrays."""
         return self._mapped(tree, lambda one: one.shape, pad)
 
     def shapes(self, tree: Tree) -> Tree:
-        """Returns the shapes and dtypes of the logical arrays, given those of the stored ones."""
+        """Returns the shapes and dtypes of the logical arrays, given a tree of stored arrays or of their shapes."""
         return jax.eval_shape(self.cut, tree)
 
     def with_zeros(self, tree: Tree, which: Sequence[bool]) -> Tree:
-        """Returns a tree of stored arrays, with zeros in the padding of the leaves for which `which` is true."""
+        """Sets the padding of some leaves to zero.
+
+        Args:
+            tree: a tree of stored arrays.
+            which: for each leaf, whether to set its padding to zero. If so, the leaf must belong to a padded parameter.
+        """
         known = dict(self.known)
 
         def one(path: Path, leaf: Any) -> Any:
@@ -76,8 +91,8 @@ class Paddings:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def cut_argument(self, value: Any) -> Any:
-        """Converts an argument of an optimizer's update to logical arrays: cuts a tree of stored arrays, and wraps a
-        function of stored parameters so that it takes logical ones."""
+        """Converts an extra argument of an optimizer's update to logical arrays. Removes the padding from a tree of
+        stored arrays; wraps a function of stored parameters in a function of logical parameters."""
         return (lambda params: value(self.pad(params))) if callable(value) else self.cut(value)
 
     def _mapped(
@@ -101,7 +116,7 @@ class Paddings:
 
 
 def paddings(model_def: ModelDef, stored: Tree) -> Paddings:
-    """Returns how the parameters of a model are padded.
+    """Returns how the parameters or frozen weights of a model are padded.
 
     Args:
         model_def: the definition of the model.

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class NotPerLayer(ValueError):
-    """Raised if an update cannot be mapped over layers."""
+    """Raised if an optimizer's `init` or `update` cannot be mapped over layers."""
 
 
 class _Scope(NamedTuple):
@@ -33,11 +33,12 @@ _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("layers o
 
 @contextlib.contextmanager
 def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> Iterator[None]:
-    """Puts the number of layers of each parameter in scope, for `per_layer`.
+    """Puts the number of layers of each parameter in scope, where `per_layer` looks it up.
 
     Args:
         counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
-        examined: whether `per_layer` passes gradients through, so that the transformations around it can be examined.
+        examined: whether `per_layer` checks its optimizer's update and then returns the gradients unchanged. A trace of
+            the update then shows only the transformations around `per_layer`.
     """
     token = _scope.set(_Scope(counts, examined))
     try:
@@ -51,27 +52,29 @@ def per_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that updates every layer of a `Stack` as it would in a list of layers.
 
-    A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. An optimizer that
-    computes norms, factors or products of whole arrays (Muon, LAMB, LARS, Adafactor), or that reads their number of
-    dimensions (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`), treats the layers as one tensor.
-    `per_layer` maps it over the layers with `jax.vmap`. Parameters outside stacks are updated as without it. The
-    state keeps the optimizer's structure: arrays of a stacked parameter have a leading dimension of layers and are
-    sharded like the parameter, and counts stay scalars.
+    A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. Other optimizers
+    treat the layers as one tensor: those that compute norms, factors or products of whole arrays (Muon, LAMB, LARS,
+    Adafactor), and those that read an array's number of dimensions
+    (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`). `per_layer` maps such an optimizer over the
+    layers with `jax.vmap`. It does not change how parameters outside stacks are updated. The state keeps the
+    optimizer's structure: arrays of a stacked parameter have a leading dimension of layers and are sharded like the
+    parameter, and step counts stay scalars.
 
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(optax.contrib.muon(1e-3)))
         state = gtp_jax.TrainState.create(model, optimizer)
         step = gtp_jax.train_step(loss, optimizer)
 
     Args:
-        optimizer: the optimizer to map. Callables within it, such as masks and labels, are called with arrays of one
-            layer. Masks, labels and dimension numbers given as trees have one entry per parameter, as without it.
-        model: the model whose parameters `init` and `update` are given. Not needed within `TrainState.create` and
-            `train_step`; pass it for `nnx.Optimizer`, or if you call `init` and `update` yourself.
+        optimizer: the optimizer to map. Functions in it that compute masks or labels get the arrays of one layer.
+            Masks, labels and dimension numbers that are trees have one entry per parameter, as without `per_layer`.
+        model: the model whose parameters `init` and `update` get. `TrainState.create` and `train_step` do not need it;
+            pass it for `nnx.Optimizer`, or if you call `init` and `update` yourself.
 
     Raises:
-        ValueError: by `init` and `update`, if the model is not known, if an array is not one of its parameters, or if
-            the update or the state of a layer depends on other parameters, such as on the norm of all gradients, or on
-            random numbers.
+        ValueError: by `init` and `update`, not by `per_layer` itself: if the model is not known; if an array is not one
+            of its parameters, or does not have the parameter's number of layers; or if the update or the state of a
+            stacked parameter depends on random numbers, or that of any parameter on another stacked parameter (as a
+            norm of all gradients does).
     """
     inner = optax.with_extra_args_support(optimizer)
     own = None if model is None else layer_counts(model)
@@ -79,7 +82,7 @@ def per_layer(
     def init(params: Tree) -> Tree:
         counts = _counts(params, own)
 
-        def one(params: Tree) -> tuple[tuple[()], Tree]:  # in the form of an update, without updates
+        def one(params: Tree) -> tuple[tuple[()], Tree]:  # the form of `update`'s result, with no updates
             return (), inner.init(params)
 
         with layers_in_scope(dict.fromkeys(counts, 0)):
@@ -89,7 +92,7 @@ def per_layer(
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         counts, examined = _counts(updates, own), _is_examined()
-        extra = {name: value for name, value in extra.items() if not callable(value)}  # such as a line search's loss
+        extra = {name: value for name, value in extra.items() if not callable(value)}  # drops `value_fn`
         given = (updates, state, params, extra)
 
         def one(updates: Tree, state: Tree, params: Tree, extra: Tree) -> tuple[Tree, Tree]:
@@ -107,10 +110,10 @@ def _mapped(function: Callable[..., Tree], args: tuple[Tree, ...], like: Tree, c
     """Maps a function of one layer over all layers.
 
     Args:
-        function: the function. It gets `args` without the dimension of layers in arrays of stacked parameters.
-        args: trees of arrays whose paths end with those of the parameters.
-        like: the shapes and dtypes of what the function returns.
-        counts: the number of layers of each parameter. Stacks of the same length are mapped together.
+        function: the function. It gets `args`, in which arrays of stacked parameters lack the dimension of layers.
+        args: trees of arrays. The path of an array that belongs to a parameter ends with the path of the parameter.
+        like: the shapes and dtypes of what the function returns for one layer.
+        counts: the number of layers of each parameter, by path. Stacks of the same length are mapped together.
     """
     leaves, structure = jax.tree.flatten(args)
     into, out = _counts_within(args, counts), _counts_within(like, counts)
@@ -134,7 +137,17 @@ def _of_one_layer(tree: Tree, counts: Mapping[Path, int]) -> Tree:
 
 
 def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
-    """Returns the number of layers of each parameter in a tree, by its path there."""
+    """Returns the number of layers of each parameter in a tree, by its path in that tree.
+
+    Args:
+        params: the parameters, or arrays of the same structure and shapes.
+        own: the number of layers of each parameter of the model that `per_layer` was given; `None` without a model. The
+            numbers in scope, if there are any, take precedence.
+
+    Raises:
+        ValueError: if no numbers are known, if an array is not a parameter of the model, or if its first dimension is
+            not the number of layers.
+    """
     scope = _scope.get()
     known = own if scope is None else scope.counts
     if known is None:
@@ -144,7 +157,7 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         )
     found = {}
     for path, leaf in with_paths(params):
-        name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # of an `nnx.Variable`
+        name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # in an `nnx.Variable`
         if name not in known:
             raise ValueError(
                 f"`per_layer` got an array at {_name(path)!r}, which is no parameter of the model: it looks up by path "
@@ -161,7 +174,8 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
 
 
 def _counts_within(tree: Tree, counts: Mapping[Path, int]) -> list[int]:
-    """Returns the number of layers that each leaf of a tree holds, which is that of its parameter."""
+    """Returns, for each leaf of a tree, the number of layers of the parameter that it belongs to; 0 if it belongs to
+    none."""
     return [of_parameter(path, counts) or 0 for path, _ in with_paths(tree)]
 
 
@@ -171,7 +185,18 @@ def _is_examined() -> bool:
 
 
 def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path, int]) -> None:
-    """Refuses an update or a state of a layer that depends on more than the layer's own arrays and scalars."""
+    """Refuses an update or a state that cannot be computed one layer at a time.
+
+    Args:
+        traced: the jaxpr of `init` or `update` for the arrays of one layer.
+        given: the arguments that it was traced for, with stacked arrays.
+        like: the shapes of its results: `(updates, new state)`, or `((), state)` for `init`.
+        counts: the number of layers of each parameter, by path.
+
+    Raises:
+        NotPerLayer: if a result depends on a stacked parameter to which it does not belong, or if a result for a
+            stacked parameter depends on random numbers.
+    """
     if not any(counts.values()):
         return
     own = {path: frozenset({path}) for path in counts}

@@ -1,10 +1,15 @@
-"""Determines what each output of an optimizer's update is a function of, from its jaxpr.
+"""Determines from the jaxpr of an optimizer's update which function of its inputs each output is.
 
-[Note: layers in a list and layers in one array] A whole-tree norm, such as that of `optax.clip_by_global_norm`, adds up
-one sum per array. The sum over a stacked array is the sum over the arrays of its layers, so the norm is the same for
-both. The norm of a single array, as LAMB uses it, differs: a stacked array has one norm for all its layers. Therefore,
-a reduction of a whole array gives a `total`. Totals of several parameters may be added, but anything else that reads a
-total of a single stacked parameter treats its layers as one tensor.
+A function is represented by a term: a number that identifies an operation and the terms of its arguments, regardless
+of shapes. So an update of stacked arrays, which have a leading dimension of layers, can be compared with the update of
+the arrays of one layer.
+
+[Note: layers in a list and layers in one array] A norm of a whole tree, such as that of `optax.clip_by_global_norm`,
+adds up one sum per array. The sum over a stacked array equals the sum over the separate arrays of its layers, so it
+does not matter how the layers are stored. The norm of a single array, as LAMB uses it, does differ: a stacked array has
+one norm for all its layers. So the reduction of a whole array is recorded as a total. If the totals of several
+parameters are added, nothing depends on how layers are stored. If any other operation reads the total of a single
+stacked parameter, the update treats the layers of that parameter as one tensor.
 """
 
 from __future__ import annotations
@@ -44,16 +49,18 @@ ELEMENTWISE = frozenset(
 
 
 class Value(NamedTuple):
-    """What an array in an update is a function of.
+    """A description of one array in an update: the function of the update's inputs that computes it.
 
     Attributes:
-        term: identifies the function of the inputs, regardless of their shapes; equal terms are equal functions.
-        owners: the parameters that its elements belong to; empty for a scalar of the whole tree.
-        depends: the paths of all inputs that it depends on.
-        as_one: the stacked parameters whose layers it treats as one tensor.
-        random: whether it depends on random numbers.
-        total: the operation that adds it to other totals, if it is a reduction of whole arrays.
-        apart: whether it is a vector of totals that are yet to be added.
+        term: the term of the function. Equal terms are equal functions, whatever the shapes of the inputs. For a total,
+            the set of the terms of the arrays' own reductions.
+        owners: the parameters to which the elements of the array belong; empty for a scalar of the whole tree.
+        depends: the paths of all inputs on which the array depends.
+        as_one: the stacked parameters whose layers are treated as one tensor to compute the array.
+        random: whether the array depends on random numbers.
+        total: for a reduction of whole arrays, the operation that combines it with other such reductions, such as
+            `add`; otherwise `None`.
+        apart: whether the array is a vector of totals that have not been combined yet.
     """
 
     term: Hashable
@@ -66,7 +73,8 @@ class Value(NamedTuple):
 
 
 def input_values(inputs: Any, parameters: Iterable[Path]) -> list[Value]:
-    """Returns the values of an update's inputs, each owned by the parameter that its path ends with."""
+    """Returns the `Value` of each input of an update. An input is owned by the parameter whose path its own path ends
+    with; other inputs, such as counts, have no owner."""
     own = {path: frozenset({path}) for path in parameters}
     return [
         Value(("input", path), of_parameter(path, own) or _NONE, frozenset({path})) for path, _ in with_paths(inputs)
@@ -74,10 +82,10 @@ def input_values(inputs: Any, parameters: Iterable[Path]) -> list[Value]:
 
 
 class Terms:
-    """Reads jaxprs. Terms can be compared across all jaxprs that the same object has read.
+    """Reads jaxprs and numbers the terms in them. The terms of jaxprs that one object has read can be compared.
 
     Args:
-        stacked: the parameters whose arrays hold several layers.
+        stacked: the paths of the parameters whose arrays hold several layers.
     """
 
     def __init__(self, stacked: Iterable[Path]) -> None:
@@ -86,12 +94,12 @@ class Terms:
         self._ndims: Mapping[Path, int] = {}
 
     def of(self, closed: Any, inputs: Sequence[Value], ndims: Mapping[Path, int]) -> list[Value]:
-        """Returns the values of a closed jaxpr's outputs.
+        """Returns the `Value` of each output of a closed jaxpr.
 
         Args:
-            closed: the jaxpr, for stacked arrays or for those of one layer.
-            inputs: the values of its inputs.
-            ndims: the number of dimensions that each parameter has in it.
+            closed: the jaxpr, traced either for stacked arrays or for the arrays of one layer.
+            inputs: the `Value` of each of its inputs.
+            ndims: the number of dimensions of each parameter in this jaxpr, by path.
         """
         self._ndims = ndims
         return [self._read(value) for value in self._outputs(closed, inputs)]
@@ -135,7 +143,7 @@ class Terms:
         if name == "scatter" and self._is_history(eqn, args[0]):
             return [self._joined(("history",), args)]
         if name in ELEMENTWISE and whole or not any(value.owners for value in args):
-            if name == "random_bits":  # whatever the shape: layers in a list would draw different ones anyway
+            if name == "random_bits":  # shapes do not matter: layers in a list draw other numbers anyway
                 return [self._joined((name,), args)._replace(random=True)]
             return [self._joined((name, settings, place), args) for place in range(len(eqn.outvars))]
         return [self._opaque((name, settings, place), args) for place in range(len(eqn.outvars))]
@@ -146,7 +154,7 @@ class Terms:
         return [self._joined(("cond",), [which, *values]) for values in zip(*found, strict=True)]
 
     def _added(self, name: str, args: list[Value]) -> Value | None:
-        """Returns the sum of totals if an operation adds totals, otherwise `None`."""
+        """Returns the combined total if an operation only combines or concatenates totals, otherwise `None`."""
         if name == "concatenate" and args[0].total and all(value.total == args[0].total for value in args):
             return self._sum(args)._replace(apart=True)
         totals = [value for value in args if value.total == ("add" if name == "add_any" else name)]
@@ -164,7 +172,12 @@ class Terms:
         return value._replace(term=frozenset({self._number(operation, value.term)}), total=operation)
 
     def _read(self, value: Value) -> Value:
-        """Returns what the value becomes when it is read by an operation that does not add totals."""
+        """Converts a total to an ordinary value, for an operation that does not combine totals. Returns other values
+        unchanged.
+
+        If the total belongs to a single stacked parameter, the layers of that parameter are treated as one tensor. So
+        are the layers of every stacked parameter in a vector of totals that have not been combined.
+        """
         if value.total is None:
             return value
         alone = value.owners if len(value.owners) == 1 or value.apart else _NONE
@@ -177,20 +190,22 @@ class Terms:
         )
 
     def _is_history(self, eqn: Any, array: Value) -> bool:
-        """Returns whether an operation sets one entry of an array that stacks several arrays of a parameter's shape."""
+        """Returns whether a scatter sets one entry of a history: an array that stacks several arrays of a parameter's
+        shape along a new first dimension, as L-BFGS does."""
         operand, _, update = (atom.aval for atom in eqn.invars)
         ndims = {self._ndims[path] for path in array.owners}
         inserted = eqn.params["dimension_numbers"].inserted_window_dims
         return ndims == {update.ndim} and inserted == (0,) and operand.shape[1:] == update.shape
 
     def _opaque(self, operation: tuple[Hashable, ...], args: list[Value]) -> Value:
-        """Returns the value of an operation that is not elementwise."""
+        """Returns the result of an operation that is not elementwise. If its arguments belong to a single stacked
+        parameter, the layers of this parameter are treated as one tensor."""
         found = self._joined(operation, args)
         if not found.owners & self._stacked:
             return found
         if len(found.owners) == 1:
             return found._replace(as_one=found.as_one | found.owners)
-        return found._replace(term=self._number("of several parameters"))  # treated as a value of the whole tree
+        return found._replace(term=self._number("of several parameters"))  # counts as a value of the whole tree
 
     def _joined(self, operation: tuple[Hashable, ...], args: Sequence[Value]) -> Value:
         return Value(

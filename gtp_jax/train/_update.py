@@ -1,4 +1,4 @@
-"""Applies an optimizer to a state and gradients, unless these are not finite."""
+"""Applies an optimizer to a state, unless the update is to be skipped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Tree = Any
 
 
 def never_skip(mesh: Mesh) -> jax.Array:
-    """Returns a `skip` of `False`, replicated over a mesh, with which every finite step is applied."""
+    """Returns `False` as an array that is replicated over a mesh. As the `skip` of a step, it skips nothing by itself;
+    an update that is not finite is still skipped."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
@@ -46,28 +47,32 @@ def updated(
     """Applies an optimizer to gradients.
 
     The loss and the norm of the gradients are summed over all devices anyway, and a NaN or Inf in any gradient makes
-    the norm NaN or Inf. So all devices agree on whether both are finite without further communication.
+    the norm NaN or Inf. So all devices agree, without further communication, on whether the loss and the norm are
+    finite.
 
-    A parameter with an update rule is moved by its rule: the optimizer's update of it is discarded, and its gradient
-    does not count in the norm.
+    A parameter with an update rule (`UpdateRule`), such as a router's bias, is updated by its rule. The optimizer's
+    update of it is discarded, and its gradient does not count in the norm.
 
     Args:
         state: the state before the update.
         computed: the loss and the gradients of the batch.
         optimizer: any optax optimizer.
-        max_grad_norm: the global norm to which larger gradients are scaled down; `None` for no limit.
+        max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
         skip_nonfinite: whether to return the old state if the loss or the norm is not finite.
-        skip: a bool scalar. If it is true, the old state is returned in any case. `None` is the same as false.
+        skip: a bool scalar. If it is true, the old state is returned in any case. `None` has the effect of false.
         recipe: the recipe with which `computed` was computed.
         compute: a function that returns the loss and the gradients of the batch at other parameters, for an optimizer
             with a line search; `None` if the loss cannot be evaluated again.
 
     Raises:
-        ValueError: if the form of the model's variables differs from those of `state`.
+        ValueError: if the optimizer state is of another optimizer, or its update changes the shapes or dtypes in it; if
+            the loss changed the shapes or dtypes of the model's variables, and the step has a mesh or may be skipped;
+            or if the optimizer has a line search and `compute` is `None` or `max_grad_norm` is set.
 
     Returns:
-        The new state, or the old one if the update was skipped; and metrics: `grad_norm`, the L2 norm of the gradients
-        before clipping; `skipped`, whether the update was not applied; and those of rules, such as `expert_load`.
+        The new state, or the old one if the update was skipped; and the metrics. These are `grad_norm`, the L2 norm of
+        the gradients before clipping; `skipped`, whether the old state was returned; and the metrics of update rules,
+        such as `expert_load`.
     """
     rules = state.model_def.update_rules
     ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
@@ -79,7 +84,7 @@ def updated(
 
     def apply() -> TrainState:
         # The means are computed inside the branch, so that XLA fuses them with the update as it does without a branch.
-        # The results are then the same bit for bit.
+        # The results of both programs are then the same bit for bit.
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -101,17 +106,26 @@ def updated(
     branches = skip_nonfinite or skip is not None
     if branches or not jax.sharding.get_abstract_mesh().empty:
         check_form_kept(state.model_state, computed.model_state)
-    # A branch updates in place. Selecting between old and new leaves took 6 to 18 % more temporary memory.
+    # A branch lets XLA update in place. Selecting between old and new arrays took 6 to 18 % more temporary memory.
     after = lax.cond(skipped, lambda: state, apply) if branches else apply()
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
-    # constrained, so that the state can be donated and its partition never changes
+    # The state is constrained so that its partition never changes, and a step can donate its memory.
     return constrained(after, specs), metrics
 
 
 def _value_fn(
     compute: Callable[[Tree], Computed] | None, rules: Mapping[Path, UpdateRule], *, clipped: bool
 ) -> Callable[[Tree], jax.Array]:
-    """Returns the loss as a function of the parameters, as optax passes it to line searches."""
+    """Returns the mean loss of the batch as a differentiable function of the parameters, for optax's line searches.
+
+    Args:
+        compute: a function that returns the loss and the gradients at given parameters, or `None`.
+        rules: the parameters that have update rules. Their gradients are returned as 0.
+        clipped: whether the step clips gradients.
+
+    Raises:
+        ValueError: when the function is called, if `compute` is `None` or gradients are clipped.
+    """
 
     def value_and_gradient(params: Tree) -> tuple[jax.Array, Tree]:
         if compute is None:
@@ -137,13 +151,18 @@ def _value_fn(
 
 
 def _means(params: Tree, computed: Computed, rules: Mapping[Path, UpdateRule]) -> Tree:
-    """Returns the mean gradients, with 0 for parameters that have rules."""
+    """Returns the gradients of the mean loss, with 0 for parameters that have update rules."""
     means = mean_gradients(params, computed)
     return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rules})
 
 
 def _metrics(rules: Mapping[Path, UpdateRule], gradients: Mapping[Path, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the metrics that rules report; each class of rules reports once, for all its parameters."""
+    """Returns the metrics of update rules. Each class of rules reports once, for all its parameters.
+
+    Args:
+        rules: the update rules, by path of the parameter.
+        gradients: the mean gradients of the parameters that have rules, by path.
+    """
     found: dict[str, jax.Array] = {}
     for kind in dict.fromkeys(type(rules[path]) for path in gradients):
         own = [path for path in gradients if type(rules[path]) is kind]
@@ -152,7 +171,7 @@ def _metrics(rules: Mapping[Path, UpdateRule], gradients: Mapping[Path, jax.Arra
 
 
 def _with(tree: Tree, values: Mapping[Path, jax.Array]) -> Tree:
-    """Returns a pytree with the leaves at these paths replaced."""
+    """Returns a pytree in which the leaves at the paths of `values` are replaced."""
     if not values:
         return tree
     leaves = [values.get(path, leaf) for path, leaf in with_paths(tree)]
