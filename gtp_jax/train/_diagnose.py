@@ -90,8 +90,8 @@ def diagnose(
 
     Raises:
         ValueError: if the number of rows is not a multiple of the number of ranks that shard the batch, or differs
-            between leaves; if the batch has no rows, holds an empty array or a list of numbers; if the state's arrays
-            were donated to a step, or the state has no values.
+            between leaves; if the batch holds an empty array, a list of numbers or no array with rows; if the state's
+            arrays were donated to a step, or the state has no values.
         TypeError: if `loss` is not callable.
     """
     check_loss(loss)
@@ -140,7 +140,7 @@ def diagnose(
     if sample is None:
         return Diagnosis()
     with probes as observed:
-        # a new function, so that JAX traces it again
+        # This is a new function, so JAX traces it again, this time with the probes.
         watched = jax.jit(lambda *args: finite(*args))
         jax.block_until_ready(watched(observed, batch, np.asarray([sample] * ranks, np.int32)))
         jax.effects_barrier()

@@ -1,4 +1,4 @@
-"""Checks which arrays of a state still hold their memory, and which share it."""
+"""Finds arrays of a state that were donated or have no values, and arrays that share memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def check_held(state: Tree, *_: Any) -> None:
 
 
 def check_values(state: Tree, *_: Any) -> None:
-    """Refuses a state that has no values, or whose arrays were donated to a step.
+    """Refuses a state whose arrays were donated to a step, and an abstract state, which has shapes but no values.
 
     Raises:
-        ValueError: if it is such a state; the message names an array.
+        ValueError: if the state is refused; the message names an array.
     """
     check_held(state)
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
@@ -47,7 +47,12 @@ def check_values(state: Tree, *_: Any) -> None:
 
 
 def shared(tree: Tree) -> dict[Path, Path]:
-    """Returns the arrays that share memory with an earlier one, as a dict from their paths to that of the first."""
+    """Finds arrays that share memory.
+
+    Returns:
+        For each array that shares its memory with an earlier array of the tree, by path: the path of the first array in
+        that memory. Ignores arrays that are traced, donated or empty.
+    """
     first: dict[Any, Path] = {}
     found = {}
     for path, leaf in with_paths(tree):
@@ -61,9 +66,10 @@ def shared(tree: Tree) -> dict[Path, Path]:
 
 
 def distinct(tree: Tree) -> Tree:
-    """Returns a tree in which no two arrays share memory, because a buffer cannot be donated twice.
+    """Copies arrays until no two arrays of a tree share memory, because a step cannot donate one buffer twice.
 
-    Arrays share memory if one was put into two parameters, such as by `nnx.update(target, nnx.state(model))`.
+    Two parameters share memory after the same array was assigned to both, for example by
+    `nnx.update(target, nnx.state(model))`.
     """
     copied = shared(tree)
     leaves = [jnp.copy(leaf) if path in copied else leaf for path, leaf in with_paths(tree)]
@@ -74,7 +80,7 @@ def check_distinct(tree: Tree) -> None:
     """Refuses a tree in which two arrays share memory.
 
     Raises:
-        ValueError: if two do; the message names both.
+        ValueError: if two arrays share memory; the message names both.
     """
     for path, before in shared(tree).items():
         raise ValueError(
@@ -85,5 +91,5 @@ def check_distinct(tree: Tree) -> None:
 
 
 def _is_held(leaf: Any) -> bool:
-    """Returns whether a leaf is an array that devices hold, not a traced one."""
+    """Returns whether a leaf is a concrete array, neither traced nor abstract. It may have been donated."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)

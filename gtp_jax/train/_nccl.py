@@ -1,9 +1,9 @@
-"""Finds the NCCL that JAX loads, and sets the XLA option that is needed if it is older than XLA requires.
+"""Finds the NCCL library that JAX loads, and sets the XLA option that an NCCL older than `OLDEST_NCCL` needs.
 
 Within a host, XLA computes all-reduces of up to a few megabytes with its own kernels. Since jaxlib 0.12 these ask NCCL
 for the addresses of peer buffers through `ncclGetPeerDevicePointer`, which NCCL has exported since 2.29.2. With an
-older NCCL such an all-reduce fails: `ncclGetPeerDevicePointer(...) failed: unhandled system error`. If the option
-`COLLECTIVE_KERNELS` is empty, XLA leaves all-reduces to NCCL, and any NCCL works.
+older NCCL such an all-reduce fails: `ncclGetPeerDevicePointer(...) failed: unhandled system error`. If the XLA option
+that `COLLECTIVE_KERNELS` names is set to an empty string, XLA leaves all-reduces to NCCL, and older versions work too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 OLDEST_NCCL = "2.29.2"
 
-# The compile option that lists the collectives for which XLA uses its own kernels; "" for none.
+# The compile option that lists the collectives for which XLA uses its own kernels. An empty value means none.
 COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 
 # The option's older name. XLA_FLAGS still accepts it, but as a compile option it has no effect.
@@ -34,7 +34,7 @@ class Nccl(NamedTuple):
 
     Attributes:
         version: the version, such as `2.29.2`.
-        has_peer_pointers: whether it exports the function that XLA's all-reduce kernels call.
+        has_peer_pointers: whether it exports `ncclGetPeerDevicePointer`, which XLA's all-reduce kernels call.
     """
 
     version: str
@@ -43,10 +43,11 @@ class Nccl(NamedTuple):
 
 @functools.cache
 def find_nccl() -> Nccl | None:
-    """Loads the NCCL that JAX's CUDA plugin loads: that of the `nvidia-nccl` package, otherwise the system's.
+    """Loads the NCCL library that JAX's CUDA plugin loads: the one of the `nvidia-nccl` package if it is installed,
+    otherwise the system's. Needs no GPU.
 
     Returns:
-        The version of NCCL and what it exports; `None` if there is none. Needs no GPU.
+        The version of NCCL and what it exports; `None` if neither library can be loaded.
     """
     for path in (*_packaged(), "libnccl.so.2"):
         try:
@@ -80,7 +81,8 @@ def _jaxlib() -> tuple[int, ...]:
 
 
 def all_reduce_with_nccl() -> bool:
-    """Sets XLA_FLAGS so that NCCL computes all-reduces, if XLA's kernels would fail and XLA_FLAGS does not name them.
+    """Sets XLA_FLAGS so that NCCL computes all-reduces, if XLA's own kernels would fail. Changes nothing if XLA_FLAGS
+    sets that option already, to any value.
 
     This also covers programs that gtp_jax does not compile, such as the all-reduce in `sync_global_devices`. Call it
     before JAX starts its backend, which reads XLA_FLAGS once.
@@ -95,7 +97,7 @@ def all_reduce_with_nccl() -> bool:
 
 
 def decides_collective_kernels(flags: dict[str, str]) -> bool:
-    """Returns whether flags choose XLA's collective kernels, under the option's current or older name."""
+    """Returns whether flags set the option for XLA's collective kernels, to any value, by its current or older name."""
     return COLLECTIVE_KERNELS in flags or _OLD_NAME in flags
 
 

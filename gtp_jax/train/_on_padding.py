@@ -5,8 +5,8 @@ array is the same array without its padding.
 
 [Note: optimizers on padding] An elementwise update of a padded array is right outside the padding, whatever the
 padding holds. A sum over a whole array is right if the padding is zero. An optimizer is given the logical arrays if it
-does anything else with a padded array: a mean, which divides by the number of elements; a factor; a product; or a
-random number per element.
+does anything else with a padded array. Examples are a mean, which divides by the number of elements, a factored moment,
+a matrix product, and a random number per element.
 
 To find out, the update is traced once for the padded and once for the logical shapes, and the two jaxprs are compared
 operation by operation. They must have the same operations. Each value then either has the same shape in both, or is an

@@ -1,4 +1,8 @@
-"""Makes optimizers treat each layer of a `Stack` as separate arrays."""
+"""Makes optimizers update each layer of a `Stack` as if its arrays were stored separately.
+
+A `Stack` stores one array per parameter for all its layers, with a leading dimension of layers. Such a parameter is
+called stacked.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,19 @@
 """Keeps the amaxes of earlier steps in a state, and derives the scales of a step from them (delayed scaling).
 
-[Note: delayed scaling]
-`TrainState.scaling` holds two arrays for each module whose recipe is delayed (`FP8Delayed`): the amaxes of earlier
-steps, and those that set the scales of the next step. The amaxes of a step are maxima over its calls, microbatches and
-ranks:
+An amax is the largest magnitude in a tensor. With delayed scaling, as in TransformerEngine, the scale of an FP8 operand
+follows from the amaxes of earlier steps instead of the operand's own.
 
-- The amaxes of weights are those of the masters. The update reduces them over the ranks as one vector.
-- On each rank, the amaxes of an input and an incoming gradient are the gradient of a slot whose gradients JAX combines
-  by their maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by their maximum too, and the
-  ranks reduce one vector per step.
+[Note: delayed scaling]
+`TrainState.scaling` holds two arrays for each module that a recipe with delayed scaling (`FP8Delayed`) quantizes: the
+amaxes of earlier steps, and the amaxes that set the scales of the next step. The amaxes of a step are maxima over its
+calls, microbatches and ranks:
+
+- The amax of a weight is that of its float32 master. The update reduces the amaxes of all weights over the ranks as one
+  vector.
+- The amaxes of a module's input and of the gradient of its output are found in backward. Each module has a slot: an
+  array of zeros, whose gradient is defined to be these amaxes. If a module is called several times, JAX combines the
+  gradients of its slot by their maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by
+  their maximum too. The ranks then reduce one vector per step.
 """
 
 from __future__ import annotations
@@ -30,17 +35,19 @@ from ..nn import groups_of, maximum_gradient, shards_of
 from ..recipes import Recipe
 from ..weights import Groups, ModulePath, Scaling, amaxes_of_weights, ranks_spec
 
-# Two float32 arrays for each module, by its path with names joined by dots: "history", `(*layers, 3, steps)`, the
-# amaxes of input, weight and gradient in earlier steps; and "amax", `(*layers, 3)`, the amaxes that set the scales of
-# the next step. The last entry of a history is the newest; the first is always 0.
+# Two float32 arrays for each module, by its path with names joined by dots. "history", `(*layers, 3, steps)`, has the
+# amaxes of input, weight and gradient in earlier steps: the last entry is the newest, and the first is always 0.
+# "amax", `(*layers, 3)`, has the amaxes that set the scales of the next step.
 ScalingState = dict[str, dict[str, Any]]
 
 
 def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
-    """Returns the scaling of a state at step 0: no amaxes, and scales of 1; empty unless the recipe is delayed.
+    """Returns the scaling of a state at step 0: histories of zeros, and amaxes that give scales of 1. Empty unless the
+    recipe has delayed scaling.
 
     Raises:
-        ValueError: if a module's weights are stacked, but not by a `Stack`; or if `resolve` refuses the recipe.
+        ValueError: if a module's weight has a dimension of layers but is not in a `Stack`, or if the recipe does not
+            fit the model.
     """
     if recipe is None or not recipe.delays:
         return {}
@@ -63,8 +70,13 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
 def check_scaling(scaling: ScalingState, groups: Groups) -> None:
     """Refuses a state without the scaling that a recipe needs.
 
+    Args:
+        scaling: the scaling of the state.
+        groups: the weight groups of the model under the recipe.
+
     Raises:
-        ValueError: if the state lacks a module, or has another history; the message names the module.
+        ValueError: if the scaling of a module is missing, or has a history of another length; the message names the
+            module.
     """
     for path, (_, operands) in _delayed(groups).items():
         assert operands.delayed is not None
@@ -80,17 +92,22 @@ def check_scaling(scaling: ScalingState, groups: Groups) -> None:
 
 
 def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax.Array]:
-    """Returns the amaxes that set the scales of a step, float32 `(*layers, 3)`, by path of each module that needs them,
-    in the view in scope."""
+    """Returns the amaxes that set the scales of a step, float32 `(*layers, 3)`, for each module with delayed scaling,
+    by path.
+
+    In local view, the amaxes of gradients are multiplied by the number of ranks that count the same loss (`_copies`),
+    because the gradients there are larger by that factor.
+    """
     copies = np.array([1, 1, _copies()], np.float32)
     return {path: scaling[_name(path)]["amax"] * copies for path in _delayed(groups)}
 
 
 def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
-    """Returns, in the view in scope, a zero for each amax that a rank will find: for the input and for the incoming
-    gradient of each module.
+    """Returns the slots of modules: zeros whose gradients are amaxes; see [Note: delayed scaling].
 
-    In global view, the zeros of all ranks for a module are one array, sharded by `ranks_spec`.
+    In local view, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for that of the
+    gradient of the output. In global view, it is `(*layers, ranks * 2)`, with the zeros of all ranks, sharded by
+    `ranks_spec`.
     """
     ranks = jax.sharding.get_abstract_mesh().size if current_view() == "global" else 1
 
@@ -106,12 +123,18 @@ def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Arr
 def scaling_of(
     amaxes: Mapping[ModulePath, jax.Array], slots: Mapping[ModulePath, jax.Array]
 ) -> dict[ModulePath, Scaling]:
-    """Returns the scaling that each module multiplies with. The gradients of the slots are then amaxes."""
+    """Returns the scaling for each module's matmuls: its amaxes, and its slot in the dtype whose gradients are combined
+    by their maximum."""
     return {path: Scaling(amax, maximum_gradient(slots[path])) for path, amax in amaxes.items()}
 
 
 def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
-    """Returns the maxima over all ranks of their amaxes, `(*layers, 2)`, with one all-reduce of a single vector."""
+    """Returns the maximum over all ranks of each module's amaxes, `(*layers, 2)`, by path. All modules share one
+    all-reduce of a single vector.
+
+    Args:
+        found: the gradients of the slots, by path.
+    """
     view, names = current_view(), jax.sharding.get_abstract_mesh().axis_names
     if view is None or not found or not names:
         return {path: jnp.maximum(own, 0) for path, own in found.items()}
@@ -120,7 +143,7 @@ def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Ar
         vector = jnp.max(lax.with_sharding_constraint(vector, PartitionSpec(names)), axis=0)
     else:
         vector = lax.pmax(jnp.concatenate([jnp.ravel(own) for own in found.values()]), names)
-    vector = jnp.maximum(vector, 0)  # the gradient of a slot that no call has used may be -Inf
+    vector = jnp.maximum(vector, 0)  # the gradient of a slot that no call has read may be -Inf
     shapes = {path: (*own.shape[:-1], 2) for path, own in found.items()}
     parts = jnp.split(vector, np.cumsum([np.prod(shape) for shape in shapes.values()])[:-1])
     copies = np.array([1, _copies()], np.float32)
@@ -130,13 +153,13 @@ def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Ar
 def updated_scaling(
     scaling: ScalingState, model: nnx.Module, recipe: Recipe | None, found: Mapping[ModulePath, jax.Array]
 ) -> ScalingState:
-    """Returns the scaling of the next step.
+    """Returns the scaling of the next step. Returns `scaling` unchanged if `found` is empty.
 
     Args:
         scaling: the scaling of this step.
-        model: the model with the masters of this step.
+        model: the model with the master weights before the update.
         recipe: the recipe of this step.
-        found: the amaxes of inputs and gradients, `(*layers, 2)`, by path, as `over_ranks` returns them.
+        found: the amaxes of inputs and gradients in this step, `(*layers, 2)`, by path, as `over_ranks` returns them.
     """
     if not found:
         return scaling
@@ -160,16 +183,17 @@ def next_amaxes(
     delayed: DelayedScaling,
     largest: Float32[np.ndarray, "*lead"],
 ) -> tuple[Float32[jax.Array, "*lead steps"], Float32[jax.Array, "*lead"]]:
-    """Returns the history and the amax that sets the scale after a step.
+    """Returns the history after a step, and the amaxes that set the scales of the next step.
 
-    An amax that is 0 or not finite keeps the scale. If no finite scale is large enough, the scale is the largest.
+    A scale is `largest / amax`. If the history gives an amax of 0, or one that is not finite, the old amax is kept. If
+    the history gives an amax so small that the scale would overflow float32, the scale is the largest float32 number.
 
     Args:
         history: the amaxes of earlier steps.
-        amax: the amax that set the scale of this step, which is `largest / amax`.
+        amax: the amaxes that set the scales of this step.
         now: the amaxes of this step.
-        delayed: how the scale follows from the history.
-        largest: the largest numbers of the formats.
+        delayed: how an amax follows from the history.
+        largest: the largest number of each format.
     """
     history = history.at[..., 0].set(now)
     top = now if delayed.algorithm == "most_recent" else jnp.max(history, axis=-1)
@@ -180,8 +204,11 @@ def next_amaxes(
 
 
 def _copies() -> int:
-    """Returns how many times the loss of an example is counted. In local view, all ranks with the same examples count
-    it, and gradients are larger by this factor. The amaxes in a state are those of a loss that is counted once."""
+    """Returns how many ranks count the loss of the same example: 1 in global view.
+
+    In local view, the ranks along an axis that does not shard the batch have the same examples. Each adds its loss to
+    the sum, which multiplies all gradients by this factor. The amaxes in a state are those of gradients without it.
+    """
     if current_view() != "local":
         return 1
     names, batch = jax.sharding.get_abstract_mesh().axis_names, current_roles().batch
@@ -189,8 +216,8 @@ def _copies() -> int:
 
 
 def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands]]:
-    """Returns, for each module with delayed scaling, its number of layers (`None` outside a `Stack`) and its
-    operands."""
+    """Returns, for each module with delayed scaling, by path: its number of layers (`None` outside a `Stack`) and the
+    formats of its operands."""
     lengths: dict[ModulePath, int] = {}
     for path, layers in groups:
         lengths[path] = max(lengths.get(path, 0), layers.stop)
@@ -202,12 +229,12 @@ def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands]]:
 
 
 def _largest(operands: Operands) -> np.ndarray:
-    """Returns the largest numbers of the formats of input, weight and gradient."""
+    """Returns the largest number of each of three formats: that of the input, of the weight and of the gradient."""
     return np.array([one.largest for one in (operands.activation, operands.weight, operands.gradient)], np.float32)
 
 
 def _of_each_rank(own: jax.Array) -> jax.Array:
-    """Returns amaxes `(*layers, ranks * 2)` as `(ranks, layers * 2)`."""
+    """Reshapes amaxes from `(*layers, ranks * 2)` to `(ranks, layers * 2)`."""
     parts = jnp.moveaxis(jnp.reshape(own, (*own.shape[:-1], -1, 2)), -2, 0)
     return jnp.reshape(parts, (len(parts), -1))
 

@@ -34,19 +34,19 @@ class TrainState:
     """Parameters, optimizer state, step count and the model's other variables: a pytree of arrays.
 
     Attributes:
-        params: a nested dict of the float32 master weights, sharded by `model_def.specs`. Arrays that gtp cannot divide
-            evenly are padded with zeros (`model_def.padded`); `logical` removes the padding.
-        opt_state: the state of the optax optimizer; its moments are sharded and padded like the parameters they belong
-            to.
+        params: a nested dict of the float32 master weights, sharded by `model_def.specs`. If the model was created
+            under `even_shares`, arrays that gtp cannot divide evenly are padded with zeros (`model_def.padded`);
+            `logical` removes the padding.
+        opt_state: the state of the optax optimizer. Its moments are sharded and padded like their parameters.
         step: the number of updates made, int32.
-        model_def: the rest of the model; static.
+        model_def: the definition of the model: its structure, and how its arrays are sharded. Static.
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
             and the words and counts of dropout's keys.
         frozen: a nested dict of the weights that `gtp_jax.freeze` made constant; no step changes them.
-        scaling: for a recipe with delayed scaling, by name of each module that multiplies in its format: `history`, the
-            amaxes of input, weight and gradient in earlier steps, float32 `(*layers, 3, steps)`; and `amax`,
-            `(*layers, 3)`, which sets their scales: a scale is the largest number of the format divided by `amax`. The
-            same on every device.
+        scaling: for a recipe with delayed scaling, two float32 arrays for each module that multiplies in its format, by
+            the module's name. `history`, `(*layers, 3, steps)`, has the amaxes (largest magnitudes) of input, weight
+            and gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the next step: a scale is the
+            largest number of the format divided by `amax`. Replicated on all devices. Empty for other recipes.
     """
 
     params: dict[str, Any]
@@ -66,11 +66,13 @@ class TrainState:
         Args:
             model: the model.
             optimizer: any optax optimizer.
-            recipe: the recipe of the step. Only one with delayed scaling (`gtp_jax.FP8Delayed`) adds to the state.
+            recipe: the recipe of the step. It matters only if it has delayed scaling (`gtp_jax.FP8Delayed`), whose
+                amaxes the state keeps.
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
-                different roles, if the recipe is delayed and does not fit the model, or if called while JAX traces.
+                different roles, if the recipe has delayed scaling and does not fit the model, or if this is called
+                while JAX traces.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)
@@ -95,7 +97,7 @@ class TrainState:
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
-            # copies, because a step donates its state while the model may continue to use its own arrays
+            # Arrays are copied because a step donates its state, while the model may continue to use its own arrays.
             step, model_state, scaling = jax.device_put(
                 (step, jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)), shardings
             )
@@ -104,9 +106,10 @@ class TrainState:
         return distinct(cls(params, opt_state, step, model_def, model_state, frozen, scaling))
 
     def logical(self) -> TrainState:
-        """Returns the state with arrays of logical shapes, to be read or compared; a step takes only the state itself.
+        """Returns the state with arrays of logical shapes, without padding, for reading or comparing.
 
-        XLA chooses the shardings of arrays that were padded, which may be whole on every device.
+        Do not pass the result to a step, which takes only stored shapes. XLA chooses the shardings of arrays from which
+        padding was removed; such an array may be replicated on all devices.
         """
         params, frozen = (paddings(self.model_def, tree) for tree in (self.params, self.frozen))
         own = params.cut(self.params), params.cut(self.opt_state), frozen.cut(self.frozen)
@@ -125,10 +128,11 @@ class TrainState:
 def state_specs(
     model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree, scaling: Tree = ()
 ) -> TrainState:
-    """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
+    """Returns the partition of every array of a state, as a `TrainState` with `PartitionSpec` leaves.
 
-    An array of optimizer state that belongs to a parameter and has its shape is sharded like the parameter. So is an
-    array that holds several of these (the history of L-BFGS). All other optimizer state is replicated.
+    Optimizer state that belongs to a parameter and has its shape is sharded like the parameter. If the state stacks
+    several arrays of that shape along leading dimensions, as the history of L-BFGS does, the leading dimensions are not
+    sharded. All other optimizer state is replicated.
     """
     shapes = jax.eval_shape(of_model(optimizer, model_def).init, params)
     specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -148,13 +152,13 @@ def state_specs(
 
 @contextlib.contextmanager
 def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> Iterator[None]:
-    """Refuses a state that was made for another optimizer.
+    """Returns a context for an optimizer's update, which refuses a state that was made for another optimizer.
 
-    If shapes or dtypes of its arrays differ, it is refused at once. If only its structure differs, it is refused if
-    the update within this context fails.
+    A state whose arrays have other paths, shapes or dtypes is refused before the update. If only the types of the nodes
+    of `opt_state` differ, the update may still work; the state is then refused only if the update raises an error.
 
     Raises:
-        ValueError: if it is refused; the message names the first array, or the structure, that differs.
+        ValueError: if the state is refused; the message names the first array, or the structure, that differs.
     """
     own = jax.eval_shape(of_model(optimizer, state.model_def).init, state.params)
     wanted, found = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
@@ -182,10 +186,15 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
 
 
 def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
-    """Refuses an optimizer whose update changes the shapes or dtypes of its state, so that no further step could run.
+    """Refuses an optimizer whose update changes the shapes or dtypes of its state, because a later step would need the
+    old ones.
+
+    Args:
+        before: the optimizer's state before the update.
+        after: its state after the update.
 
     Raises:
-        ValueError: if one changes; the message names the first array that differs.
+        ValueError: if an array is added or lost, or changes its shape or dtype; the message names the first such array.
     """
     had, has = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (before, after))
     path = next((path for path in (*had, *has) if had.get(path) != has.get(path)), None)
@@ -198,8 +207,12 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Constrains the arrays of a pytree to the partitions in `specs`, a pytree of the same structure. Without a mesh,
-    returns them unchanged."""
+    """Constrains the shardings of the arrays in a pytree. Without a mesh in scope, returns the tree unchanged.
+
+    Args:
+        tree: the pytree.
+        specs: a pytree of the same structure with `PartitionSpec` leaves.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     leaves, structure = jax.tree.flatten(tree)

@@ -1,4 +1,4 @@
-"""Checks that a step keeps the shapes and dtypes of a model's other variables."""
+"""Checks that a step keeps the shapes and dtypes of a model's variables other than parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Tree = Any
 
 
 def check_form_kept(before: Tree, after: Tree) -> None:
-    """Refuses a call that changes the structure, a shape or a dtype of the model's variables.
+    """Refuses a call of a loss that adds or removes variables of the model, or changes the shape or dtype of one.
 
     Args:
         before: a nested dict of the values of the variables before the call.
         after: a nested dict of their values after the call.
 
     Raises:
-        ValueError: if one changes; the message names the variables, and their forms before and after.
+        ValueError: if a variable differs; the message gives the names, shapes and dtypes of up to eight such variables.
     """
     had, has = _forms(before), _forms(after)
     changed = [path for path in {**had, **has} if had.get(path) != has.get(path)]
@@ -40,6 +40,6 @@ def _forms(tree: Tree) -> dict[str, str]:
 
 
 def form(leaf: Any) -> str:
-    """Returns the dtype and the shape of an array as messages show them, such as `float32[2, 3]`."""
+    """Returns the dtype and the shape of an array in the form that messages use, such as `float32[2, 3]`."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

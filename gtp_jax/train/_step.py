@@ -57,11 +57,11 @@ def train_step(
     The optimizer runs outside the `shard_map`, on global arrays, and its updates are those of arrays without padding.
     So any optax optimizer works.
 
-    If the loss or a gradient is NaN or Inf on any device, the step returns the old state bit for bit: parameters,
-    optimizer state, the model's other variables and the step count. A compiled program cannot raise an error for this.
-    Instead, `metrics["skipped"]` is true, and `gtp_jax.check_finite(metrics)` raises the error. `check_finite` waits
-    for the step, so you may call it some steps later. The steps launched in the meantime used the old state; if they
-    got `skip=metrics["skipped"]` of the step before them, they were skipped too.
+    If the loss or a gradient is NaN or Inf on any device, and `skip_nonfinite` is true, the step returns the old state
+    bit for bit: parameters, optimizer state, the model's other variables and the step count. A compiled program cannot
+    raise an error for this. Instead, `metrics["skipped"]` is true, and `gtp_jax.check_finite(metrics)` raises the
+    error. `check_finite` waits for the step, so you may call it some steps later. The steps launched in the meantime
+    used the old state; if they got `skip=metrics["skipped"]` of the step before them, they were skipped too.
 
     Args:
         loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
@@ -84,11 +84,11 @@ def train_step(
         recipe: what is quantized, such as `gtp_jax.NVFP4()`. By default, the recipe that is in scope (`use_recipe`)
             when the step is called; the one in scope when the step is made does not matter. One step may be called
             under several recipes; it is compiled for each with that recipe's XLA options.
-        pregathered_layers: the number of layers of each stack, or `"all"`, whose codes (quantized weights) are gathered
-            once per step, before the microbatches, and reused in all their passes. The other layers are gathered in
-            each pass. The count starts at the first layer that is sent as codes, after the layers that a recipe's
-            `high_precision_first` leaves in high precision. Each device holds the whole codes of the layers that are
-            gathered in advance: 0.504 bytes per element in NVFP4. Results do not change.
+        pregathered_layers: the number of layers of each stack that are gathered in advance, or `"all"`. Their codes
+            (quantized weights) are gathered once per step, before the microbatches, and reused in all passes. The other
+            layers are gathered in each pass. The count starts at the first layer that is sent as codes, after the
+            layers that a recipe's `high_precision_first` leaves in high precision. Each device holds the whole codes of
+            the layers that are gathered in advance: 0.504 bytes per element in NVFP4. Results do not change.
         reduce_over_dp: when gradients are summed over dp, or over the axes that the role `optimizer` names. `"each"`
             reduce-scatters the gradients of every microbatch during backward, and accumulates only the part that this
             rank stores. `"last"` accumulates the gradients of whole shards, and reduce-scatters the sum once, after the
@@ -105,9 +105,9 @@ def train_step(
 
     Returns:
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
-        is the batch, a multiple of `microbatches`. The examples of a microbatch must be a multiple of dp * gtp in local
-        view, and in global view if a gtp_jax module gets them. `skip` is a bool scalar; if it is true, the update is
-        skipped in any case. Metrics are device scalars: `loss` (the mean over tokens, or over microbatches),
+        is the batch, a multiple of `microbatches`. The number of examples per microbatch must be a multiple of dp * gtp
+        in local view, and in global view if a gtp_jax module gets them. `skip` is a bool scalar; if it is true, the
+        update is skipped in any case. Metrics are device scalars: `loss` (the mean over tokens, or over microbatches),
         `grad_norm` (before clipping), `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
         `expert_load` if routers have biases. With `has_aux`, `aux` is among them too. XLA options are chosen for the
         mesh and the recipe in scope at the call.

@@ -1,4 +1,4 @@
-"""Determines from the jaxpr of an optimizer's update which function of its inputs each output is.
+"""Reads the jaxpr of an optimizer's update, and determines how each output is computed from the inputs.
 
 A function is represented by a term: a number that identifies an operation and the terms of its arguments, regardless
 of shapes. So an update of stacked arrays, which have a leading dimension of layers, can be compared with the update of

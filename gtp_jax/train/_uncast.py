@@ -80,7 +80,7 @@ def _uncast_within(eqn: core.JaxprEqn, wanted: set[Any], instead: dict[Any, Any]
 
     Args:
         eqn: the `shard_map`.
-        wanted: the outputs whose casts to remove.
+        wanted: the outputs whose final casts are to be removed.
         instead: a dict to which this adds the new variable for each output whose dtype changes.
     """
     inner: Any = eqn.params["jaxpr"]
