@@ -1,4 +1,4 @@
-"""Calls units and holders: a holder is a module that contains units."""
+"""Calls units and holders; see [Note: words of the hook]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_weights, take, walking
 from ._weights import Weights, gather_once
 
-# The placements of weights, by their paths in a module; hashable.
+# The placements of a module's weights, by their paths in the module, as a hashable tuple of pairs.
 Placements = tuple[tuple[ModulePath, Placement], ...]
 
 
@@ -46,22 +46,26 @@ def call_unit(
     batch: tuple[str, ...],
     wide: bool,
 ) -> Any:
-    """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in forward and in backward.
+    """Returns `method(unit, *args, **kwargs)`, and gathers the unit's weights in forward and again in backward.
+
+    Under `without_hook`, or if no weight must be gathered or quantized, the method is called as it is.
 
     Args:
         method: the method.
         unit: the unit.
         args: positional arguments.
         kwargs: keyword arguments.
-        placements: the placements of its weights when it was sharded.
+        placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether its gathered weights are saved too if no unit follows.
+        keep_last: whether the gathered weights are saved for backward too if no unit follows in the walk.
         batch: the mesh axes that shard the batch.
-        wide: whether gradients of its weights are summed in at least float32.
+        wide: whether the gradients of the unit's weights are summed in at least float32.
 
     Raises:
-        ValueError: if the mesh in scope is not the one for which the unit was sharded, or if a weight is no longer
-            sharded.
+        ValueError: if the mesh in scope is not the one for which the unit was sharded, a weight is no longer sharded,
+            the recipe asks for something that sharded models do not support, or the call writes a quantized weight; in
+            local view, also if the unit has a partitioned variable that no call gathers, or constrains a sharding over
+            a mesh axis.
         TypeError: if the call is differentiated in forward mode.
     """
     _refuse_parts(unit)
@@ -86,7 +90,8 @@ def call_unit(
 
 @legacy_mesh_in_scope()
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
-    """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
+    """Returns `method(holder, *args, **kwargs)`. Meanwhile, the holder's own weights are gathered, and the units that
+    the method calls belong to one walk. Under `without_hook`, the method is called as it is."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
     _refuse_parts(holder)
@@ -101,8 +106,11 @@ Sharded = list[tuple[nnx.Variable, Placement]]
 
 
 def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[ModulePath, Placement]:
-    """Returns the placements of weights that have lost them, by path: `nnx.update` with the state of another model
-    replaces the metadata of variables too.
+    """Returns, by path, the placements that are missing from the metadata of a module's weights. `nnx.update` with the
+    state of another model removes them, because it replaces the metadata of variables too.
+
+    A variable of another class, or with a value of a shape that does not fit the placement, is not the weight that was
+    sharded, and is left out.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -129,8 +137,8 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
 
 
 def _refuse_parts(owner: nnx.Module) -> None:
-    """Refuses, in local view, parameters that their author has partitioned and that no call gathers, in a module or in
-    those within it: ranks would compute with a part of them."""
+    """Raises an error, in local view, if a module or a module within it has a variable that its author's annotation
+    partitions but that no call gathers. Each rank would compute with only its part of the variable."""
     local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
     for path, variable in nnx.iter_graph(owner) if local else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
@@ -144,10 +152,11 @@ def _refuse_parts(owner: nnx.Module) -> None:
 
 
 def _checked(owner: nnx.Module, weights: Sharded) -> bool:
-    """Checks sharded weights, and returns whether there are any to gather.
+    """Checks the weights that a call gathers or quantizes, and returns whether there are any.
 
     Raises:
-        ValueError: if the mesh in scope is not the one for which they were sharded, or an array is no longer sharded.
+        ValueError: if the mesh in scope has Explicit axes, or is not the one for which the weights were sharded, or if
+            an array is no longer sharded.
     """
     if not weights:
         return False
@@ -161,7 +170,7 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
 
 
 def _check_place(value: Any, placement: Placement, name: str) -> None:
-    """Refuses an array that has replaced the shards of a weight."""
+    """Raises an error if a weight's value is a concrete array that is not stored as the placement specifies."""
     if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
         return
     raise ValueError(
@@ -172,8 +181,9 @@ def _check_place(value: Any, placement: Placement, name: str) -> None:
 
 
 def lies(value: jax.Array, placement: Placement) -> bool:
-    """Returns whether an array is stored as its placement specifies, on the mesh in scope."""
-    mesh = getattr(value.sharding, "mesh", None)  # within a trace the mesh in scope has no devices
+    """Returns whether an array is stored as a placement specifies, on a mesh with the axes and sizes of the mesh in
+    scope."""
+    mesh = getattr(value.sharding, "mesh", None)  # in a trace, the mesh in scope has no devices
     if mesh is None or dict(mesh.shape) != dict(jax.sharding.get_abstract_mesh().shape):
         return False
     return value.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, placement.stored), value.ndim)
@@ -181,8 +191,8 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Explains what to do instead when JAX refuses to differentiate a gather in forward mode, or to constrain a
-    sharding over a manual axis."""
+    """Replaces two JAX errors with errors that say what to do instead: the one for a gather that is differentiated in
+    forward mode, and, in local view, the one for a sharding constraint over a manual axis."""
     try:
         yield
     except ValueError as error:
@@ -216,10 +226,11 @@ def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
 
 @contextlib.contextmanager
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
-    """Makes variables hold gathered weights while a call runs, and shards again afterwards.
+    """Puts gathered weights into variables while a call runs, and puts the shards back afterwards.
 
-    Meanwhile, they have no placement, so neither the units and holders that share them nor the copies that `nnx.remat`
-    and other transformations make gather them again.
+    During the call, these variables have no placement. So they are not gathered again, neither by units and holders
+    that share them nor in the copies that `nnx.remat` and other transformations make. If the call writes a weight, each
+    rank keeps its part of the new value; if a recipe quantizes the weight, a `ValueError` is raised.
     """
     if not weights:
         yield
@@ -227,7 +238,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     put = []
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
-    # not exchanged in global view, where XLA sums the gradients of all ranks; see [Note: one gradient per rank]
+    # gradients are not exchanged in global view, where XLA sums those of all ranks; see [Note: one gradient per rank]
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)

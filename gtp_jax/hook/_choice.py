@@ -1,4 +1,5 @@
-"""Chooses which modules of a model are units."""
+"""Chooses which modules of a model are units, whose calls gather weights, and which are holders, which contain
+units."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 from ..weights import ModulePath
 
-# A pattern of paths, a class, a tuple of these, or a function of a path and a module.
+# How a caller names blocks: a pattern of paths, a class, a tuple of these, or a function of a path and a module.
 Blocks = str | type | tuple[str | type, ...] | Callable[[str, nnx.Module], bool]
 
 
@@ -23,8 +24,9 @@ class Choice:
 
     Attributes:
         blocks: the modules that the caller named as blocks, or that were found by default.
-        others: the modules outside of blocks that have weights.
-        holders: the modules that contain units.
+        others: the outermost modules outside of blocks that hold weights themselves and contain no block; they are
+            units too.
+        holders: the modules that contain units and are not within one.
     """
 
     blocks: dict[ModulePath, nnx.Module]
@@ -37,12 +39,13 @@ class Choice:
 
 
 def name_of(path: ModulePath) -> str:
-    """Returns a path as it is written in patterns and messages."""
+    """Returns a path as patterns and messages write it: its names, joined by dots."""
     return ".".join(map(str, path))
 
 
 def matches(pattern: str, path: ModulePath) -> bool:
-    """Returns whether a path matches a pattern, in which `*` matches any part of one name between dots."""
+    """Returns whether a path matches a pattern. In a pattern, names are joined by dots, and `*` matches any part of one
+    name."""
     names = pattern.split(".") if pattern else []
     return len(names) == len(path) and all(fnmatch.fnmatchcase(str(p), n) for p, n in zip(path, names, strict=True))
 
@@ -52,11 +55,12 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 
     Args:
         model: any NNX model.
-        blocks: the modules that are blocks; by default, the members of the longest lists of modules of one class.
+        blocks: which modules are blocks; by default, the members of the longest lists of modules of one class.
         is_weight: a function that returns whether a variable is a weight to shard.
 
     Raises:
-        ValueError: if no module matches `blocks`.
+        ValueError: if no module matches `blocks`, or, by default, if the model has no such list of modules with
+            weights.
         TypeError: if `blocks` is of another type.
     """
     modules, names = dict(in_order(model)), names_of(model)
@@ -92,7 +96,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 def in_order(
     module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
 ) -> Iterable[tuple[ModulePath, nnx.Module]]:
-    """Yields a module, then those within it, each with its path, in the order in which attributes were set."""
+    """Yields a module, then the modules within it, each once and with its path, in the order in which attributes were
+    set."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -107,8 +112,8 @@ def in_order(
 def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
     """Returns the paths of each module and variable of a model, by `id`, in the order in which they are found.
 
-    A module that several modules hold has a path through each of them, and so does everything within it. Paths that
-    return to a module that they have passed, such as through an attribute `parent`, are left out.
+    If several modules hold a module, it and everything within it have one path through each of these. Paths that pass
+    through the same module twice, for example through an attribute `parent`, are left out.
     """
     names: dict[int, list[ModulePath]] = defaultdict(list)
 
@@ -131,8 +136,8 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
 
 
 def own_variables(module: nnx.Module) -> dict[ModulePath, nnx.Variable]:
-    """Returns by path the variables that a module holds itself, directly or in lists, without those of inner
-    modules."""
+    """Returns, by path, the variables that a module holds directly or in lists and dicts. The variables of inner
+    modules are left out."""
     found: dict[ModulePath, nnx.Variable] = {}
     for name, value in _children(module):
         if isinstance(value, nnx.Variable):
@@ -155,10 +160,11 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
-    """Returns the paths of the members of lists of modules of one class, which may hold a module several times.
+    """Returns the paths of the members of the longest lists of callable modules.
 
-    If lists contain one another, only the longest counts. Attributes whose names differ only in a number at the end are
-    a list too.
+    A list consists of two or more entries of one class in one container. Attributes of one module whose names differ
+    only in a number at the end also form a list. A list may hold the same module several times. If a member of one list
+    is within a member of another, only the longer list counts.
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for module in filter(callable, modules.values()):

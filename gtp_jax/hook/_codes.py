@@ -1,4 +1,4 @@
-"""Quantizes weights that travel as a recipe's codes, and gathers the codes."""
+"""Quantizes weights to a recipe's codes, which ranks gather instead of the weights' values, and gathers the codes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coded(Matrix):
-    """A weight that travels in a format.
+    """How a quantized weight is gathered and multiplied.
 
     Attributes:
-        form: the format.
+        form: the format of the codes that are gathered.
         operands: the formats in which it is multiplied; `None` if it is multiplied in the model's compute dtype.
     """
 
@@ -37,10 +37,10 @@ class Coded(Matrix):
     operands: Operands | None
 
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
-        """Returns the weight's group, which holds the decisions about it.
+        """Returns the decisions about the weight as a `WeightGroup`.
 
-        In a user's own format, the weight is gathered in the dtype in which it is stored, because such a format may
-        support only one dtype.
+        A user's own format returns gathered weights in the dtype in which they are stored, because it may support only
+        one dtype.
 
         Args:
             dtype: the dtype in which it is used.
@@ -58,7 +58,8 @@ class Coded(Matrix):
 
 
 def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
-    """Returns how a sharded weight travels under the recipe in scope; `None` if it is not quantized.
+    """Returns how a sharded weight is quantized for its gather under the recipe in scope; `None` if it is not
+    quantized.
 
     Raises:
         ValueError: for the same reasons as `decide`.
@@ -81,12 +82,12 @@ def moving(variable: Any) -> Placement | None:
 def decide(
     recipe: Recipe, paths: Sequence[tuple[str, ...]], shape: tuple[int, ...], placement: Placement
 ) -> Coded | str:
-    """Returns how a sharded weight travels under a recipe; if it is not quantized, the reason in words, which is empty
-    if the recipe quantizes no weights.
+    """Returns how a sharded weight is quantized for its gather under a recipe; if it is not quantized, the reason in
+    words. The reason is empty if the recipe quantizes no weights and none of its patterns matches this one.
 
     Args:
         recipe: the recipe.
-        paths: the weight's paths in the model; a pattern that matches any of them applies.
+        paths: the weight's paths in the model. The first pattern that matches any of them applies.
         shape: its logical shape.
         placement: its placement, for an array of this shape.
 
@@ -110,14 +111,15 @@ def decide(
 
 
 def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | None, Recipe]:
-    """Returns the first of a recipe's patterns that matches one of a weight's paths, with the recipe for it; `None` and
-    the recipe itself if no pattern does."""
+    """Returns the first pattern of a recipe that matches one of a weight's paths, and the recipe that applies to this
+    pattern. If no pattern matches, returns `None` and the recipe itself."""
     rules = (rule for rule in recipe.rules if any(matches(rule[0], path) for path in paths))
     return next(rules, (None, recipe))
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Raises an error if a recipe asks for more than quantized weights and matmuls."""
+    """Raises an error if a recipe asks for something that only gtp_jax's own layers support: layers in high precision,
+    delayed scaling, or matmuls in another format than that of the gathered codes."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
@@ -142,8 +144,8 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
 
 
 def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
-    """Returns in words why a format's blocks do not fit the matrix; an empty string if they do. Tiles may be larger
-    than the matrix."""
+    """Returns in words why a format cannot quantize a matrix in blocks, or an empty string if it can: the rows are
+    shorter than a block, or a tensor axis would cut blocks. Tiles may be longer than the rows."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1] and not tiled:
         return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
@@ -153,8 +155,8 @@ def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout with the dimension that ranks divide as its rows, if the codes are the same either way. The
-    gather then concatenates the shards into the matrix without a copy."""
+    """Returns the layout, with rows and columns exchanged if shards divide only the columns and the codes are the same
+    either way. Shards are then whole rows, which a gather concatenates without a copy."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -162,12 +164,12 @@ def _in_order(layout: Layout, form: Format) -> Layout:
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
-    """Returns the codes of weights, in the view in scope. One kernel computes all amaxes. Weights with the same format,
-    dtype and axes share a buffer.
+    """Quantizes weights, in the view in scope, and returns their codes. One kernel computes all amaxes. Weights with
+    the same format, dtype and axes share a buffer.
 
     Args:
         shards: the shards of all weights.
-        weights: how each travels; weights with `None` are not quantized, and left out.
+        weights: how each weight is quantized; `None` for a weight that is not, which is left out.
         dtypes: the dtype in which each is used.
     """
     groups = _groups(shards, weights, dtypes)
@@ -186,12 +188,12 @@ def decode(
     dtypes: Sequence[np.dtype],
     placements: Sequence[Placement],
 ) -> dict[int, jax.Array]:
-    """Gathers codes, in the view in scope, and returns the decoded weights, by number.
+    """Gathers codes, in the view in scope, and returns the decoded weights by number, their index in `weights`.
 
     Args:
-        wires: what `encode` returned.
-        shards: the shards of all weights, or their shapes and dtypes, because only those are read.
-        weights: how each travels.
+        wires: the codes of all quantized weights, from `encode` or from the step.
+        shards: the shards of all weights, or their `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        weights: how each weight is quantized; `None` for a weight that is not, which is left out.
         dtypes: the dtype in which each is used.
         placements: the placements of all weights.
     """
@@ -211,8 +213,9 @@ def decode(
 
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
-    """Returns a gathered weight in the dtype in which it is used. Tiles are decoded here. Their scales are powers of
-    two, so products that round the values to tiles again multiply the same values."""
+    """Returns a gathered weight in the dtype in which it is used. Codes in tiles arrive undecoded, and are decoded
+    here. Because the scales of tiles are powers of two, a product that rounds these values to tiles again does not
+    change them."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

@@ -1,9 +1,10 @@
-"""Sums the gradients of weights over ranks by an exchange in a recipe's `grad_wire`.
+"""Sums the gradients of weights over ranks by exchanging them, in the format or dtype of a recipe's `grad_wire`.
 
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
-gradient of a single rank. To exchange gradients, we keep them apart: products add them to a slot with an additional
-leading dimension, which is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
+gradient of a single rank. To exchange gradients, the hook keeps them apart: products add them to a slot with one more
+dimension than the weight. This leading dimension has one entry per rank of the batch, and is sharded over the axes of
+the batch. In local view, each rank has its own gradient anyway.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """A weight whose gradient is exchanged: each rank sends the others their shares, and sums those that it receives.
+    """How the gradient of a weight is exchanged. Each rank sends every other rank that rank's shard of the gradient,
+    and sums the shards that it receives.
 
     Attributes:
-        wire: the format or dtype of what is sent; sums are in float32.
+        wire: the format or dtype in which gradients are sent; they are summed in at least float32.
     """
 
     wire: Format | np.dtype
 
     def group(self, dtype: np.dtype) -> WeightGroup:
-        """Returns the weight's group.
+        """Returns the decisions about the weight's gradient as a `WeightGroup`.
 
         Args:
-            dtype: the dtype of its gradient.
+            dtype: the dtype of the gradient.
         """
         wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
         return WeightGroup(
@@ -52,7 +54,7 @@ class Exchange(Matrix):
 
 
 def exchanged(variable: Any, placement: Placement, axes: tuple[str, ...]) -> Exchange | None:
-    """Returns how the gradient of a weight is exchanged under the recipe in scope; `None` if ranks sum it otherwise.
+    """Returns how the gradient of a weight is exchanged under the recipe in scope; `None` if it is not exchanged.
 
     Args:
         variable: the variable of the weight.
@@ -73,15 +75,18 @@ def decide_exchange(
     placement: Placement,
     axes: tuple[str, ...],
 ) -> Exchange | None:
-    """Returns how the gradient of a weight is exchanged under a recipe; `None` if ranks sum it otherwise.
+    """Returns how the gradient of a weight is exchanged under a recipe.
+
+    Returns `None` if it is not exchanged: the recipe has no `grad_wire` for the weight, the weight is not seen as a
+    matrix, or it is not gathered. In global view, gradients are not exchanged either if the weight is gathered over an
+    axis outside of `axes`, because ranks along such an axis have the same gradient.
 
     Args:
         recipe: the recipe.
-        paths: the weight's paths in the model; a pattern that matches any of them applies.
+        paths: the weight's paths in the model. The first pattern that matches any of them applies.
         shape: its logical shape.
         placement: its placement, for an array of this shape.
-        axes: the axes of the mesh that shard the batch. In global view, ranks of other axes have the same gradient, and
-            nothing to exchange.
+        axes: the axes of the mesh that shard the batch.
     """
     wire = rule_of(recipe, paths)[1].reduction
     if wire is None:
@@ -100,13 +105,13 @@ def exchange(
     placements: Sequence[Placement],
     axes: tuple[str, ...],
 ) -> dict[int, jax.Array]:
-    """Returns the gradients of shards, in the view in scope. Gradients that share axes and a wire are sent in one
-    all-to-all; sums are in at least float32.
+    """Exchanges gradients, in the view in scope, and returns the gradients of shards, by number. Gradients with the
+    same axes and `wire` are sent in one all-to-all, and summed in at least float32.
 
     Args:
-        gradients: the gradients of gathered weights, by number: in local view, those of this rank; in global view,
-            those of all ranks, see [Note: one gradient per rank].
-        weights: how the gradient of each weight is exchanged.
+        gradients: the gradients of gathered weights, by number. In local view, each is the gradient of this rank; in
+            global view, its leading dimension holds those of all ranks, see [Note: one gradient per rank].
+        weights: how the gradient of each weight is exchanged; `None` for a weight that is left out.
         placements: the placement of each weight.
         axes: the axes of the mesh that shard the batch.
     """
@@ -128,7 +133,8 @@ def exchange(
 def _of_rank(
     gradients: Mapping[int, jax.Array], weights: Mapping[int, Exchange], placements: Sequence[Placement]
 ) -> dict[int, jax.Array]:
-    """Returns the gradients of this rank's shards, from its gradients of gathered weights. Called on each rank."""
+    """Returns the gradients of this rank's shards, given every rank's own gradients of gathered weights. Must be called
+    on each rank."""
     groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
     matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
     fused: dict[ModulePath, jax.Array] = {
@@ -143,7 +149,7 @@ def _of_rank(
 
 
 def _over_others(gradient: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the sum of a shard's gradient over the axes of the batch over which the weight is not gathered."""
+    """Returns a shard's gradient, summed over those axes of the batch over which the weight is not gathered."""
     others = tuple(axis for axis in axes if axis not in _gathered(placement))
     return lax.psum(gradient, others) if degrees(others) > 1 else gradient
 

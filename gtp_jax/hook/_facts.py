@@ -23,22 +23,22 @@ from ._placement import Placement, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
 
-_COPY = "a copy"  # the name of a unit that a transformation has copied, if its path is unknown
+_COPY = "a copy"  # stands for the path of a unit that a transformation has copied, if that path is unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitFact:
-    """A module whose weights are gathered.
+    """A module that gathers weights: a unit, or a holder (a module that contains units).
 
     Attributes:
         module: the path of the module in the model.
         also: its other paths, if several modules hold it.
         type: the name of the module's class.
-        weights: the number of its sharded weights.
-        shards: the largest number of shards of any of these weights.
+        weights: the number of weights that it gathers.
+        shards: the number of shards of the weight that has the most.
         bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a traced call gathers
             slices of stacked weights, one slice of each weight counts.
-        gathered: the time at which they are gathered, in words.
+        gathered: when the weights are gathered, in words.
     """
 
     module: str
@@ -62,8 +62,9 @@ class WeightFact:
         wire: the name of the format; empty if the weight travels in the dtype in which it is used.
         bytes: the size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format,
             the weight in the dtype of the parameter.
-        reason: why the recipe does not quantize it; empty if it does, or if it quantizes no weights.
-        multiplied: whether products with it are to be computed in a format.
+        reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
+            its patterns matches this one.
+        multiplied: whether the recipe asks for products with the weight to be computed in its formats.
     """
 
     weight: str
@@ -83,12 +84,12 @@ class UnitCall:
     Attributes:
         module: the path of the unit in the model.
         prefetched: whether its weights are gathered while the previous unit computes.
-        reason: the reason why they are gathered at the call instead; empty if prefetched.
-        weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
-            shape of a slice.
+        reason: why they are not gathered earlier; empty if they are prefetched.
+        weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
+            stacked weights, it is the shape of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, and are not,
-            because no product with them was found in the call.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not, because
+            the call has no product with them for which this is supported.
     """
 
     module: str
@@ -100,12 +101,12 @@ class UnitCall:
 
 
 def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitFact, ...]:
-    """Returns a fact for each unit and each holder of a model that has sharded weights.
+    """Returns a fact for each unit and each holder of a model that gathers weights.
 
     Args:
         model: the model.
         calls: calls of its units, from `calls_of`. They show which units are called, and in which shapes weights are
-            gathered; without them, each weight counts as gathered whole.
+            gathered. Without them, every unit counts as called, and every weight as gathered whole.
     """
     found, names, seen = [], names_of(model), _shapes(calls)
     called = {call.module for call in calls}
@@ -134,7 +135,7 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
 
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
-    """A sharded weight, and what is decided about it under a recipe.
+    """A sharded weight, and the decisions about it under a recipe.
 
     Attributes:
         paths: its paths in the model.
@@ -142,10 +143,11 @@ class ShardedWeight:
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
-        coded: the format in which it travels; if it is not quantized, the reason in words.
-        exchanged: how its gradient is exchanged; `None` if it is reduced otherwise.
-        ahead: whether a unit gathers it, ahead of its call; otherwise a module that contains units does.
-        wide: whether products give it its gradient in at least float32.
+        coded: how the weight is quantized for its gather; if it is not quantized, the reason in words.
+        exchanged: how its gradient is exchanged; `None` if it is not exchanged.
+        ahead: whether a unit gathers it, which may happen ahead of its call, while the previous unit computes.
+            Otherwise a holder gathers it when the holder's call begins.
+        wide: whether its unit sums the gradients of weights in at least float32.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -173,7 +175,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
     Args:
         model: the model.
         recipe: the recipe.
-        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered; without them, each
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. Without them, every
             weight counts as gathered whole.
 
     Raises:
@@ -205,8 +207,9 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the size in bytes of one rank's part of the reduced gradients of the largest unit, for a model that
-    computes in 16 bits; 0 if the model has no units."""
+    """Returns the number of bytes that the reduced gradients of the largest unit take on one rank; 0 if the model has
+    no units. A gradient has 4 bytes per element if it is summed in float32, otherwise 2, as in a model that computes in
+    16 bits."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 
@@ -222,7 +225,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
     Args:
         model: the model.
         recipe: the recipe.
-        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered; without them, each
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. Without them, every
             weight counts as gathered whole.
 
     Raises:
@@ -241,7 +244,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
 
 
 def _shapes(calls: Sequence[UnitCall]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape in which calls gather each weight, by path."""
+    """Returns the shape in which calls gather each weight, by the path of the weight."""
     return {path: shape for call in calls for path, shape in call.weights}
 
 
@@ -250,7 +253,8 @@ def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]])
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
-    """Traces `function(model, *args)`, without running it, and returns how each call of a unit is ordered."""
+    """Traces `function(model, *args)` without running it, and returns one `UnitCall` for each call of a unit, in
+    order."""
     graph, state = nnx.split(model)
     paths: dict[int, str] = {}
 
@@ -275,7 +279,8 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
 
 
 def _name_of_copy(unit: nnx.Module) -> str:
-    """Returns the path of the unit that a transformation copied, derived from the paths of the copy's weights."""
+    """Returns the path of a unit, given a copy that a transformation made of it. The path is derived from the paths of
+    the copy's weights; if that fails, returns "a copy"."""
     for own, variable in nnx.iter_graph(unit):
         within = tuple(map(str, own))
         for path in paths_of(variable) if placement_of(variable) is not None else ():

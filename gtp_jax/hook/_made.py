@@ -1,14 +1,14 @@
-"""Gives sharded weights the codes and the keys of stochastic rounding that a step has made for them, in the metadata of
-their variables.
+"""Stores the codes and the keys of stochastic rounding that a step has made for sharded weights, in the metadata of the
+weights' variables.
 
 [Note: once per step]
 A step calls the model once per microbatch. Before the first call, it quantizes the weights once for all microbatches.
-The codes belong to the arrays that the model holds at that time. If code puts another array into a variable, or a
-transformation calls a module with arrays of its own (a scan over stacked weights, `nnx.remat`), the call quantizes that
-array.
+The codes belong to the arrays that the model holds at that time. A call may find another array in a variable, because
+code has put it there, or because a transformation calls the module with its own arrays (a scan over stacked weights,
+`nnx.remat`). The call then quantizes the array that it finds.
 
-Codes name weights by their places in the model of the step: copies of a sharded module, and models that were sharded
-one by one, have weights with the same `path_of`.
+A weight's name among the codes is its place: its path in the model of the step. Its `path_of`, the path in the model
+that was sharded, is not unique: copies of a sharded module share it, and so may models that were sharded one by one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ._placement import placement_of
 
 
 def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array | None) -> M:
-    """Gives the sharded weights of a model the codes and keys that a step has made for them, and returns the model.
+    """Stores codes and keys that a step has made in the metadata of a model's sharded weights, and returns the model.
 
     Args:
         model: the model, which is changed. It must not outlive the trace of `codes` and `key`.
-        codes: what `quantized` returned for a model with the same weights.
-        key: the key of this step, microbatch and rank, uint32 `(2,)`, from which each weight gets a key of its own;
+        codes: what `quantized` returned for a model with the same weights at the same paths.
+        key: the key of this step, microbatch and rank, uint32 `(2,)`, from which a key for each weight is derived;
             `None` if nothing is rounded stochastically.
     """
     of_weights = {name[-1]: (stretch,) for stretch in codes for name in stretch.wire.members}
@@ -48,24 +48,25 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
 
 
 def place_name(place: Sequence[Any]) -> str:
-    """Returns the name of a weight among the codes of a step, given its path in the model of the step."""
+    """Returns the name of a weight among the codes of a step, given the weight's path in the model of the step."""
     return str(tuple(place))
 
 
 def keys_of_call(variable: Any) -> CallKeys | None:
-    """Returns the keys of the current call for a weight, one for each of its products; `None` if the weight has
-    none."""
+    """Returns the keys of the current call for a weight, which give each product with the weight a key; `None` if the
+    step has made none."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
-    """Returns the codes that the step has made of the weights of a call, as wires whose members are named by the
-    numbers of these weights.
+    """Returns the codes that the step has made of the weights of a call. They are wires whose members are named by the
+    numbers of these weights. A wire is left out unless the call uses all of its members, in the formats and dtypes in
+    which they were quantized.
 
     Args:
         variables: the variables of the weights.
-        formats: the format in which each travels; `None` for weights that are not quantized.
+        formats: how each weight is quantized; `None` for a weight that is not.
     """
     found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
     for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):

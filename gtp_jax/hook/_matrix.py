@@ -2,8 +2,8 @@
 
 [Note: seen as a matrix]
 A weight of any number of dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
-layer. Blocks of one row run along the input features. `features_in` decides which dimensions are joined into the input
-features; the others are joined into the output features.
+layer. The leading dimensions are joined into the input features, and the others into the output features; `features_in`
+returns how many are leading. A block of a format that is not square runs along the input features.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from ._products import Factor, Runs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A weight seen as a matrix.
+    """How a weight is seen as a matrix.
 
     Attributes:
         inputs: the number of leading dimensions that are joined into the input features; see [Note: seen as a matrix].
-        layout: the layout of the matrix `(input features, output features)`. Its rows are the output features, or the
-            dimension that ranks divide if the choice changes nothing else.
+        layout: the layout of the matrix `(input features, output features)`. Its rows, in the sense of `Layout.rows`,
+            are the output features. For a quantized weight, they are the input features if shards divide these and the
+            codes are the same either way.
     """
 
     inputs: int
     layout: Layout
 
     def to_matrix(self, array: jax.Array) -> jax.Array:
-        """Returns an array, or a shard of it, reshaped to the matrix, or to a shard of the matrix."""
+        """Reshapes the weight to the matrix, or a shard of the weight to a shard of the matrix."""
         return jnp.reshape(array, (math.prod(array.shape[: self.inputs]), math.prod(array.shape[self.inputs :])))
 
     @property
@@ -48,11 +49,12 @@ class Matrix:
 
 
 def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str:
-    """Returns how a weight of this logical shape is seen as a matrix; if it cannot be, the reason in words."""
+    """Returns how a weight of this logical shape is seen as a matrix, or, if that is impossible, the reason in
+    words."""
     if len(shape) < 2:
         return "it is not a matrix"
     inputs = features_in(shape)
-    # for each dimension of the weight that may be sharded, the dimension of the matrix that its shards divide
+    # only these dimensions of the weight may be sharded; each with the dimension of the matrix that its shards divide
     starts = {0: 0, inputs: 1}
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)
@@ -79,7 +81,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
 
 
 def logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
-    """Returns the logical shape of a weight; in local view, `array` is a shard of it."""
+    """Returns the logical shape of a weight, given its array; in local view, the array is a shard."""
     if current_view() == "global":
         return tuple(array.shape)
     degrees = dict(placement.degrees)
@@ -89,13 +91,15 @@ def logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
 
 
 def in_order_of(seen: Matrix, factor: Factor) -> bool:
-    """Returns whether a product contracts the input features of a weight, in order."""
+    """Returns whether a product contracts a weight's input features and keeps its output features, both in their order
+    in the weight."""
     inputs, outputs = seen.layout.shape
     return (factor.contracted, factor.kept) == (_run(outputs, inputs), _run(1, outputs))
 
 
 def turned(seen: Matrix, factor: Factor) -> bool:
-    """Returns whether a product contracts the output features of a weight, in order."""
+    """Returns whether a product contracts a weight's output features and keeps its input features, both in their order
+    in the weight."""
     inputs, outputs = seen.layout.shape
     return (factor.contracted, factor.kept) == (_run(1, outputs), _run(outputs, inputs))
 

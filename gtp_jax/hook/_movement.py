@@ -17,8 +17,9 @@ from ._placement import Placement
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gathered weight.
 
-    In global view, XLA inserts the gather. The inner constraint keeps the gather after the array that the shard waits
-    for. Otherwise, XLA would move the gather before the wait, and merge it with the gather of the other pass.
+    In global view, XLA inserts the gather between two sharding constraints. The first constraint, to the stored
+    partition, keeps the gather after the arrays that the shard waits for ([Note: ties that hold]). Without it, XLA
+    would gather before the wait, and merge the gathers of forward and backward.
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
@@ -38,7 +39,8 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gradient of the stored array: the gathered weight's gradient, summed over the ranks that share it."""
+    """Returns the gradient of the stored array, given the gradient of the gathered weight. It is summed over the axes
+    over which the weight is gathered, and partitioned like the stored array."""
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
     for dim in reversed(range(gradient.ndim)):
@@ -48,10 +50,11 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
 
 
 def kept_whole(parameter: Any) -> Any:
-    """Returns a parameter that is whole on every rank, constrained so that its gradient is whole too.
+    """Returns a parameter that is whole on every rank. In global view, a traced one is constrained so that its gradient
+    is whole too.
 
-    Otherwise, XLA would divide the gradient of a bias among ranks, and with it the bias that an optimizer returns. The
-    next step would then be compiled again, because its input would have another sharding.
+    Otherwise, XLA would shard the gradient of a bias, and then also the updated bias that an optimizer returns. Because
+    the bias is an input of the next step, that step would be compiled again for the new sharding.
     """
     if current_view() != "global" or not isinstance(parameter, Tracer):
         return parameter
@@ -59,7 +62,8 @@ def kept_whole(parameter: Any) -> Any:
 
 
 def own_part(weight: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the part of a gathered weight that each rank stores."""
+    """Returns the part of a gathered weight that this rank stores; in global view, the weight in its stored
+    partition."""
     if current_view() == "global":
         return lax.with_sharding_constraint(weight, placement.stored)
     for dim in range(weight.ndim):

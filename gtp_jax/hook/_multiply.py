@@ -1,4 +1,4 @@
-"""Computes products with weights on every rank, in a recipe's formats or with a separate gradient for each rank."""
+"""Computes products with weights on every rank: in a recipe's formats, or so that each rank has its own gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ._products import Array, Factor, values_of
 
 
 def multiplies(coded: Coded | None, factor: Factor) -> bool:
-    """Returns whether a product with a weight is computed in a format.
+    """Returns whether a product with a weight is computed in a recipe's formats.
 
-    Blocks must run along the contraction, or be square; see [Note: order of a view]. If tensor ranks divide the weight,
-    the order of its elements must be known even without blocks.
+    The recipe must ask for it. A format's blocks must run along the contraction or be square, so the order of the
+    weight's elements in the product must be known; see [Note: order of a view]. For a format without blocks, it must be
+    known only if tensor ranks divide the weight.
     """
     if coded is None or coded.operands is None:
         return False
@@ -33,13 +34,13 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
 
 
 def ranks_know(seen: Matrix, factor: Factor) -> bool:
-    """Returns whether each rank can compute its part of a product with a weight: if tensor ranks divide the weight, the
-    order of its elements must be known."""
+    """Returns whether each rank can compute its part of a product with a weight. It cannot if tensor ranks divide the
+    weight and the order of the weight's elements in the product is unknown."""
     return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
 
 
 def batch_axes(batch: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes of the mesh in scope that shard the batch."""
+    """Returns those of the batch's axes that the mesh in scope has."""
     return tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
 
 
@@ -52,19 +53,19 @@ def product(
     batch: tuple[str, ...],
     key: jax.Array,
 ) -> jax.Array:
-    """Returns `x @ weight.T`, which every rank computes from its own part of `x`, in the view in scope.
+    """Returns `x @ weight.T`, in the view in scope. Every rank computes its part from its own part of `x`.
 
     Args:
-        x: the input, `(..., input features)`. In global view, the first of two or more dimensions is the batch, which
-            is sharded if the ranks divide it evenly.
-        weight: the gathered weight, `(output features, input features)`, with the values of its codes. If its slot has
-            an additional leading dimension, the slot receives one gradient for each rank of `batch`.
-        seen: the weight as a matrix, for which `ranks_know` is true.
-        operands: the formats to which operands are rounded, if `multiplies` is true of them; otherwise `None`.
+        x: the input, `(..., input features)`. In global view, if it has two or more dimensions, the first is the batch;
+            it is sharded if the number of ranks of `batch` divides it.
+        weight: the gathered weight, `(output features, input features)`; if it is quantized, the values of its codes.
+            If its slot has an additional leading dimension, the slot receives one gradient for each rank of `batch`.
+        seen: how the weight is seen as a matrix; `ranks_know` must be true of it and `factor`.
+        operands: the formats to which operands are rounded; `None` unless `multiplies` is true of the product.
         factor: the weight's place in the product.
         batch: the mesh axes that shard the batch.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with different parts of the operands
-            use different bits.
+            derive different keys from it.
     """
     inner, outer = tuple(seen.used)
     if turned(seen, factor):

@@ -1,4 +1,5 @@
-"""Splits arguments and results of calls, with NNX nodes among them, into arrays, and puts them together again."""
+"""Splits the arguments and results of calls, which may contain NNX nodes, into arrays, and rebuilds them from
+arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-# Builds a value from its arrays.
+# A function that rebuilds a value from its arrays.
 Rebuild = Callable[[Sequence[Any]], Any]
 
 
@@ -28,7 +29,8 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
 
     Args:
         value: any pytree, which may contain nodes.
-        known: the replacements of nodes, by the `id` of the node; the rebuilt value contains them instead.
+        known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
+            node, whose arrays are left out.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
     arrays: list[Any] = []
@@ -58,17 +60,17 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
 
 
 def variables_of(state: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of an NNX state, which are variables and arrays that are attributes, and its structure."""
+    """Returns the leaves of an NNX state, and its structure. A leaf is a variable, or an array that is an attribute."""
     return jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def value_of(leaf: Any) -> Any:
-    """Returns the value of a variable; an array is its own value."""
+    """Returns the value of a variable, or an array as it is."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """Returns a variable with another value; for an array, that value itself."""
+    """Returns a copy of a variable with another value; if the leaf is an array, returns that value."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 

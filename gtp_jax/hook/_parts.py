@@ -1,4 +1,4 @@
-"""Splits the jaxpr of a call into the casts of weights, what is computed from weights alone, and the rest."""
+"""Splits the jaxpr of a call into the casts of weights, the computation that reads only weights, and the rest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Parts(NamedTuple):
     """The jaxpr of a call in parts.
 
     Attributes:
-        casts: the narrower dtype to which each weight is cast before it is gathered, because nothing reads it uncast;
-            `None` for a weight that is gathered in its own dtype.
-        before: the jaxpr from the cast weights to what is computed from them alone.
+        casts: for each weight, the narrower dtype to which it is cast before its gather, if nothing reads the uncast
+            weight; otherwise `None`, and the weight is gathered in its own dtype.
+        before: the jaxpr of what is computed from weights alone. Its inputs are the cast weights; its outputs are the
+            values that `after` or the result of the call needs.
         after: the jaxpr of the rest of the call. Its inputs are the outputs of `before`, then the call's inputs other
             than weights.
     """

@@ -1,8 +1,8 @@
-"""Reads the paths of a weight in its model, by which recipes select the weight.
+"""Reads the paths of a weight in its model. Recipes select weights by these paths.
 
 A weight has several paths if several modules hold it or a module around it. The paths are metadata of the weight's
-variable, and therefore part of the keys of JAX's caches: a traced program is never reused for a weight for which a
-recipe decides differently, wherever the recipe comes into scope. For the same reason, variables of different blocks
+variable, and therefore part of the keys of JAX's caches. So JAX never reuses a traced program for a weight with other
+paths, about which a recipe may decide differently. Because their metadata differ, the variables of different blocks
 cannot be stacked.
 """
 
@@ -12,8 +12,8 @@ from flax import nnx
 
 
 def paths_of(variable: nnx.Variable) -> tuple[tuple[str, ...], ...]:
-    """Returns the paths of a sharded weight in the model that was sharded; they end in the name of the variable. The
-    first is that of `nnx.state`."""
+    """Returns the paths of a sharded weight in the model that was sharded. Each ends in the name of the variable; the
+    first is the path in `nnx.state`."""
     return variable.get_metadata()["weight_paths"]
 
 
@@ -23,6 +23,6 @@ def path_of(variable: nnx.Variable) -> tuple[str, ...]:
 
 
 def weight_paths(model: nnx.Module) -> tuple[tuple[str, ...], ...]:
-    """Returns the paths of the weights of a model that `shard` has sharded."""
+    """Returns all paths of all weights of a model that `shard` has sharded."""
     variables = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
     return tuple(path for v in variables if "weight_paths" in v.get_metadata() for path in paths_of(v))

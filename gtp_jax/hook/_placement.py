@@ -17,14 +17,15 @@ from ..mesh import Roles, axes_of, current_view, degree, degrees
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The partitions of a weight.
+    """How a weight is partitioned in storage, and after its gather.
 
     Attributes:
         stored: the partition of the stored array.
         used: the partition of the gathered array, which names only axes over which the weight is not gathered.
-        degrees: the axes that `stored` names, each with its size.
+        degrees: the mesh axes that `stored` names, each with its size.
         ndim: the number of dimensions of the array.
-        kind: the class of the variable; a variable of another class has copied the metadata, as adapters do.
+        kind: the class of the weight's variable. A variable of another class with this placement in its metadata has
+            only copied it, as adapters do, and is not sharded.
     """
 
     stored: PartitionSpec
@@ -35,24 +36,24 @@ class Placement:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weight must be gathered to be used."""
+        """Whether the weight must be gathered before use."""
         return _entries(self.stored) != _entries(self.used)
 
     def used_axes(self, dim: int) -> tuple[str, ...]:
-        """Returns the axes that divide dimension `dim` of the gathered array too."""
+        """Returns the axes that still divide dimension `dim` after the gather."""
         return _axes(self.used, dim)
 
     def gathered_axes(self, dim: int) -> tuple[str, ...]:
-        """Returns the axes over which dimension `dim` is gathered, outermost first; they are its innermost axes."""
+        """Returns the axes over which dimension `dim` is gathered, in the order of `stored`."""
         stored, used = _axes(self.stored, dim), _axes(self.used, dim)
         return tuple(axis for axis in stored if axis not in used)
 
     def axes(self, dim: int) -> tuple[str, ...]:
-        """Returns the axes that divide dimension `dim` of the stored array, outermost first."""
+        """Returns the axes that divide dimension `dim` of the stored array: first `used_axes`, then `gathered_axes`."""
         return (*self.used_axes(dim), *self.gathered_axes(dim))
 
     def fits(self, shape: Sequence[int] | None) -> bool:
-        """Returns whether an array of this shape can be stored with this partition."""
+        """Returns whether an array of this shape can be stored as `stored`; false if the shape is `None`."""
         sizes = dict(self.degrees)
         return (
             shape is not None
@@ -61,13 +62,14 @@ class Placement:
         )
 
     def check_mesh(self, owner: str) -> None:
-        """Refuses a call under a mesh in which an axis that shards the weight is missing or has another size.
+        """Raises an error if an axis that shards the weight is missing from the mesh in scope, or has another size
+        there.
 
         Args:
             owner: what was sharded, as the message names it: a weight and its module, or "the model".
 
         Raises:
-            ValueError: if the mesh in scope is such a mesh, or none is in scope; the message names the sizes.
+            ValueError: if the mesh in scope is such a mesh, or if no mesh is in scope. The message names the sizes.
         """
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
@@ -81,13 +83,13 @@ class Placement:
             )
 
     def of_slice(self, shape: tuple[int, ...]) -> Placement:
-        """Returns the placement of an array of this shape: the whole array, or a slice of it along the first dimension.
+        """Returns the placement of an array with this shape, which is the whole array or a slice of it.
 
-        Scans and vmaps over the first dimension use such slices.
+        Scans and vmaps over the first dimension use slices, which lack that dimension.
 
         Raises:
-            ValueError: if it is a slice along a sharded dimension, or has neither the weight's number of dimensions nor
-                one less.
+            ValueError: if the shape has neither as many dimensions as the weight nor one fewer, or if it has one fewer
+                and the weight's first dimension is sharded.
         """
         if len(shape) == self.ndim:
             return self
@@ -103,10 +105,15 @@ class Placement:
 
 
 def placement_of(variable: Any) -> Placement | None:
-    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole or has not seen it.
+    """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
+    `None` if `shard` gave the variable no placement, if a holder has gathered it for the current call, or if it has
+    copied the metadata of a variable of another class.
 
-    In local view, a weight is gathered over all its axes. The code of a stock layer does not sum over tensor ranks, so
-    that each of them computes with whole weights.
+    In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
+    tensor ranks, so each rank must compute with the whole weight.
+
+    Raises:
+        ValueError: for the same reasons as `Placement.of_slice`.
     """
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     if placement is None or type(variable) is not placement.kind:
@@ -119,11 +126,13 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    If possible, all axes shard one dimension. Otherwise, the axes of the role `weights` shard one dimension, and those
-    of the role `optimizer` another; otherwise, fewer axes shard one dimension. Of the dimensions that the axes divide
-    evenly, those that `used` leaves whole are preferred, then those whose shards are also shards of a matrix
-    (`features_in`), then the longest. If no axes divide a dimension, the weight stays whole. A recipe quantizes it
-    nevertheless, so that its values are the same on every mesh.
+    Tries three ways in turn. First, all axes of the roles `weights` and `optimizer` shard one dimension. Second, the
+    axes of `weights` shard one dimension, and those of `optimizer` another. Third, fewer of these axes shard one
+    dimension. Among the dimensions that the axes divide evenly, those that `used` leaves whole are preferred, then
+    those whose shards are also shards of a matrix (`features_in`), then the longest.
+
+    If no axis divides a dimension, the weight is stored as `used`. It has a placement nevertheless, so that a recipe
+    quantizes it, and its values are the same on every mesh.
 
     Args:
         shape: the logical shape of the weight.
@@ -148,18 +157,19 @@ def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
 
 
 def features_in(shape: Sequence[int]) -> int:
-    """Returns the number of leading dimensions of a weight that are joined into the input features of its matrix; the
-    others are joined into the output features.
+    """Returns how many leading dimensions of a weight are joined into the input features of its matrix. The others are
+    joined into the output features.
 
-    By default, only the last dimension belongs to the output features. If the first dimension is at least as long as
-    the last (a projection to heads), only the first belongs to the input features. The shape alone decides, so that a
-    recipe's blocks are the same on every mesh.
+    If the last dimension is longer than the first, these are all dimensions but the last. Otherwise (a projection to
+    heads), it is only the first. The decision depends on nothing but the shape, so that a recipe's blocks are the same
+    on every mesh.
     """
     return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
 
 
 def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple[str, ...]]) -> PartitionSpec | None:
-    """Returns `used` with each group of axes added to a dimension that it divides; `None` if there is none."""
+    """Returns `used` with each group of axes added to a dimension that the group divides evenly; `None` if a group
+    divides no dimension."""
     entries = [_axes(used, dim) for dim in range(len(shape))]
     for axes in groups:
         local = [size // degrees(own) for size, own in zip(shape, entries, strict=True)]
@@ -173,8 +183,8 @@ def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple
 
 
 def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Returns all subsets of `axes`: those with more ranks first; with equally many, those with more axes of `weights`
-    first."""
+    """Returns all subsets of `axes`, sorted by their number of ranks, largest first. Of two subsets with equally many
+    ranks, the one with more axes of `weights` comes first."""
     some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(set(chosen) & set(weights))))
 
@@ -201,5 +211,5 @@ def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def shards_of(placement: Placement) -> int:
-    """Returns the number of different shards of a weight."""
+    """Returns the number of distinct shards of a weight."""
     return math.prod(size for _, size in placement.degrees)

@@ -2,17 +2,18 @@
 
 [Note: products found]
 A product with a weight is a `dot_general` with contracting dimensions and without batch dimensions. Exactly one of its
-operands is a view of a weight, which is the gathered weight up to casts, reshapes, transposes and nested jits. Its
-result has the dtype of its operands, a float of at least 16 bits. All other operations that read a weight read the
-values of its codes.
+operands is a view of a weight: the gathered weight after any number of casts, reshapes and transposes. The result has
+the dtype of the operands, a float of at least 16 bits. Nested jits are searched for views and products, except jits at
+the top level of the call that read only weights. All other operations read a quantized weight as the values of its
+codes.
 
-If a weight has a slot (`SlottedWeight`), so do its views, and the products that are found add the weight's gradient to
-the slot. A cast of a view leaves its slot in the slot's dtype.
+If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. The products that are found
+add the weight's gradient to the slot. A cast changes the dtype of a view, but not that of its slot.
 
 [Note: order of a view]
-Blocks of a format run along a dimension of the weight, so a product in blocks must contract that dimension, in order. A
-view therefore knows where its elements are in the weight: each of its dimensions is a list of runs `(stride, size)`,
-outermost first, whose strides count elements of the weight.
+Blocks of a format run along a dimension of the weight. So a product in blocks must contract that dimension, and in the
+order of the weight's elements. A view therefore records where its elements are in the weight. Each dimension of the
+view is a list of runs `(stride, size)`, outermost first: `size` steps of `stride` elements of the weight.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class View(NamedTuple):
-    """An array with the elements of a weight.
+    """A view of a weight: an array that consists of the weight's elements.
 
     Attributes:
-        number: the number of the weight.
-        dims: the runs of each dimension; `None` if a reshape has made dimensions that are not lists of runs.
+        number: the weight's number, its index among the weights of the call.
+        dims: the runs of each dimension; `None` if a reshape has made a dimension that is not a list of runs.
     """
 
     number: int
@@ -44,10 +45,10 @@ class View(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A weight as the factor of a product.
+    """A weight as a factor of a product.
 
     Attributes:
-        number: the number of the weight.
+        number: the weight's number, its index among the weights of the call.
         contracted: the runs of the contracted dimensions, with contiguous runs joined; `None` if unknown.
         kept: the runs of the other dimensions, with contiguous runs joined; `None` if unknown.
     """
@@ -57,15 +58,15 @@ class Factor(NamedTuple):
     kept: Runs | None
 
 
-# For each input, the weight of which it is a view; `None` if it is a view of no weight.
+# For each input, how it is a view of a weight; `None` if it is not.
 Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
-# Returns the product of `x`, `(..., input features)`, with the transpose of a matrix, `(output features, input
+# A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input
 # features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
-# Computes a product with a weight differently from the jaxpr. Its arguments are the weight; a function
-# `f(times, x, view)` that returns the product, given a `Times`; `x`; and the view of the weight. Returns the result of
-# `f` for a `Times` of its own, or `None` to compute the product as the jaxpr does.
+# A function that may compute a product with a weight in another way than the jaxpr. Its arguments are the weight as a
+# factor, a function `f(times, x, view)`, `x`, and the view of the weight. `f` computes the product, given a `Times`.
+# The result is that of `f` for some `Times`, or `None` to compute the product as the jaxpr does.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
@@ -73,8 +74,8 @@ _NESTED = ("pjit", "jit", "closed_call")
 
 
 def views_of(before: Jaxpr) -> tuple[View | None, ...]:
-    """Returns, for each output of a jaxpr whose inputs are weights, the weight of which it is a view; `None` if it is a
-    view of none."""
+    """Returns how each output of a jaxpr is a view of a weight; `None` if it is not. The inputs of the jaxpr must be
+    the weights. Nested jits are not searched."""
     known: dict[Any, View | None] = dict(zip(before.invars, inputs_of(before), strict=True))
     for eqn in before.eqns:
         if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
@@ -83,7 +84,7 @@ def views_of(before: Jaxpr) -> tuple[View | None, ...]:
 
 
 def inputs_of(before: Jaxpr) -> list[View | None]:
-    """Returns the inputs of a jaxpr, which are the weights, as views of themselves."""
+    """Returns each input of a jaxpr as a view of itself. The inputs must be the weights."""
     return [View(i, _whole(v)) for i, v in enumerate(before.invars)]
 
 
@@ -93,13 +94,13 @@ def values_of(array: Any) -> Any:
 
 
 def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
-    """Returns the numbers of the weights that a jaxpr, or one nested in it, holds in floats narrower than float32, as
-    inputs or in values that are computed from weights alone.
+    """Returns the numbers of the weights that occur in a float dtype narrower than float32 in a jaxpr or in one nested
+    in it: as an input, or in a value that is computed from weights alone.
 
     Args:
         jaxpr: the jaxpr.
-        owners: for each of its inputs, the numbers of the weights from which it is computed; empty if it depends on
-            anything else.
+        owners: for each input of the jaxpr, the numbers of the weights from which it is computed; empty if it depends
+            on anything else.
     """
     known, found = dict(zip(jaxpr.invars, owners, strict=True)), set[int]()
     for v, own in known.items():
@@ -132,11 +133,11 @@ def _jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
 def evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
 ) -> tuple[list[Any], Views]:
-    """Evaluates a jaxpr. `multiply` computes the products with weights.
+    """Evaluates a jaxpr, and lets `multiply` compute the products with weights that are found in it.
 
     Returns:
-        The outputs; and for each output, the weight of which it is a view, or `None`. A view of a weight with a slot
-        has a slot too.
+        The outputs, and, for each output, how it is a view of a weight, or `None`. A view of a weight with a slot has a
+        slot too.
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     known: dict[Any, View | None] = dict(zip(jaxpr.invars, views, strict=True))
@@ -169,8 +170,8 @@ def evaluate(
 
 
 def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) -> list[jax.Array] | None:
-    """Returns a product computed by `multiply`; `None` if the equation is not a product with a weight, or if `multiply`
-    leaves it to the jaxpr."""
+    """Returns a product that `multiply` computed, in a list. Returns `None` if the equation is not a product with a
+    weight, or if `multiply` leaves it to the jaxpr."""
     (contracted, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     if (views[0] is None) == (views[1] is None) or any(batch):
         return None
@@ -205,13 +206,13 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
 
 
 def _whole(weight: Var) -> tuple[Runs, ...]:
-    """Returns the dimensions of a weight as a view of itself."""
+    """Returns the runs of each dimension of a weight, as a view of itself."""
     shape = weight.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(((math.prod(shape[dim + 1 :]), size),) for dim, size in enumerate(shape))
 
 
 def _through(eqn: Any, view: View | None) -> View | None:
-    """Returns the view that an operation makes of a view."""
+    """Returns the view that results when an operation of `_VIEWS` is applied to a view."""
     if view is None or view.dims is None:
         return view
     if eqn.primitive.name == "transpose":
@@ -227,13 +228,14 @@ def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Applies a function to a slot, or to the slot of each rank if there are more dimensions than the `ndim` of the
-    weight."""
+    """Applies a function to a slot. If the slot has more dimensions than the `ndim` of the weight, the function is
+    applied to the slot of each rank, along the first dimension."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 
 
 def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] | None:
-    """Returns the dimensions after a reshape; `None` if one of them would divide a run unevenly."""
+    """Returns the runs of each dimension after a reshape to `shape`; `None` if a dimension would divide a run
+    unevenly."""
     rest = [run for dim in dims for run in dim if run[1] != 1]
     found = []
     for size in shape:
@@ -252,7 +254,8 @@ def _reshaped(dims: tuple[Runs, ...], shape: Sequence[int]) -> tuple[Runs, ...] 
 
 
 def _joined(view: View, dims: Sequence[int]) -> Runs | None:
-    """Returns the runs of some dimensions, with contiguous runs joined; `None` if unknown."""
+    """Returns the runs of some dimensions of a view, with contiguous runs joined; `None` if the view's runs are
+    unknown."""
     if view.dims is None:
         return None
     found: list[tuple[int, int]] = []

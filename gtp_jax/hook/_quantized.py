@@ -17,9 +17,9 @@ from ._unit import Holder, Unit, kind_of
 
 
 def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
-    """Returns the codes of the sharded weights of a model that the recipe in scope quantizes, in the view in scope. One
-    kernel computes all amaxes. The weights that one module gathers share buffers; a weight of several modules has a
-    buffer of its own."""
+    """Quantizes those sharded weights of a model that the recipe in scope selects, in the view in scope, and returns
+    their codes. One kernel computes all amaxes. Weights that one module gathers share a buffer if they have the same
+    format, dtype and axes. A weight that several modules gather has its own buffer."""
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
     places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
@@ -34,7 +34,8 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
 
 
 def _coded(model: nnx.Module) -> Iterator[tuple[list[int], nnx.Variable, Coded]]:
-    """Yields the weights that travel as codes, each once, with the numbers of the modules that gather it."""
+    """Yields each weight that is quantized, once, after the indices (in `nnx.iter_modules`) of the modules that gather
+    it."""
     owners: dict[int, list[int]] = {}
     found: dict[int, nnx.Variable] = {}
     for number, (_, module) in enumerate(nnx.iter_modules(model)):

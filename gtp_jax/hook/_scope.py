@@ -1,4 +1,4 @@
-"""Keeps what is in scope for sharded models: whether they are called with the hook, and the recipe of a step."""
+"""Keeps two settings of sharded models in scope: whether calls go through the hook, and the recipe of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _recipe_of_step = jax.make_user_context(default_value=None)
 
 
 def without_hook() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the blocks of sharded models are called as ordinary modules; XLA decides when to
+    """Returns a context in which the modules of sharded models are called as ordinary modules; XLA decides when to
     gather their weights.
 
     Use it for what the hook does not support, such as forward-mode differentiation. The setting is part of the cache
@@ -28,13 +28,16 @@ def hook_is_off() -> bool:
 
 
 def recipe_of_step(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context with the recipe of a `train_step` in scope, only for the weights that `shard` has sharded.
+    """Returns a context that puts the recipe of a `train_step` in scope for the weights that `shard` has sharded, and
+    for nothing else.
 
-    `use_recipe` would also apply to gtp_jax's own layers outside the model, for which it has no keys.
+    `use_recipe` would also apply to gtp_jax's own layers outside the model, for which the step has no keys of
+    stochastic rounding.
     """
     return _recipe_of_step(recipe)
 
 
 def recipe_in_scope() -> Recipe | None:
-    """Returns the recipe of the running step, otherwise the one that `use_recipe` has put in scope."""
+    """Returns the recipe of the running step; if there is none, the recipe that `use_recipe` has put in scope, or
+    `None`."""
     return current_recipe() if _recipe_of_step.value is None else _recipe_of_step.value

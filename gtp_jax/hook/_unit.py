@@ -1,4 +1,4 @@
-"""Creates subclasses of users' classes whose methods go through the hook."""
+"""Turns modules into units and holders, by creating subclasses of their classes that override methods with the hook."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Unit:
 
     Attributes:
         remat: the policy for what is saved for backward.
-        keep_last: whether its gathered weights are saved too if no unit follows.
-        methods: the names of the methods that gather.
+        keep_last: whether its gathered weights are saved for backward too if no unit follows in the walk.
+        methods: the names of the methods whose calls gather the weights.
         roles: the roles of the mesh axes.
-        wide: whether gradients of its weights are summed in at least float32.
+        wide: whether the gradients of its weights are summed in at least float32.
         placements: the placements of its weights, by their paths in the module.
     """
 
@@ -39,7 +39,8 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The kind of a module that contains units: each of its public methods begins a walk.
+    """The kind of a module that contains units. A call of its public methods begins a walk, the sequence of units
+    called within it, unless a walk is under way.
 
     Attributes:
         placements: the placements of the weights that it holds itself, by their paths in the module.
@@ -57,13 +58,14 @@ def kind_of(module: Any) -> Kind | None:
 
 
 def make(module: nnx.Module, kind: Kind) -> None:
-    """Makes a module a unit or a holder, by making it an instance of a subclass of its class."""
+    """Makes a module a unit or a holder, by changing its class to a subclass of that class."""
     object.__setattr__(module, "__class__", _hooked(type(module), kind))
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns a class's public methods and `__call__` by name, except those of `nnx.Module`. If `names` is given,
-    methods with other names are left out."""
+    """Returns, by name, a class's public methods and `__call__`, except those of `nnx.Module`. Only plain functions
+    count: generators, properties, and static and class methods are left out. So are methods with other names than
+    `names`, if given."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in nnx.Module.__mro__:
@@ -79,7 +81,8 @@ def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Calla
 
 
 class _Hooked(type(nnx.Module)):
-    """The metaclass of the subclasses made here, which are pickled as a pair of class and kind."""
+    """The metaclass of the subclasses that are created here. It exists so that they are pickled as a pair: the original
+    class and the kind."""
 
 
 @functools.cache
