@@ -36,13 +36,13 @@ from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make, methods_of
 
-# A value of `specs`: the stored partition of a weight; `None` for a weight that stays whole.
+# A value of `specs`: the partition in which a weight is stored; `None` for a weight that stays whole.
 Spec = PartitionSpec | tuple[Any, ...] | None
-Paths = tuple[ModulePath, ...]  # of one variable, which several modules may hold
+Paths = tuple[ModulePath, ...]  # all paths of one variable, which several modules may hold
 
-_METHODS = ("__call__", "attend")  # of stock layers
+_METHODS = ("__call__", "attend")  # the methods of Flax's layers that use weights
 _TENSOR = ("tp", "tensor", "model")  # names that authors give to the axis of tensor parallelism
-_LARGE = 1 << 20  # elements; weights of at least this size cause a warning if they stay whole
+_LARGE = 1 << 20  # elements; a warning is issued if a weight of at least this size has too few shards
 
 
 @legacy_mesh_in_scope()
@@ -64,41 +64,46 @@ def shard[M: nnx.Module](
         model = gtp_jax.shard(model, blocks="layers.*")
 
     Every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of the roles
-    `weights` (gtp) and `optimizer` (dp, ZeRO). While a block computes, the weights of the next block are gathered, in
-    forward and in backward. Backward gathers the weights again, and reduces a block's gradients while the next block
-    computes. Modules outside of blocks that have weights, such as an embedding or a head, are treated like blocks.
-    Results are those of the model without a mesh. `gtp_jax.explain(model)` reports what is done with each module. Under
-    a recipe, matrices travel as codes in its wire format, and results are computed from the values of the codes.
+    `weights` (gtp) and `optimizer` (dp, ZeRO). Forward gathers the weights of a block while the previous block
+    computes. Backward gathers the weights again, also while another block computes, and reduces a block's gradients in
+    the same way. Modules with weights outside of blocks, such as an embedding or a head, are treated like blocks.
+    Without a recipe, results are those of the model without a mesh. Under a recipe, ranks gather codes of matrices in
+    its wire format, and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is
+    done with each module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
-    array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. Weights of
-    gtp_jax's own layers are left alone. If a sharded model's arrays have been replaced by unsharded ones, another call
-    puts them back as shards.
+    array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. The weights of
+    gtp_jax's own layers are left alone, because these layers shard them. If arrays of a sharded model have been
+    replaced by unsharded ones, another call stores the new arrays as shards.
 
     Args:
         model: any NNX model.
-        blocks: the modules that are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
-            class; a tuple of these; or a function `(path, module) -> bool`. If blocks are nested, the outermost counts.
-            By default, the members of the longest lists of modules of one class.
+        blocks: which modules are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
+            class; a tuple of these; or a function `(path, module) -> bool`. A block within another block does not
+            count. By default, blocks are the members of the longest lists of modules of one class.
         min_size: the minimum number of elements of a sharded weight.
-        specs: the stored partition of weights, by pattern of their paths; `None` for weights that stay whole. A weight
-            of a shared module has several paths. The first pattern that matches any of them applies.
+        specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
+            stay whole. A weight of a shared module has several paths. The first pattern that matches any of them
+            applies.
         remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`, but without moving it to the host.
-        keep_last: whether to keep the gathered weights of the unit that no other unit follows, so that backward does
-            not begin by waiting for them. Pass `False` for a model that is called in a loop, which would keep them in
-            every iteration.
-        methods: the names of the methods of units that gather their weights. In other methods, XLA gathers them.
-        grad_reduce: how the gradients of weights are summed. By default, products return them in the dtype in which the
-            model computes, and ranks sum them in that dtype; with `"float32"`, both in at least float32, like
-            gtp_jax's layers. Weights that a block uses in no product keep the default (`gtp_jax.explain` with `call`
-            names them), and so do weights that a module around blocks holds itself.
+        keep_last: whether to keep the gathered weights of the last block (or other module with weights) in a call of
+            the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
+            in a loop, because these weights would be kept for every iteration.
+        methods: the names of the methods whose calls gather a module's weights ahead. In other methods, XLA gathers the
+            weights.
+        grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
+            which the model computes, and ranks sum them in that dtype. With `"float32"`, both use at least float32,
+            like gtp_jax's layers. The default still applies to weights that a block uses in no product
+            (`gtp_jax.explain` with `call` names them), and to weights that a module around blocks holds itself.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, its axes have no roles, no module matches `blocks` or defines one of
-            `methods`, no weight matches a pattern of `specs` or is large enough, `specs` or an annotation of the model
-            names a partition that does not fit the mesh or the weight, `min_size`, `remat` or `grad_reduce` is not an
-            allowed value, or the model is sharded already and none of its arrays has been replaced.
+        ValueError: if no mesh is in scope, the mesh has Explicit axes, or its axes have no roles; if no module matches
+            `blocks`, or none defines one of `methods`; if no weight is large enough, none matches a pattern of `specs`,
+            or one has been frozen; if `specs` or an annotation of the model names a partition that does not fit the
+            mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an allowed value; or if the model is
+            sharded already, and either none of its arrays has been replaced, or the mesh, `remat` or `grad_reduce` is
+            not the one with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -141,7 +146,7 @@ def shard[M: nnx.Module](
 
 
 def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
-    """Returns the placements that variables among a module's nodes have in their metadata, by path."""
+    """Returns, by path, the placements in the metadata of those nodes of a module that are variables."""
     variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
     return tuple((path, p) for path, v in variables.items() if (p := v.get_metadata().get("placement")) is not None)
 
@@ -197,23 +202,26 @@ def _check_roles(roles: Any) -> None:
 
 
 def _variables(model: nnx.Module) -> dict[Paths, nnx.Variable]:
-    """Returns the variables of a model, each by all of its paths. The first path is the one in `nnx.state`."""
+    """Returns the variables of a model. The key of each is a tuple of all its paths, of which the first is the path in
+    `nnx.state`."""
     names = names_of(model)
     found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
     return {tuple(dict.fromkeys((path, *names.get(id(v), ())))): v for path, v in found.items()}
 
 
 def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
-    """Returns whether a variable is a parameter that is large enough to shard."""
+    """Returns whether a variable is a floating-point `nnx.Param` of at least `min_size` elements that does not shard
+    itself."""
     value = variable.get_raw_value()
     if not isinstance(variable, nnx.Param) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module
+    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module, which shards itself
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
 
 
 def _refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
-    """Refuses a model whose stock layers have been frozen, because their weights are no longer parameters."""
+    """Raises an error if a weight that would be large enough to shard has been frozen, because it is no longer an
+    `nnx.Param`."""
     for (path, *_), v in variables.items():
         value = v.get_raw_value()
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
@@ -240,15 +248,15 @@ def _of_own_layers(model: nnx.Module) -> set[int]:
 
 
 def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
-    """Returns the first pattern that matches one of these paths; `None` if none does."""
+    """Returns the first pattern that matches any of these paths; `None` if no pattern does."""
     return next((pattern for pattern in specs if any(matches(pattern, path) for path in paths)), None)
 
 
 def _check_patterns(
     specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
-    """Refuses patterns that match no weight to shard. A pattern whose value is `None` may also match a variable that
-    would stay whole without it."""
+    """Raises an error if a pattern matches no weight to shard. If the value of the pattern is `None`, it may instead
+    match any other variable, which stays whole anyway."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
@@ -273,7 +281,8 @@ def _why_whole(variable: nnx.Variable, min_size: int) -> str:
 
 
 def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
-    """Returns the placement of a weight; `None` if it stays whole."""
+    """Returns the placement of a weight; `None` if `specs` keeps it whole, if it is a scalar, or if the partition that
+    `specs` names has no axes of more than one rank."""
     shape = variable.get_raw_value().shape
     gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
     pattern = _pattern(specs, paths)
@@ -288,19 +297,19 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
 
 
 def _annotation(variable: nnx.Variable) -> Any:
-    """Returns the partition that the model's author has named, with the names that Flax's rules map, if there are any
-    (`nnx.logical_axis_rules`), replaced by axes."""
+    """Returns the partition with which the model's author has annotated a variable; `None` if there is none. Logical
+    names are replaced by mesh axes if Flax's rules (`nnx.logical_axis_rules`) map them."""
     metadata = variable.get_metadata()
     named = metadata.get("out_sharding")
     return None if named is None else get_pspec(named, metadata.get("sharding_rules"))
 
 
 def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> PartitionSpec:
-    """Returns a partition that the user or the model's author has named, without axes of size 1.
+    """Checks a partition that the user or the model's author has named, and returns it without axes of size 1.
 
     Raises:
-        ValueError: if it has more dimensions than the weight, names an axis twice or one that the mesh lacks, or does
-            not divide the weight evenly.
+        ValueError: if the partition has more dimensions than the weight, names an axis twice, names an axis that the
+            mesh lacks, or does not divide the weight evenly.
     """
     entries = () if named is None else tuple(named)
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -336,8 +345,9 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 
 def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
-    """Puts the value of a variable on the mesh, and records its placement and paths in the variable's metadata. If it
-    has no placement but axes divide it, records these axes, unless it belongs to one of gtp_jax's own layers."""
+    """Puts the value of a variable on the mesh. If there is a placement, records it and the variable's paths in the
+    metadata. Otherwise, if an annotation divides the value among ranks, records the axes of that annotation, unless the
+    variable belongs to one of gtp_jax's own layers."""
     if placement is not None:
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
@@ -368,7 +378,7 @@ def _on_mesh(value: Any, spec: PartitionSpec) -> Any:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Returns whether an array is on more or fewer devices than the mesh in scope has."""
+    """Returns whether a value is a concrete array on more or fewer devices than the mesh in scope has."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return concrete and len(value.sharding.device_set) != jax.sharding.get_abstract_mesh().size
 
@@ -381,7 +391,8 @@ def _mesh() -> Any:
 
 
 def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> None:
-    """Raises an error if arrays are to be put back into a model that was sharded with other options."""
+    """Raises an error if `remat` or `grad_reduce` is neither the default nor the value with which the model was
+    sharded."""
     for unit in units:
         for name, asked, used, default in (
             ("remat", remat, unit.remat, "matmuls"),
@@ -395,10 +406,11 @@ def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> N
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
-    """Puts arrays that have replaced shards back as shards, and those that stay whole back on the mesh.
+    """Stores arrays that have replaced shards as shards again, and moves arrays without a placement back to the mesh if
+    they are on other devices.
 
     Raises:
-        ValueError: if there are no such arrays.
+        ValueError: if there are no such arrays, or if the mesh in scope is not the one for which the model was sharded.
     """
     variables, lost = _variables(model), dict[int, Placement]()
     for _, module in nnx.iter_modules(model):
@@ -438,7 +450,8 @@ def _put_back[M: nnx.Module](model: M) -> M:
 
 
 def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns about large weights that stay whole or are divided among fewer ranks than the axes of `weights` have."""
+    """Warns about each large weight that stays whole, or has fewer shards than the axes of the role `weights` have
+    ranks, unless a pattern of `specs` matches it."""
     ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
     for paths, placement in placements.items():
         shape, asked = variables[paths].get_raw_value().shape, _pattern(specs, paths)

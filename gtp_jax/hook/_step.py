@@ -1,4 +1,5 @@
-"""Runs a traced call of a unit as one differentiable operation, which gathers the weights in both passes."""
+"""Runs a traced call of a unit as one differentiable operation, which gathers the weights in forward and in
+backward."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Products(NamedTuple):
 
     Attributes:
         multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, and are not,
-            because no product with them was found.
+        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but are not,
+            because no product with them was found for which this is supported.
     """
 
     multiplied: frozenset[int]
@@ -45,11 +46,11 @@ class Products(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """The inputs whose gradients are wanted.
+    """The inputs for which backward must return gradients.
 
     Attributes:
-        weights: whether the gradient of each weight is wanted.
-        rest: whether the gradient of each other input is wanted.
+        weights: for each weight, whether its gradient is wanted.
+        rest: for each other input, whether its gradient is wanted.
     """
 
     weights: tuple[bool, ...]
@@ -79,16 +80,18 @@ def run(
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
             weights.
-        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Gathered weights are not saved, nor is
-            what is computed from them alone.
-        keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
-            follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
+        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. No policy saves gathered weights, or
+            what is computed from them alone; see `keep_last`.
+        keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether a
+            unit follows. So forward returns the gathered weights of every unit to backward, and XLA removes those that
+            backward does not use.
         axes: the axes of the mesh that shard the batch.
-        wide: whether products give weights their gradients in at least float32, and ranks sum them in that dtype.
+        wide: whether products return the gradients of weights in at least float32, and ranks sum the gradients in that
+            dtype.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
-    # the weights whose gradients are kept apart, see [Note: one gradient per rank]
+    # the weights whose gradients are kept apart by rank, see [Note: one gradient per rank]
     apart = {i: one for i, one in enumerate(program.exchanged) if one is not None and current_view() == "global"}
     codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments
@@ -113,23 +116,23 @@ def run(
             return None
         summed.update([factor.number] if slotted else [])
         apply = functools.partial(in_matrices, times)
-        # otherwise backward would keep the operand that is made from the gathered weight
+        # with "everything", backward would otherwise keep the operand that is made from the gathered weight
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)
 
     def gathered(zero: jax.Array, shards: Arrays, sent: Arrays, codes: Arrays) -> Arrays:
-        """Returns the gathered weights; the gathers wait for `zero`."""
+        """Returns the gathered weights, whose gathers wait for `zero`."""
         return weights_of.gather(zero, shards, sent, jax.tree.unflatten(coded, codes)[0])
 
     def before(weights: Arrays, slots: Arrays) -> Arrays:
-        """Returns what is computed from weights alone; a view of a weight with a slot has a slot too."""
+        """Returns what is computed from weights alone. A view of a weight with a slot has a slot too."""
         if all(slot is None for slot in slots):
             return eval_jaxpr(parts.before, [], *weights)
         given = [w if slot is None else SlottedWeight(w, slot) for w, slot in zip(weights, slots, strict=True)]
         return evaluate(parts.before, [], given, inputs_of(parts.before), lambda *_: None)[0]
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
-        """Returns zeros that receive the gradient of each weight; `None` for a weight that needs none."""
+        """Returns, for each weight, a slot of zeros for its gradient; `None` for a weight that needs none."""
 
         def one(i: int, weight: jax.Array) -> jax.Array | None:
             if not wanted.weights[i] or not (wide or i in apart):
@@ -140,15 +143,16 @@ def run(
         return [one(i, weight) for i, weight in enumerate(weights)]
 
     def compute(codes: Arrays, own: Arrays, rest: Arrays) -> Arrays:
-        _, keys = jax.tree.unflatten(coded, codes)  # which count products from 0
+        _, keys = jax.tree.unflatten(coded, codes)  # new ones, which count products from 0
         times = functools.partial(multiply, keys) if any_product else None
         return program.evaluate(parts.after, own, rest, views, times)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
-        """Returns a zero for the next unit, and the inputs, tied to it.
+        """Returns a zero for the next unit's gather, the weights, and the other inputs.
 
-        The next unit's gather may start once this unit has its weights and inputs, but not earlier. Otherwise, XLA
-        could combine the gathers of both units, which would then wait for one another.
+        The zero is available once the weights and the arguments of the call are. The next unit's gather must not start
+        earlier. Otherwise, XLA could combine the gathers of both units, and this unit would wait for the next unit's
+        weights.
         """
         zero, ready = stamped([*weights, *rest[first:last]])
         return zero, ready[: len(weights)], [*rest[:first], *ready[len(weights) :], *rest[last:]]
@@ -178,7 +182,7 @@ def run(
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
-            # if the next unit gives no order, gather only once the gradient of the output is available
+            # if no next unit returns a zero, gather only once the gradient of the output is available
             zero = stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered
             weights = gathered(zero, shards, sent, codes)
         handed, ready = stamped([*weights, *dy])
@@ -202,7 +206,7 @@ def run(
         done, found = stamped([found[i] for i in trained])
         reduced: list[Any] = [None] * len(shards)
         for i, gradient in zip(trained, found, strict=True):
-            reduced[i] = gradient.astype(shards[i].dtype)  # last, so that an optimizer may read it uncast
+            reduced[i] = gradient.astype(shards[i].dtype)  # cast last: XLA may pass the uncast gradient to an optimizer
         to_rest = [g if own and is_float(g) else None for g, own in zip(to_rest, wanted.rest, strict=True)]
         return reduced, None, to_rest, Token(handed, done)
 
@@ -216,16 +220,16 @@ def run(
 
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:
-    """Returns gradients of weights, made to wait until the next unit's gradients are reduced. Otherwise, XLA would
-    combine the reductions of both units, which would then wait for one another."""
+    """Makes gradients of weights wait until the next unit's gradients are reduced, and returns them. Otherwise, XLA
+    would combine the reductions of both units, and the next unit's reduction would wait for these gradients."""
     if _is_zero(reduced) or not gradients:
         return gradients
     return after(reduced, gradients)
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
-    """Returns both arguments, neither of which is available before both are. Otherwise, XLA would move backward's
-    recomputation into forward."""
+    """Ties both arguments, so that neither is available before the other, and returns them. Otherwise, XLA would move
+    backward's recomputation into forward."""
     leaves, tree = jax.tree.flatten((closure, dy))
     return jax.tree.unflatten(tree, together(leaves))
 
@@ -242,5 +246,6 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _is_mark(leaf: Any) -> bool:
-    """Returns whether a residual was not saved, because it must be supplied again or is not needed."""
+    """Returns whether a residual of `jax.vjp` is a mark for a value that was not saved, because the value must be
+    supplied again or is not needed."""
     return type(leaf).__name__ in ("NotSaveable", "NotNeeded")

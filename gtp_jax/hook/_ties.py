@@ -1,11 +1,11 @@
-"""Ties make arrays wait until other arrays are available. They change no value.
+"""Ties arrays: makes arrays wait until other arrays are available, without a change of values.
 
 [Note: ties that hold]
-XLA drops the outputs of a barrier that nothing reads, and with them the tie. Therefore, one of the arrays that must
-wait passes through a select on a zero that a barrier returned: XLA cannot know that the value is zero, so it must wait
-for it. The other arrays wait for the selected one in a second barrier, all of whose outputs are read. A select on each
-of them would also hold, but would read and write each array once more. A sharding constraint to the stored partition,
-between the second barrier and the gather, keeps the gather after the barrier (`_movement`).
+If nothing reads an output of a barrier, XLA drops the output, and with it the tie. Therefore, one of the arrays that
+must wait passes through a select on a zero that a barrier returned. XLA cannot know that this value is zero, so the
+select must wait for it. The other arrays wait for the selected array in a second barrier, all of whose outputs are
+read. A select on each array would also hold, but would read and write each of them once more. Between the second
+barrier and a gather, a sharding constraint to the stored partition keeps the gather after the barrier (`_movement`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from jax.custom_batching import custom_vmap
 
 
 def is_float(leaf: Any) -> bool:
-    """Returns whether an array is of an inexact dtype and thus has a gradient."""
+    """Returns whether an array has an inexact dtype, and so a gradient."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays, made to wait for `zero`; random keys and non-arrays do not wait."""
+    """Makes arrays wait for `zero`, and returns them. Random keys and non-arrays do not wait."""
     found = list(arrays)
     real = [i for i, a in enumerate(found) if _is_real(a)]
     if real:
-        least = min(real, key=lambda i: found[i].size)  # the select reads and writes it
+        least = min(real, key=lambda i: found[i].size)  # the smallest, because the select copies it
         found[least] = jnp.where(zero == 0, found[least], jnp.zeros((), found[least].dtype))
     return together(found)
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """Returns a zero that is available once all arrays are, and the arrays."""
+    """Returns a zero that is available once all arrays are, and the arrays, tied together."""
     zero, *tied = together([jnp.zeros((), jnp.float32), *arrays])
     return zero, tied
 
 
 def together(arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays, none of which is available before all are; random keys and non-arrays are not tied."""
+    """Ties arrays, so that none is available before all are, and returns them. Random keys and non-arrays are not
+    tied."""
     found = list(arrays)
     real = [i for i, leaf in enumerate(found) if _is_real(leaf)]
     if real:
@@ -51,10 +52,11 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any input is.
+    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them or of the inputs
+    is.
 
-    JAX does not support the gradient of an unbatched output of a `custom_vjp`, such as a zero, with respect to
-    unbatched inputs: jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
+    If an output of a `custom_vjp` is unbatched, such as a zero, JAX does not support its gradient with respect to
+    unbatched inputs. jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
 
     Args:
         outputs: a pytree of arrays.
@@ -96,8 +98,8 @@ def _broadcast(size: int, batched: Any, outputs: list[Any], inputs: list[Any]) -
 
 @jax.custom_jvp
 def shared(zero: jax.Array) -> jax.Array:
-    """Returns the zero. Inside a `jax.vmap`, all indices share one zero, so that arrays that wait for it are not copied
-    for each index."""
+    """Returns the zero. Inside a `jax.vmap`, all indices share the zero of the first, so that arrays that wait for it
+    are not copied for each index."""
     return _first(zero)
 
 

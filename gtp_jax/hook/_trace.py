@@ -27,17 +27,19 @@ from ._ties import is_float
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The computation of a call of a unit. It holds no traced arrays, because functions that outlive the trace hold it.
+    """The computation of a call of a unit. It contains no traced arrays, because functions keep it after the trace has
+    ended.
 
     Attributes:
         jaxpr: the jaxpr of the call. Its inputs are the weights, then the other arrays up to the end of `arguments`.
-        consts: the constants of the jaxpr, with `_CAPTURED` for those that are traced.
+        consts: the constants of the jaxpr, with `_CAPTURED` instead of each traced one.
         placements: the placements of the weights.
-        coded: the formats in which they travel; `None` for weights that the recipe in scope does not quantize.
-        exchanged: how their gradients are exchanged; `None` for weights whose gradients are summed otherwise.
-        arguments: the start and end of the call's arguments among the other arrays (`Traced.rest`). The values of other
-            variables, of the unit and of nodes among the arguments, come before them; the traced constants come after
-            them, and are not inputs of the jaxpr.
+        coded: how each weight is quantized for its gather; `None` for a weight that the recipe in scope does not
+            quantize.
+        exchanged: how each weight's gradient is exchanged; `None` for a weight whose gradient is not exchanged.
+        arguments: the start and end of the call's arguments among the other arrays (`Traced.rest`). Before the
+            arguments come the values of the variables that are not gathered, both of the unit and of nodes among the
+            arguments. After them come the traced constants, which are not inputs of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -50,15 +52,15 @@ class Program:
     def evaluate(
         self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any], views: Views, multiply: Multiply | None
     ) -> list[Any]:
-        """Returns the outputs of `jaxpr`, which has the same constants as the program's own jaxpr.
+        """Evaluates `jaxpr`, which has the same constants as the program's own jaxpr, and returns its outputs.
 
         Args:
             jaxpr: the jaxpr, whose inputs are what is computed from weights alone, then the other arrays.
             weights: what is computed from weights alone.
             rest: the other arrays; see `arguments`.
-            views: for each of `weights`, the weight of which it is a view; `None` if it is a view of none.
-            multiply: the function that computes products with weights; `None` to compute them as the jaxpr does, if no
-                weight has a slot.
+            views: for each of `weights`, how it is a view of a weight; `None` if it is not.
+            multiply: the function that computes products with weights. `None` computes them as the jaxpr does, and is
+                allowed only if no weight has a slot.
         """
         end = self.arguments[1]
         captured = iter(rest[end:])
@@ -74,11 +76,11 @@ class Traced(NamedTuple):
 
     Attributes:
         program: the computation of the call.
-        weights: the shards of the weights that are gathered.
+        weights: the shards of the weights that are gathered or quantized.
         rest: the other arrays; see `Program.arguments`.
-        names: the paths of the weights in the model.
-        finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
-            attributes, and returns the result of the call.
+        names: the path of each weight in the model.
+        finish: a function of the program's outputs. It writes to variables and attributes what the unit's code wrote,
+            and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
             weights.
@@ -108,6 +110,10 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         args: positional arguments.
         kwargs: keyword arguments.
         axes: the axes of the mesh that shard the batch.
+
+    Raises:
+        ValueError: if the call writes a weight that the recipe in scope quantizes, or if that recipe asks for something
+            that sharded models do not support.
     """
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
@@ -137,7 +143,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         given = [next(own) if is_node(leaf) else leaf for leaf in given]
         args, kwargs = jax.tree.unflatten(tree, given)
         before = _Before(originals, _graph_of(merged))
-        with without_hook():  # units within this unit have gathered weights already
+        with without_hook():  # the weights of units within this unit are gathered already
             result = original(merged[0], *args, **kwargs)
         arrays, rebuild = before.taken_apart(result)
         quantized = {id(weights[i]): i for i, form in enumerate(formats) if form is not None}
@@ -170,7 +176,7 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is a floating-point parameter that is whole on every rank."""
+    """Returns whether a leaf is a floating-point parameter that is whole on every rank, because no axis shards it."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 
@@ -181,7 +187,7 @@ def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
 
 
 class _Before:
-    """The copies on which a call is traced, as they were before the call.
+    """Remembers the copies on which a call is traced as they are before the call, to find what the call writes.
 
     Args:
         originals: the nodes and variables that were copied.
@@ -195,14 +201,14 @@ class _Before:
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays within a value, and a function that rebuilds the value from other arrays, with the
-        originals instead of the copies."""
+        """Returns the arrays within a value, and a function that rebuilds the value from other arrays. The rebuilt
+        value contains the originals instead of their copies."""
         return taken_apart(value, self._known)
 
     def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
-        """Returns the arrays that the call has written, a function that writes such arrays to the originals, and the
-        indices of the arrays that the function skips, because the call wrote them to the variable of a quantized
-        weight. The weight's number comes with each index.
+        """Returns the arrays that the call has written; a function that writes such arrays to the originals; and pairs
+        `(index, number)` for arrays that this function does not write. The call wrote the array with this index to the
+        variable of the quantized weight with this number.
 
         Args:
             quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
@@ -219,7 +225,7 @@ class _Before:
         for original, copy in self._pairs:
             if isinstance(copy, nnx.Variable):
                 value, was = copy.get_raw_value(), self._values[id(copy)]
-                if value is not was and id(was) in quantized:  # the values of codes must not replace a master
+                if value is not was and id(was) in quantized:  # the values of codes must not replace the stored weight
                     rewritten.append((len(arrays), quantized[id(was)]))
                     write(value, lambda _: None)
                 elif value is not was:
@@ -242,10 +248,11 @@ class _Before:
 
 
 def origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """Returns the input of a jaxpr with which a variable is identical, possibly through nested calls; `None` if the
+    """Returns the input of a jaxpr that a variable passes on unchanged, also through nested calls; `None` if the
     variable is computed.
 
-    `nnx.jit` and `nnx.remat` return all variables that they were given, whether written or not.
+    This tells written variables from others, because `nnx.jit` and `nnx.remat` return all variables that they were
+    given.
     """
     if variable in jaxpr.invars:
         return variable
@@ -262,7 +269,7 @@ def origin(jaxpr: Jaxpr, variable: Any) -> Any:
 
 
 def written_while_quantized(path: Sequence[str], owner: str) -> str:
-    """Returns the message for code that writes a weight which a recipe quantizes."""
+    """Returns the message of the error for code that writes a weight while the recipe in scope quantizes it."""
     name = ".".join(path)
     return (
         f"a call of {owner} writes the weight {name}, which the recipe in scope quantizes: the values of its codes "

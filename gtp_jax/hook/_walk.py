@@ -1,5 +1,5 @@
-"""Tracks walks. A walk is the calls of units within one call of a model, in order; a token passes from each to the
-next."""
+"""Tracks walks. A walk is the sequence of calls of units within one call of a model. A token passes from each of these
+calls to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-# The reason why a call inside a transformation of the model's own takes no token.
+# The reason why a call takes no token if the model's code makes the call inside a transformation.
 INSIDE_TRANSFORMATION = "called inside a transformation (scan, remat, cond, vmap, jit)"
 
 
@@ -21,7 +21,8 @@ class Token(NamedTuple):
     """Two zeros that pass from unit to unit; see [Note: tokens carry order, never values].
 
     Attributes:
-        entered: the zero that is available once the unit has its input and its weights.
+        entered: a zero that is available once the unit has its input and its weights. Its cotangent is available once
+            the unit has its weights and the gradient of its output.
         reduced: a zero that orders nothing in forward. Its cotangent is available once the unit's gradients are
             reduced.
     """
@@ -35,8 +36,8 @@ class _Walk:
     """One call of a model, within one trace.
 
     Attributes:
-        trace: the trace in which the walk began; units that are called in another trace neither take nor leave a token.
-        token: the token of the last unit called.
+        trace: the trace in which the walk began. Units that are called in another trace neither take nor leave a token.
+        token: the token that the last unit left; `None` if there is none, or once a unit has taken it.
     """
 
     trace: Any
@@ -49,11 +50,11 @@ class Step(NamedTuple):
     Attributes:
         unit: the module.
         tied: whether the call took a token, for which its gather waits.
-        reason: the reason why it took none; empty if it took one.
-        weights: the path and the shape of each weight that it gathers; within a scan or vmap over stacked weights, the
-            shape of a slice.
+        reason: why the call took no token; empty if it took one.
+        weights: the path of each weight that it gathers or quantizes, and the shape of the weight's stored array.
+            Within a scan or vmap over stacked weights, it is the shape of a slice; in local view, of a shard.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, and are not.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not.
     """
 
     unit: Any
@@ -71,7 +72,7 @@ _steps: contextvars.ContextVar[list[Step] | None] = contextvars.ContextVar("gtp_
 
 @contextlib.contextmanager
 def walking() -> Iterator[None]:
-    """Begins a walk, unless one is already under way in this trace."""
+    """Returns a context that is one walk. If a walk is under way in this trace, the context joins it instead."""
     here, known = _trace(), _walk.get()
     if known is not None and known.trace == here:
         yield
@@ -85,7 +86,7 @@ def walking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Step]]:
-    """Records how every call of a unit is ordered."""
+    """Returns a context that records every call of a unit within it; its value is the list of these records."""
     steps: list[Step] = []
     mark = _steps.set(steps)
     try:
@@ -95,8 +96,8 @@ def recording() -> Iterator[list[Step]]:
 
 
 def take(unit: Any) -> Token:
-    """Takes the token that the previous unit of the walk left. Returns zeros that are available at once if there is
-    none: for the first unit of a walk, or if the order of calls is unknown."""
+    """Takes the token that the previous unit of the walk left, and returns it. If there is none, returns zeros that are
+    available at once: for the first unit of a walk, outside of walks, and inside a transformation."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"
@@ -113,7 +114,7 @@ def take(unit: Any) -> Token:
 
 
 def leave(token: Token) -> None:
-    """Leaves a token for the next unit of the walk."""
+    """Leaves a token for the next unit of the walk. Does nothing if no walk is under way in this trace."""
     if is_under_way():
         _walk.get().token = token  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -121,13 +122,13 @@ def leave(token: Token) -> None:
 def note_weights(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int], narrow: Iterable[int]
 ) -> None:
-    """Records the weights of the last call of a unit, and how they are multiplied.
+    """Adds the weights of the last call of a unit to its record, if calls are recorded.
 
     Args:
         names: the paths of the weights.
-        shapes: the shapes of the weights.
+        shapes: the shapes of the weights' arrays.
         multiplied: the indices of the weights that are multiplied in a recipe's format.
-        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, and are not.
+        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but are not.
     """
     if (steps := _steps.get()) is not None:
         paths = {"multiplied": multiplied, "narrow": narrow}

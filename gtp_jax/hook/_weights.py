@@ -1,4 +1,4 @@
-"""Encodes and gathers weights that are gathered together, as functions of their shards."""
+"""Quantizes and gathers the weights of one call, and reduces their gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ._ties import after, shared, together
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The placements, formats and dtypes of weights that are gathered together.
+    """How the weights of one call are gathered, and how their gradients are reduced.
 
     Attributes:
-        placements: the placement of each.
-        coded: the format of each; `None` for a weight that travels in the dtype in which it is used.
-        exchanged: how the gradient of each is exchanged; `None` for a weight whose gradient is reduced otherwise.
-        casts: the dtype in which each is used; `None` for its own.
+        placements: the placement of each weight.
+        coded: how each weight is quantized for its gather; `None` for a weight that is gathered in the dtype in which
+            it is used.
+        exchanged: how the gradient of each weight is exchanged; `None` for a weight whose gradient is not exchanged.
+        casts: the dtype in which each weight is used; `None` for a weight that is used in its own dtype.
     """
 
     placements: tuple[Placement, ...]
@@ -36,8 +37,8 @@ class Weights:
     casts: tuple[np.dtype | None, ...]
 
     def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
-        """Returns the codes of the weights that are quantized, which both passes gather: those that the step has made,
-        and new ones for the other weights.
+        """Returns the codes of all quantized weights, which both passes gather: the codes that the step has made, and
+        new codes of the weights for which it has made none.
 
         Args:
             shards: the shards of the weights.
@@ -48,8 +49,8 @@ class Weights:
         return (*made, *encode(shards, left, self._dtypes(shards)))
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
-        """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. Cast
-        shards are written to memory once; otherwise, XLA would cast them again for each gather."""
+        """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. A barrier
+        makes XLA write cast shards to memory once. Otherwise, XLA would cast them again for each gather."""
         plain = self._plain
         found = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
         made = [n for n, i in enumerate(plain) if self.casts[i] is not None]
@@ -60,7 +61,8 @@ class Weights:
     def gather(
         self, zero: jax.Array | None, shards: Sequence[Any], sent: Sequence[Any], wires: Sequence[Wire]
     ) -> list[jax.Array]:
-        """Returns the gathered weights, whose gradient with respect to the shards goes straight through the codes.
+        """Returns the gathered weights. If codes are gathered, the gradient with respect to the shards is taken as if
+        the weight were not quantized.
 
         Args:
             zero: the zero that the gathers wait for; `None` if they wait for nothing.
@@ -80,12 +82,12 @@ class Weights:
     def reduce(
         self, gradients: Mapping[int, jax.Array], apart: Mapping[int, jax.Array], axes: tuple[str, ...]
     ) -> dict[int, jax.Array]:
-        """Returns the gradients of shards, by number.
+        """Returns the gradients of shards, by the numbers of the weights.
 
         Args:
-            gradients: the gradients of gathered weights.
-            apart: in global view, further gradients of some of these weights, one for each rank; see [Note: one
-                gradient per rank].
+            gradients: the gradients of gathered weights, by number.
+            apart: in global view, further gradients of some of these weights, kept apart by rank. They are exchanged,
+                and then added; see [Note: one gradient per rank].
             axes: the axes of the mesh that shard the batch.
         """
         sent = apart if current_view() == "global" else gradients
@@ -97,8 +99,8 @@ class Weights:
         return found
 
     def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        """Returns the weights that are quantized, by number. Their derivative is that of the unquantized weights;
-        otherwise, second derivatives, which differentiate a gather, would be zero."""
+        """Gathers and decodes the weights that are quantized, and returns them by number. Their derivative is that of
+        unquantized weights. Otherwise, second derivatives, which differentiate a gather, would be zero."""
         dtypes = self._dtypes(shards)
         like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so the rule holds no arrays
         return straight_through(
@@ -117,12 +119,12 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
-    """Returns gathered weights, which are saved for backward if it needs them. Backward reduces their gradients
-    directly to those of the shards.
+    """Returns gathered weights, which are kept for backward if it needs them, and not gathered again. Backward reduces
+    their gradients to those of the shards.
 
     Args:
-        weights: the weights.
-        shards: their shards.
+        weights: how the weights are gathered, and how their gradients are reduced.
+        shards: the shards of the weights.
         made: as in `Weights.encode`.
     """
 
