@@ -6,8 +6,9 @@
 - placement: how a weight is partitioned in storage, and after its gather.
 - number of a weight: its index among the weights that one call gathers together.
 - wire: what ranks send instead of the shards of some weights, such as their codes and scales.
-- slot: an array of zeros beside a weight. Products with the weight return the weight's gradient as the gradient of the
-  slot, in the slot's dtype and shape, which may differ from those of the weight.
+- slot: an array of zeros that accompanies a weight. Products with the weight return the weight's gradient as the
+  gradient of the slot, in the slot's dtype and shape, which may differ from those of the weight.
+- walk: the sequence of calls of units within one call of a model.
 
 [Note: tokens carry order, never values]
 `shard` changes the class of a unit to a subclass whose methods call this package. Each call of a unit traces the unit's

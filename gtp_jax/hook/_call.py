@@ -46,7 +46,7 @@ def call_unit(
     batch: tuple[str, ...],
     wide: bool,
 ) -> Any:
-    """Returns `method(unit, *args, **kwargs)`, and gathers the unit's weights in forward and again in backward.
+    """Returns `method(unit, *args, **kwargs)`, and gathers the unit's weights in forward, and again in backward.
 
     Under `without_hook`, or if no weight must be gathered or quantized, the method is called as it is.
 
@@ -90,8 +90,14 @@ def call_unit(
 
 @legacy_mesh_in_scope()
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
-    """Returns `method(holder, *args, **kwargs)`. Meanwhile, the holder's own weights are gathered, and the units that
-    the method calls belong to one walk. Under `without_hook`, the method is called as it is."""
+    """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
+
+    The units that the method calls belong to one walk. Under `without_hook`, the method is called as it is.
+
+    Raises:
+        ValueError: for the same reasons as `call_unit`.
+        TypeError: if the call is differentiated in forward mode.
+    """
     if hook_is_off():
         return method(holder, *args, **kwargs)
     _refuse_parts(holder)
@@ -137,8 +143,8 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
 
 
 def _refuse_parts(owner: nnx.Module) -> None:
-    """Raises an error, in local view, if a module or a module within it has a variable that its author's annotation
-    partitions but that no call gathers. Each rank would compute with only its part of the variable."""
+    """In local view, raises an error if a module, or one within it, has a variable that is partitioned by its author's
+    annotation but that no call gathers. Each rank would compute with only its part of the variable."""
     local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
     for path, variable in nnx.iter_graph(owner) if local else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):

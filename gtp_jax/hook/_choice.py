@@ -61,7 +61,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
     Raises:
         ValueError: if no module matches `blocks`, or, by default, if the model has no such list of modules with
             weights.
-        TypeError: if `blocks` is of another type.
+        TypeError: if `blocks` has the wrong type.
     """
     modules, names = dict(in_order(model)), names_of(model)
     heavy = {path: m for path, m in modules.items() if any(is_weight(v) for _, v in nnx.iter_graph(m))}
@@ -112,8 +112,8 @@ def in_order(
 def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
     """Returns the paths of each module and variable of a model, by `id`, in the order in which they are found.
 
-    If several modules hold a module, it and everything within it have one path through each of these. Paths that pass
-    through the same module twice, for example through an attribute `parent`, are left out.
+    A module that several modules hold has a path through each of them, and so does everything within it. Paths that
+    pass through the same module twice, for example through an attribute `parent`, are left out.
     """
     names: dict[int, list[ModulePath]] = defaultdict(list)
 

@@ -30,7 +30,8 @@ class Coded(Matrix):
 
     Attributes:
         form: the format of the codes that are gathered.
-        operands: the formats in which it is multiplied; `None` if it is multiplied in the model's compute dtype.
+        operands: the formats in which the weight is multiplied; `None` if it is multiplied in the model's compute
+            dtype.
     """
 
     form: WireFormat

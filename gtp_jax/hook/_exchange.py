@@ -77,8 +77,8 @@ def decide_exchange(
 ) -> Exchange | None:
     """Returns how the gradient of a weight is exchanged under a recipe.
 
-    Returns `None` if it is not exchanged: the recipe has no `grad_wire` for the weight, the weight is not seen as a
-    matrix, or it is not gathered. In global view, gradients are not exchanged either if the weight is gathered over an
+    Returns `None` if it is not exchanged: if the recipe has no `grad_wire` for the weight, or if the weight is not
+    gathered or cannot be seen as a matrix. In global view, it is also not exchanged if the weight is gathered over an
     axis outside of `axes`, because ranks along such an axis have the same gradient.
 
     Args:
@@ -133,8 +133,8 @@ def exchange(
 def _of_rank(
     gradients: Mapping[int, jax.Array], weights: Mapping[int, Exchange], placements: Sequence[Placement]
 ) -> dict[int, jax.Array]:
-    """Returns the gradients of this rank's shards, given every rank's own gradients of gathered weights. Must be called
-    on each rank."""
+    """Sums the gradients of gathered weights over ranks, and returns the gradients of this rank's shards. Must be
+    called on each rank."""
     groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
     matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
     fused: dict[ModulePath, jax.Array] = {
@@ -149,7 +149,7 @@ def _of_rank(
 
 
 def _over_others(gradient: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns a shard's gradient, summed over those axes of the batch over which the weight is not gathered."""
+    """Sums a shard's gradient over the axes of the batch, except those over which the weight is gathered."""
     others = tuple(axis for axis in axes if axis not in _gathered(placement))
     return lax.psum(gradient, others) if degrees(others) > 1 else gradient
 

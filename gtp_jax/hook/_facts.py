@@ -23,7 +23,7 @@ from ._placement import Placement, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
 
-_COPY = "a copy"  # stands for the path of a unit that a transformation has copied, if that path is unknown
+_COPY = "a copy"  # instead of the path of a unit that a transformation has copied, if that path is unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +52,16 @@ class UnitFact:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFact:
-    """How a sharded weight travels under a recipe.
+    """How a sharded weight is gathered under a recipe.
 
     Attributes:
         weight: the path of the weight in the model.
         also: its other paths, if several modules hold it.
         shape: its logical shape, or that of one slice if it is stacked and a traced call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
-        wire: the name of the format; empty if the weight travels in the dtype in which it is used.
-        bytes: the size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format,
-            the weight in the dtype of the parameter.
+        wire: the name of the format in which it is gathered; empty if it is gathered in the dtype in which it is used.
+        bytes: the number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight
+            is not quantized, all its elements in the dtype of the parameter.
         reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
             its patterns matches this one.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
@@ -86,7 +86,7 @@ class UnitCall:
         prefetched: whether its weights are gathered while the previous unit computes.
         reason: why they are not gathered earlier; empty if they are prefetched.
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
-            stacked weights, it is the shape of a slice.
+            stacked weights, the shape is that of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
         narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not, because
             the call has no product with them for which this is supported.
@@ -101,7 +101,7 @@ class UnitCall:
 
 
 def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitFact, ...]:
-    """Returns a fact for each unit and each holder of a model that gathers weights.
+    """Returns a fact for every unit and holder in a model, except those without weights to gather.
 
     Args:
         model: the model.
@@ -145,8 +145,8 @@ class ShardedWeight:
         placement: its placement, for an array of this shape.
         coded: how the weight is quantized for its gather; if it is not quantized, the reason in words.
         exchanged: how its gradient is exchanged; `None` if it is not exchanged.
-        ahead: whether a unit gathers it, which may happen ahead of its call, while the previous unit computes.
-            Otherwise a holder gathers it when the holder's call begins.
+        ahead: whether a unit gathers it, which may happen while the previous unit computes. Otherwise, a holder gathers
+            it when the holder's call begins.
         wide: whether its unit sums the gradients of weights in at least float32.
     """
 
@@ -162,8 +162,8 @@ class ShardedWeight:
 
     @property
     def bytes(self) -> int:
-        """The size on the wire of one gather in bytes: the codes and scales of all shards, or, without a format, the
-        weight in the dtype of the stored array."""
+        """The number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight is
+        not quantized, all its elements in the dtype of the stored array."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.shape) * self.dtype.itemsize

@@ -27,7 +27,7 @@ from ._placement import placement_of
 
 
 def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array | None) -> M:
-    """Stores codes and keys that a step has made in the metadata of a model's sharded weights, and returns the model.
+    """Stores, in the metadata of a model's sharded weights, the codes and keys that a step has made. Returns the model.
 
     Args:
         model: the model, which is changed. It must not outlive the trace of `codes` and `key`.

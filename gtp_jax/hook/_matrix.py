@@ -54,7 +54,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     if len(shape) < 2:
         return "it is not a matrix"
     inputs = features_in(shape)
-    # only these dimensions of the weight may be sharded; each with the dimension of the matrix that its shards divide
+    # the dimensions of the weight that may be sharded, each with the dimension of the matrix that its shards divide
     starts = {0: 0, inputs: 1}
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)

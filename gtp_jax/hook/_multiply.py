@@ -22,8 +22,8 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
     """Returns whether a product with a weight is computed in a recipe's formats.
 
     The recipe must ask for it. A format's blocks must run along the contraction or be square, so the order of the
-    weight's elements in the product must be known; see [Note: order of a view]. For a format without blocks, it must be
-    known only if tensor ranks divide the weight.
+    weight's elements in the product must be known; see [Note: order of a view]. For a format without blocks, that order
+    must be known only if tensor ranks divide the weight.
     """
     if coded is None or coded.operands is None:
         return False
@@ -40,7 +40,7 @@ def ranks_know(seen: Matrix, factor: Factor) -> bool:
 
 
 def batch_axes(batch: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the batch's axes that the mesh in scope has."""
+    """Returns the axes of the batch, without those that the mesh in scope lacks."""
     return tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
 
 

@@ -16,8 +16,9 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which the modules of sharded models are called as ordinary modules; XLA decides when to
     gather their weights.
 
-    Use it for what the hook does not support, such as forward-mode differentiation. The setting is part of the cache
-    key of `jax.jit`. The context also works as a decorator.
+    Use it, in global view, for what the hook does not support, such as forward-mode differentiation. In local view,
+    nothing would gather the weights, and each rank would compute with its shards. The setting is part of the cache key
+    of `jax.jit`. The context also works as a decorator.
     """
     return _off(True)
 

@@ -89,8 +89,8 @@ def shard[M: nnx.Module](
         keep_last: whether to keep the gathered weights of the last block (or other module with weights) in a call of
             the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
             in a loop, because these weights would be kept for every iteration.
-        methods: the names of the methods whose calls gather a module's weights ahead. In other methods, XLA gathers the
-            weights.
+        methods: the names of the methods whose calls gather weights as described above. In all other methods of a
+            block, XLA gathers the weights.
         grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
             which the model computes, and ranks sum them in that dtype. With `"float32"`, both use at least float32,
             like gtp_jax's layers. The default still applies to weights that a block uses in no product
@@ -98,12 +98,12 @@ def shard[M: nnx.Module](
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, the mesh has Explicit axes, or its axes have no roles; if no module matches
-            `blocks`, or none defines one of `methods`; if no weight is large enough, none matches a pattern of `specs`,
-            or one has been frozen; if `specs` or an annotation of the model names a partition that does not fit the
-            mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an allowed value; or if the model is
-            sharded already, and either none of its arrays has been replaced, or the mesh, `remat` or `grad_reduce` is
-            not the one with which it was sharded.
+        ValueError: if no mesh is in scope, the mesh has Explicit axes, or the roles name none of its axes; if no module
+            matches `blocks`, or no module defines one of `methods`; if no weight is large enough, or one has been
+            frozen; if a pattern of `specs` matches no weight; if `specs` or an annotation of the model names a
+            partition that does not fit the mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an
+            allowed value; or if the model is sharded already, and either none of its arrays has been replaced, or the
+            mesh, `remat` or `grad_reduce` is not the one with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -146,7 +146,7 @@ def shard[M: nnx.Module](
 
 
 def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
-    """Returns, by path, the placements in the metadata of those nodes of a module that are variables."""
+    """Returns, by path, the placements in the metadata of a module's variables, given the module's nodes."""
     variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
     return tuple((path, p) for path, v in variables.items() if (p := v.get_metadata().get("placement")) is not None)
 
@@ -255,8 +255,8 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 def _check_patterns(
     specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
-    """Raises an error if a pattern matches no weight to shard. If the value of the pattern is `None`, it may instead
-    match any other variable, which stays whole anyway."""
+    """Raises an error if a pattern matches no weight to shard. A pattern with the value `None` may instead match
+    another variable, which stays whole anyway."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
@@ -353,7 +353,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
         stored = tuple(placement.stored)
         names = tuple(tuple(map(str, path)) for path in paths)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
-        variable.set_metadata(eager_sharding=None)  # `nnx.use_eager_sharding` decides for an optimizer's variables
+        variable.set_metadata(eager_sharding=None)  # so that `nnx.use_eager_sharding` decides for the optimizer
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = _annotation(variable) or ()

@@ -132,7 +132,8 @@ def run(
         return evaluate(parts.before, [], given, inputs_of(parts.before), lambda *_: None)[0]
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
-        """Returns, for each weight, a slot of zeros for its gradient; `None` for a weight that needs none."""
+        """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted or needs no
+        slot."""
 
         def one(i: int, weight: jax.Array) -> jax.Array | None:
             if not wanted.weights[i] or not (wide or i in apart):
@@ -246,6 +247,6 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _is_mark(leaf: Any) -> bool:
-    """Returns whether a residual of `jax.vjp` is a mark for a value that was not saved, because the value must be
-    supplied again or is not needed."""
+    """Returns whether a residual of `jax.vjp` was not saved, and is only a mark. Its value must be supplied again, or
+    is not needed."""
     return type(leaf).__name__ in ("NotSaveable", "NotNeeded")

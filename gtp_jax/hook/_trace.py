@@ -127,7 +127,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
-    unwritten: list[tuple[int, int]] = []  # indices of outputs that would replace quantized weights, and of the weights
+    unwritten: list[tuple[int, int]] = []  # (output, weight) index pairs; such outputs would replace quantized weights
     known = tuple(placement for placement in placements if placement is not None)
     formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 

@@ -48,11 +48,11 @@ class Step(NamedTuple):
     """One call of a unit, and how it was ordered.
 
     Attributes:
-        unit: the module.
+        unit: the unit.
         tied: whether the call took a token, for which its gather waits.
         reason: why the call took no token; empty if it took one.
-        weights: the path of each weight that it gathers or quantizes, and the shape of the weight's stored array.
-            Within a scan or vmap over stacked weights, it is the shape of a slice; in local view, of a shard.
+        weights: the path of each weight that the call gathers or quantizes, and the shape of the weight's stored array.
+            Within a scan or vmap over stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
         narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not.
     """

@@ -119,8 +119,8 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
-    """Returns gathered weights, which are kept for backward if it needs them, and not gathered again. Backward reduces
-    their gradients to those of the shards.
+    """Returns gathered weights. Backward does not gather them again: they are kept if it needs them. It reduces their
+    gradients to the gradients of the shards.
 
     Args:
         weights: how the weights are gathered, and how their gradients are reduced.
