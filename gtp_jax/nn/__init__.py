@@ -1,4 +1,27 @@
-"""Provides Flax NNX modules, which hold parameters and configuration, and call the packages below."""
+"""Provides Flax NNX modules, which hold parameters and configuration, and call the packages below.
+
+[Note: words of nn]
+- *gtp* and *tp*: in docstrings, the mesh axes with the roles `weights` and `tensor`, or their degrees; see
+  `gtp_jax.Roles`.
+- *view*: how the traced code sees arrays: without a mesh, as global arrays, or as one rank's parts inside a
+  `shard_map`; see `gtp_jax.mesh.current_view`.
+- *weight*: a parameter that is sharded over gtp and gathered where it is used. Its *owner* gathers it: a module
+  (`WeightOwner`), or an `ArrayWeight` for a weight of any shape.
+- *kernel*: a weight that is a matrix, or several matrices (experts). The kernels of one owner are gathered together
+  into one *fused weight*.
+- *whole*: not sharded; every rank has the entire array.
+- *unit*: features that must stay on one tp rank, such as those of an attention head.
+- *wire*: what a rank sends in a gather; *travel* means to be sent.
+- *codes*: the elements of a quantized array, to which scales belong.
+- *master*: the stored value of a trained weight, which the optimizer updates. A frozen weight has none.
+- *weight group*: the decisions about the kernels that are gathered together, such as dtypes and formats; see
+  `gtp_jax.weights.WeightGroup`.
+- *chain*: layers that run in sequence, where each layer's weights are gathered while the previous layer computes; see
+  `Stack` and `run_chain`.
+- *slot*: an array whose value is never read, and whose gradient returns a value from backward. (The slots of a
+  `Cache` are unrelated.)
+- *path*: the keys that lead from the model to a module or variable, such as `("blocks", "layers", "mlp", "up")`.
+"""
 
 from typing import TYPE_CHECKING
 

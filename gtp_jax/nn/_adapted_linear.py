@@ -1,4 +1,4 @@
-"""Linear layers of Flax, wrapped with an adapter."""
+"""Wraps Flax's linear layers with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AdaptedLinear(nnx.Module):
     """Computes the sum of `base(x)` and the adapter's term.
 
     Args:
-        base: the layer: an `nnx.Linear`, or an `nnx.LinearGeneral` over the last dimensions of its input.
-        adapter: the adapter of its kernel, viewed as a matrix with `layout_of_stock(base)`.
+        base: the layer: an `nnx.Linear`, or an `nnx.LinearGeneral` that contracts the last dimensions of its input.
+        adapter: the adapter for the kernel of `base`, viewed as the matrix that `layout_of_stock(base)` describes.
     """
 
     def __init__(self, base: Any, adapter: Adapter) -> None:
@@ -41,17 +41,19 @@ class AdaptedLinear(nnx.Module):
 
 
 def layout_of_stock(layer: Any) -> Layout:
-    """Returns the layout of a layer's kernel, viewed as a matrix that tp does not divide."""
+    """Returns the layout of a Flax layer's kernel, viewed as a matrix `(features in, features out)` that no mesh axis
+    divides."""
     shape = math.prod(_tuple(layer.in_features)), math.prod(_tuple(layer.out_features))
     return Layout(shape=shape, rows=1, roles=current_roles())
 
 
 def check_stock(layer: Any, name: str) -> None:
-    """Checks that the adapter of a layer would be a product of two matrices.
+    """Checks that a linear Flax layer supports an adapter: its kernel, viewed as a matrix, must multiply the last
+    dimensions of the input.
 
     Raises:
-        ValueError: if it would not, because the layer contracts other dimensions than the last, has batch axes, or has
-            a stacked kernel. The message names the layer and the reason.
+        ValueError: if the layer contracts dimensions other than the last ones, has batch axes, or has a stacked kernel.
+            The message names the layer and the reason.
     """
     features = len(_tuple(layer.in_features))
     ahead = layer.kernel.get_raw_value().ndim - features - len(_tuple(layer.out_features))
@@ -69,8 +71,8 @@ def check_stock(layer: Any, name: str) -> None:
 
 
 def places_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """Yields the path of each linear Flax layer in a model, the node that contains it, and the layer. A layer that
-    several nodes contain is yielded once for each."""
+    """Yields `(path, node, layer)` for each linear Flax layer in a model, where `node` is the module, list or dict that
+    contains the layer. A layer that several nodes contain is yielded once for each of them."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.List):
             held = list(enumerate(node))

@@ -23,33 +23,34 @@ _WORDS = 2  # the number of words of a threefry key
 
 
 class DropoutWords(Frozen):
-    """The words that make an adapter's dropout differ from that of other adapters: uint32 `(2,)`.
+    """The seed of one adapter's dropout: the two words of a threefry key, uint32 `(2,)`, which differ between adapters.
 
-    They are constant. `with_dropout` derives the key of a step from them; without it, nothing is dropped.
+    Steps do not change it. `with_dropout` combines it with the key of a step. In a model that `with_dropout` did not
+    return, nothing is dropped.
     """
 
 
 class Adapter(nnx.Module):
-    """Two low-rank matrices for a kernel: `scale * dropout(x) @ a @ b` is added to `x @ kernel`.
+    """Holds two low-rank matrices, `a` and `b`, for one kernel: `scale * dropout(x) @ a @ b` is added to `x @ kernel`.
 
     For a column-parallel kernel, tp shards `b` like the kernel's output features, and `a` is whole. For a row-parallel
     kernel, tp shards `a` like the kernel's input features, and `b` is whole. If tp divides the features unevenly, both
-    are stored whole, and each rank takes its part in the call. Both are whole over gtp.
+    are stored whole on every rank, and each rank slices out its own part in the call. gtp shards neither matrix.
 
     Args:
         layout: the layout of the kernel.
         rank: the rank of the product `a @ b`.
         scale: the factor of the product.
         dropout: the fraction of the input that is dropped in training.
-        length: the number of layers of the stack that the adapter is in, whose adapters are stacked; `None` outside
-            stacks.
+        length: the number of layers of the `Stack` that contains the adapter. The matrices then have a leading
+            dimension of this size. `None` outside stacks.
         dtype: the dtype of the matrices.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
 
     Attributes:
         a: the first matrix, `(features in, rank)`, initially Kaiming-uniform.
         b: the second matrix, `(rank, features out)`, initially zero.
-        words: the words for dropout; `None` without dropout.
+        words: the seed of the dropout (`DropoutWords`); `None` without dropout.
     """
 
     def __init__(
@@ -87,15 +88,15 @@ class Adapter(nnx.Module):
             self.words = placed_once(DropoutWords(words, out_sharding=(None,) * words.ndim, **stored))
 
     def low(self, x: jax.Array, layout: Layout, ranks: tuple[str, ...], part: int) -> jax.Array:
-        """Maps this tp rank's `(..., features in)` to `(..., rank)`. With a row-parallel kernel, the result is a
-        partial sum, to be summed over tp.
+        """Returns `scale * dropout(x) @ a`, which maps this tp rank's `(..., features in)` to `(..., rank)`. For a
+        row-parallel kernel, the result is a partial sum, which the caller must sum over tp.
 
         Args:
             x: the input.
             layout: the layout of the kernel.
             ranks: the mesh axes whose ranks have different examples, positions or features, and therefore different
                 dropout masks.
-            part: the index of the part of the sequence.
+            part: the index of this part of the sequence. Parts have different dropout masks.
         """
         a = self.a.get_value()
         if layout.takes_part and layout.split_dim == 0 and layout.split is not None:
@@ -105,7 +106,7 @@ class Adapter(nnx.Module):
         return _product(x, a) * jnp.asarray(self.scale, x.dtype)
 
     def output(self, low: jax.Array, layout: Layout) -> jax.Array:
-        """Maps `(..., rank)` to this tp rank's `(..., features out)`."""
+        """Maps the result of `low`, `(..., rank)`, to this tp rank's `(..., features out)`."""
         b = self.b.get_value()
         if layout.takes_part and layout.split_dim == 1 and layout.split is not None:
             b = layout.split.take(b, 1)
@@ -121,17 +122,18 @@ class Adapter(nnx.Module):
 
 
 def drops(variables: Any) -> bool:
-    """Returns whether a model, or a state of one, has adapters with dropout."""
+    """Returns whether a model, or a state of a model, has adapters with dropout."""
     state = nnx.state(variables) if isinstance(variables, nnx.Module) else variables
     return any(isinstance(v, DropoutWords) for _, v in nnx.to_flat_state(state))
 
 
 def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
-    """Returns a copy of the model with the dropout of its adapters on. All calls of the copy use this key.
+    """Returns a copy of the model in which the dropout of the adapters is turned on. All calls of the copy use the same
+    key.
 
     Args:
         model: the model, which is not changed.
-        key: the key, uint32 `(2,)`, of a step and a microbatch.
+        key: the key of a step and a microbatch, uint32 `(2,)`.
     """
     graph, state = nnx.split(model)
 
@@ -146,7 +148,7 @@ def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
 
 
 def _folded(words: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns the words of one adapter for one step and microbatch, given their key."""
+    """Returns one adapter's words with the key of a step and a microbatch folded in."""
     return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(_key(words), key[0]), key[1]))
 
 

@@ -23,29 +23,32 @@ from ._weight import ArrayWeight, placed_once
 
 
 class GatheredOnUse(Padded):
-    """The methods of a variable that holds a weight of any shape; see `Param`."""
+    """Provides the methods of variables that hold a weight of any shape; see `Param`."""
 
     def gather(self) -> jax.Array:
         """Returns the array to compute with, in `dtype`.
 
-        Without a mesh and in global view, this is the logical array, which in global view may be sharded over tp along
-        `tensor_dim`. In local view, it is the array gathered over gtp, but along `tensor_dim` only this tp rank's part,
-        padded with zeros if tp divides the dimension unevenly.
+        Without a mesh and in global view, returns the logical array. In global view, it is sharded over tp along
+        `tensor_dim` if tp divides that dimension evenly. In local view, returns the array gathered over gtp. If there
+        is a `tensor_dim`, the result contains only this tp rank's part of that dimension, padded with zeros if tp
+        divides it unevenly.
 
         In a layer of a `Stack`, the array was gathered while the previous layer computed. Elsewhere, the gathered array
-        is saved for backward if your computation needs it there; `nnx.remat` around your code gathers it again instead.
+        is saved if backward needs it. Wrap your code in `nnx.remat` to gather the array again in backward instead.
 
         Raises:
-            ValueError: if the variable holds the stacked arrays of all layers of a `Stack`, or the weight was built for
-                a mesh of other degrees than the mesh in scope.
+            ValueError: if the variable holds the stacked arrays of all layers of a `Stack`; if the weight was built for
+                other mesh degrees than those in scope; or if the array does not have the shape that the weight was
+                built with.
         """
         return gather_array(self)
 
     def get_value(self, **index: Any) -> Any:
         """Returns the value of the variable. In a layer of a `Stack`, the variable holds the gathered weight, and this
-        returns the result of `gather`.
+        method returns what `gather` returns.
 
-        `param[...]`, `param * x` and other reads thus mean the same in a `Stack` as elsewhere.
+        Reads such as `param[...]` and `param * x` thus give the logical array in a `Stack` too, without a mesh and in
+        global view. In local view outside a `Stack`, they give this rank's shard.
         """
         if not isinstance(self.get_raw_value(), Gathered):
             return super().get_value(**index)
@@ -60,23 +63,24 @@ class Param(GatheredOnUse, nnx.Param):
         scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
 
     It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. gtp shards the longest
-    dimension that it divides evenly, or one that is padded under `gtp_jax.even_shares`; see
+    dimension that it divides evenly. If there is none, it may shard a padded dimension under `gtp_jax.even_shares`; see
     `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.
         tensor_dim: the dimension that tp shards, as in a parallel layer; `None` for none. Negative numbers count from
             the end.
-        dtype: the dtype of the gathered array, also on the wire; that of `value` by default.
+        dtype: the dtype in which the array is sent, and of the gathered array; by default, the dtype of `value`.
         grad_reduce: how its gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see `reduction_of`.
-            Your computation produces the gradient in `dtype`. In global view outside a `Stack`, XLA sums it, in
-            `dtype`.
+            Your computation produces the gradient in `dtype`. In global view outside a `Stack`, XLA sums the gradient,
+            also in `dtype`.
         metadata: metadata as for any `nnx.Variable`, except a sharding such as `out_sharding`, which follows from the
             mesh.
 
     Raises:
         TypeError: if `value` is not an array of floating-point numbers.
-        ValueError: if the array is empty or does not have the dimension `tensor_dim`, or a sharding is given.
+        ValueError: if the array is empty or does not have the dimension `tensor_dim`, if `grad_reduce` is not one of
+            its names, or if a sharding is given.
     """
 
     def __init__(
@@ -142,9 +146,9 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
-    """Returns an array as it is stored. Puts one that was made outside of the mesh in scope, such as a pretrained one,
-    on the devices of that mesh."""
-    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # then the program that makes the array places it
+    """Returns an array padded for storage. In global view, also moves it to the devices of the mesh in scope, because a
+    pretrained array, for example, may have been made elsewhere."""
+    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # if so, the program that makes the array places it
     value = pad(value, array)
     if traced or current_view() != "global":
         return jnp.asarray(value)
@@ -152,9 +156,10 @@ def _placed(value: Any, array: ArrayLayout) -> jax.Array:
 
 
 def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:
-    """Returns the kernel of a Flax module as a weight that is gathered.
+    """Returns the kernel of a Flax module as a weight that is gathered where it is used.
 
-    It is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one, unless it is padded.
+    The result is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one. A kernel that is
+    stored padded is a `PaddedParam`.
     """
     value = kernel.get_value()
     found = array_metadata(value, None, dtype, grad_reduce)
@@ -164,7 +169,8 @@ def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_red
 
 
 def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None:
-    """Raises an error if options of a Flax module are given that gtp_jax's module does not support."""
+    """Raises a `ValueError` if the caller passed options of a Flax module that gtp_jax's module `name` does not
+    support."""
     for option in refused:
         if options.get(option) is not None:
             raise ValueError(
@@ -176,17 +182,18 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
 def over_batch(
     module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool
 ) -> jax.Array:
-    """Returns `function(module, x)`, with the module's `kernel` gathered for the call, and again in backward.
+    """Returns `function(module, x)`. The module's `kernel` is gathered for the call, and again in backward.
 
-    In global view, the function is called on each rank's own examples, so that each rank computes the gradient of its
-    own examples before these are summed over the ranks.
+    In global view, each rank calls the function on its own examples, and computes the gradient for these examples
+    alone; the gradients of all ranks are then summed. If `x` is not a batch, or the ranks cannot divide the batch
+    evenly, every rank calls the function on all of `x`.
 
     Args:
         module: a module whose `kernel` has `array_metadata`, and whose other parameters are whole on every rank.
         function: a function written for one rank's examples.
         x: the input.
-        batched: whether the first dimension of `x` and of the result is the batch, and each example is computed
-            independently.
+        batched: whether dimension 0 of `x` and of the result is the batch, and examples are computed independently of
+            each other.
     """
     check_mesh_in_scope()
     graph, state = nnx.split(module)
@@ -215,8 +222,8 @@ def over_batch(
 
 
 def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, sums: np.dtype) -> jax.Array:
-    """Returns a stored global array, gathered by XLA, as `Param.gather` returns it. Its gradient gets the partition of
-    the stored array directly."""
+    """Returns what `Param.gather` returns in global view outside a `Stack`: a stored array, which XLA gathers.
+    Constrains its gradient to the partition of the stored array."""
 
     def gather(value: jax.Array) -> jax.Array:
         return cut(lax.with_sharding_constraint(value.astype(dtype), array.use_spec), array)
@@ -234,7 +241,7 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTy
 
 
 def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
-    """Returns this rank's part of the global array whose partition is `use_spec`, given the gathered weight."""
+    """Returns this rank's part of the global array with the partition `array.use_spec`, given the gathered weight."""
     part, split = jnp.reshape(weight, array.use_shape), array.matrix.split
     return part if split is None or not array.matrix.takes_part else join_split(part, split, array.tensor_dim or 0)
 

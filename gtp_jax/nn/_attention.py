@@ -25,11 +25,12 @@ class Attention(Layer):
 
     Args:
         features: the size of the input and of the output.
-        num_heads: the number of query heads. They are divided among tp ranks in groups that share a key-value head.
-        num_kv_heads: the number of key-value heads, which divides `num_heads` and is at least tp. `num_heads` by
-            default.
+        num_heads: the number of query heads. Query heads that share a key-value head form a group; tp divides whole
+            groups among its ranks.
+        num_kv_heads: the number of key-value heads; `num_heads` by default. It must divide `num_heads`, and be at least
+            the tp degree.
         head_dim: the size of a head; `features // num_heads` by default.
-        causal: whether a token may not attend to later tokens.
+        causal: whether tokens attend only to themselves and to earlier tokens.
         window: the size of the attention window: a token attends to keys less than this many positions away, including
             its own. With `causal`, these are the last `window` keys.
         soft_cap: if given, scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
@@ -47,8 +48,8 @@ class Attention(Layer):
         qkv_bias: whether queries, keys and values have biases, as in Qwen2; the option `use_bias` by default. Whether
             the output has a bias depends on `use_bias` alone.
         sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
-        rngs: the random streams, of which `params` is used, and `dropout` if `dropout_rate` is not 0.
-        options: further arguments of both `Dense` layers.
+        rngs: the random streams; `params` is used, and also `dropout` if `dropout_rate` is not 0.
+        options: further arguments for the projections `qkv` and `out`; see `Dense`.
 
     Raises:
         ValueError: if there are fewer key-value heads than tp ranks, or the arguments are not consistent with each
@@ -86,7 +87,7 @@ class Attention(Layer):
         sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
         group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
         units = {"query": group, "key": head_dim, "value": head_dim}
-        # the padding consists of whole heads of zeros, which attend only to zeros
+        # if tp divides the heads unevenly, ranks are padded with whole heads of zeros, which attend only to zeros
         of_qkv = shared if qkv_bias is None else {**shared, "use_bias": qkv_bias}
         self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **of_qkv)
         self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)
@@ -135,11 +136,12 @@ class Attention(Layer):
                 `positions_of(segment_ids)`, or 0, 1, ... without segments.
             segment_ids: `(batch, sequence)` integers, such as numbers of documents. Tokens attend only to tokens with
                 the same id.
-            mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples;
-                `(batch, sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. For a token
-                that may attend to none, the attention is zero.
-            deterministic: whether dropout is off; the module's `deterministic` by default.
-            dropout_key: the key for dropout; by default the next key of the module's own stream.
+            mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples; `(batch,
+                sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. For a token that may
+                attend to no token, the attention is zero.
+            deterministic: whether dropout is off; by default, `core.deterministic`, which `nnx.Module.eval` and
+                `nnx.Module.train` set.
+            dropout_key: the key for dropout; by default, the next key of the stream that the module keeps.
 
         Raises:
             ValueError: if the shapes are not consistent with each other.
@@ -172,7 +174,8 @@ class CrossAttention(Layer):
         features: the size of the input and of the output.
         memory_features: the size of the memory; `features` by default.
 
-    The other arguments are those of `Attention`.
+    The other arguments are as in `Attention`. It has no arguments for causal attention, windows, rotary embeddings and
+    `qkv_bias`.
     """
 
     def __init__(
@@ -280,7 +283,8 @@ def _by_head(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def _partition(layer: Layer, name: int | str, array: Any) -> PartitionSpec:
-    """Returns the partition of a mask, positions or segment ids. Arrays that all examples share are whole."""
+    """Returns the partition of a mask, positions or segment ids in global view. An array that all examples share is
+    replicated."""
     alike = {"mask": array.ndim == 2 or array.shape[0] == 1, "positions": array.ndim == 1} if array.ndim else {}
     return PartitionSpec() if alike.get(str(name)) else Layer.partition_of_input(layer, name, array)
 
@@ -297,10 +301,11 @@ def _head_dim(features: int, num_heads: int, num_kv_heads: int, head_dim: int | 
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Checks that query heads can be divided into groups, and groups among tp ranks.
+    """Checks that the query heads can be divided into groups of equal size, and that every tp rank gets at least one
+    group.
 
     Raises:
-        ValueError: if they cannot, or a number is below 1. The message names the numbers.
+        ValueError: if not, or if a number is below 1. The message names the numbers.
     """
     if min(num_heads, num_kv_heads) < 1:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Computes attention between its projections: norms of queries and keys, rotary embedding and softmax."""
+"""Computes what an attention layer does between its projections: norms of queries and keys, rotary embedding and
+attention itself."""
 
 from __future__ import annotations
 
@@ -38,15 +39,18 @@ class AttentionCore(nnx.Module):
 
     Args:
         num_heads, num_kv_heads: the numbers of heads of all ranks together.
-        queries: the layout of the kernel that computes the queries. tp divides the sinks in the same way as its heads.
+        queries: the layout of the kernel that computes the queries. tp divides the sinks in the same way as these query
+            heads.
         keys: the layout of the kernel that computes the keys.
         roles: the roles of the mesh axes.
         dtype: the dtype of queries, keys and values.
         param_dtype: the dtype of the stored parameters.
 
     Attributes:
-        cached_keys, cached_values: the `Cache`s of `gtp_jax.generate`; `None` elsewhere.
-        kv_heads: the number of key-value heads of all ranks together, including the padding of ranks that have fewer.
+        cached_keys, cached_values: the `Cache`s, in the copy of a model that `gtp_jax.generate` calls; otherwise
+            `None`.
+        kv_heads: the number of key-value heads of all ranks together, including the heads of padding on ranks that own
+            fewer.
         deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
     """
 
@@ -98,7 +102,7 @@ class AttentionCore(nnx.Module):
         self.query_scale, self.key_scale = scale_of_heads(), scale_of_heads()
         split = queries.split
         assert split is not None
-        # if the sinks are stored whole on every tp rank, each rank takes those of its heads in the call
+        # if the sinks are stored whole on every tp rank, each rank slices out those of its own heads in the call
         self.split = (
             Split(num_heads, num_heads // num_kv_heads, split.owners, split.axis) if queries.takes_part else None
         )
@@ -113,8 +117,8 @@ class AttentionCore(nnx.Module):
             self.deterministic = deterministic
 
     def dropout_key(self, deterministic: bool | None, key: jax.Array | None) -> jax.Array | None:
-        """Returns the key for the dropout of a call: the given one, or the next key of the module's own stream; `None`
-        if nothing is dropped."""
+        """Returns the key for the dropout of a call: `key` if it is given, otherwise the next key of the module's own
+        stream. Returns `None` if nothing is dropped."""
         if not self.dropout_rate or (self.deterministic if deterministic is None else deterministic):
             return None
         return self.rngs() if key is None else key
@@ -163,7 +167,7 @@ class AttentionCore(nnx.Module):
         )
 
     def _fill(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
-        """Writes the keys and values of sequences that begin with this call to the caches."""
+        """Fills the caches with the keys and values of a call in which all sequences begin."""
         places = jnp.broadcast_to(positions, k.shape[:2])
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
             cache.set_value(filled_from(x, places, cache.get_value().shape[1]))
@@ -172,7 +176,7 @@ class AttentionCore(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, options: dict[str, Any]
     ) -> jax.Array:
         """Adds the keys and values of one token per sequence to the caches, and returns the attention of these tokens
-        to the cached ones."""
+        to all cached tokens, including themselves."""
         if q.shape[1] != 1:
             raise ValueError(
                 f"attention is called with {q.shape[1]} tokens per sequence while `gtp_jax.generate` generates one "
@@ -204,7 +208,8 @@ class AttentionCore(nnx.Module):
         return sinks if self.split is None else self.split.take(sinks, 0)
 
     def _of_rank(self, key: jax.Array | None) -> jax.Array | None:
-        """Returns a key that differs between ranks with different examples or heads."""
+        """Returns a key for dropout in which this rank's index is folded, so that ranks with different examples or
+        heads draw different bits. Outside a `shard_map`, or if no rank differs, returns the key itself."""
         axes = [axis for axis in (*self.roles.batch, self.roles.tensor) if axis is not None and degree(axis) > 1]
         if key is None or current_view() != "local" or not axes:
             return key

@@ -1,7 +1,8 @@
-"""Caches of the keys and values of previous tokens, so that only those of the next token need to be computed.
+"""Caches the keys and values of previous tokens, so that a call computes only those of the next token.
 
 A cache is a ring of slots: the token at position p of its sequence is in slot `p % slots`. If there is a slot for every
-token, no slot is used twice. With an attention window, `window` slots hold all tokens to which a token may attend.
+token, no slot is used twice. With an attention window, `window` slots are enough, because they hold all tokens to which
+the latest token may attend.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from flax import nnx
 
 
 class Calls:
-    """Counts the calls of a module while a program is traced. It is static metadata, and compared by identity.
+    """Counts the calls of a module while a program is traced. A counter is static metadata of a `Cache`. Counters are
+    compared by identity.
 
     Attributes:
         count: the number of calls so far.
@@ -23,12 +25,12 @@ class Calls:
 
 
 class Cache(nnx.Variable):
-    """The cached keys, or values, of one attention layer: `(batch, slots, kv_heads, head_dim)`, in a `Stack` with a
-    leading dimension of layers. The batch axes shard the batch, and the tensor axis shards the heads.
+    """The cached keys, or values, of one attention layer: `(batch, slots, kv_heads, head_dim)`. In a `Stack`, there is
+    a leading dimension of layers. The batch axes shard the batch, and the tensor axis shards the heads.
 
     `gtp_jax.generate` gives caches to a copy of a model, and reads what its calls have written. The metadata `filled`
-    is true if the cache holds tokens: a call then adds one token to each sequence; otherwise, it begins the sequences.
-    The metadata `calls` counts the calls of the layer.
+    states whether the cache already holds tokens. If it does, a call adds one token to each sequence; otherwise, the
+    sequences begin with the call. The metadata `calls` is a `Calls`, which counts the calls of the layer.
     """
 
 
@@ -37,12 +39,12 @@ def filled_from(x: jax.Array, places: jax.Array, slots: int) -> jax.Array:
 
     Args:
         x: the keys or values, `(batch, sequence, kv_heads, head_dim)`.
-        places: the positions, `(batch, sequence)`: 0, 1, ... up to the last token of each row. Padding after it repeats
-            the last position.
+        places: the positions, `(batch, sequence)`: 0, 1, ... up to the last token of each row. The padding after that
+            token repeats its position.
         slots: the number of slots.
     """
     length = x.shape[1]
-    if slots >= length:  # padding is in slots that later tokens overwrite before any token attends to them
+    if slots >= length:  # later tokens overwrite the slots of padding before any token attends to them
         return jnp.pad(x, ((0, 0), (0, slots - length), (0, 0), (0, 0)))
     kept = jnp.maximum(_places_of_slots(places[:, -1], slots), 0)
     return jnp.take_along_axis(x, kept[..., None, None], axis=1)
@@ -60,7 +62,8 @@ def with_token(cached: jax.Array, x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def seen_slots(places: jax.Array, slots: int) -> jax.Array:
-    """Returns which slots hold a token, `(batch, slots)`, given the positions of the latest tokens, `(batch,)`."""
+    """Returns a mask of the slots that hold a token, `(batch, slots)`, given the position of each sequence's latest
+    token, `(batch,)`."""
     return _places_of_slots(places, slots) >= 0
 
 

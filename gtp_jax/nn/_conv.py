@@ -15,25 +15,26 @@ from ._array import array_weight, over_batch, refuse_options
 class Conv(nnx.Conv):
     """`nnx.Conv` with a kernel that is sharded over gtp and gathered for each call.
 
-    On every mesh, the result for each example equals that of `nnx.Conv` bit for bit, because each rank convolves its
-    own examples and splits none of them. If the ranks do not divide the batch, every rank computes all of it. In a
-    layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
+    On every mesh, the result for each example equals that of `nnx.Conv` bit for bit, because no example is split: each
+    rank convolves whole examples of its own. If the batch cannot be divided evenly among the ranks, every rank computes
+    the whole batch. In a layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe
+    quantizes the kernel.
 
     Args:
         in_features: the size of the last dimension of the input.
         out_features: the size of the last dimension of the output.
-        kernel_size: the size of the window: one number for each spatial dimension.
+        kernel_size: the size of the window, one number for each spatial dimension. An integer stands for one dimension.
         strides: the strides of the window.
         grad_reduce: how the kernel's gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`. The convolution produces the gradient in `dtype`.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
         options: options of `nnx.Conv`: `padding`, `input_dilation`, `kernel_dilation`, `feature_group_count`,
             `use_bias`, `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others, except `mask` and
             `kernel_metadata`.
 
     Raises:
         ValueError: if a size is not positive, `feature_group_count` does not divide the features, or `mask` or
-            `kernel_metadata` is given.
+            `kernel_metadata` is given; or if `grad_reduce` is not one of its names.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Conv(nnx.Conv):
         """Maps `(*batch, *spatial, in_features)` to `(*batch, *spatial, out_features)`.
 
         Raises:
-            ValueError: if the input has another number of features, or too few dimensions.
+            ValueError: if the input does not have `in_features` features, or has too few dimensions.
         """
         dims = len(self.kernel_size) + 1
         if inputs.ndim < dims or inputs.shape[-1] != self.in_features:

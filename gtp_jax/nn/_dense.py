@@ -49,15 +49,16 @@ class Dense(WeightOwner):
     | `row` | in over tp, out over gtp | sharded over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    If gtp does not divide `out`, it shards `in`. If tp does not divide the features evenly, ranks own runs of units of
-    different lengths, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). Other mesh axes can take
-    the roles of gtp and tp; see `gtp_jax.Roles`.
+    If gtp does not divide `out`, it shards `in`. If tp does not divide the `units` of the features evenly, tp ranks own
+    different numbers of units, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). Other mesh axes
+    can take the roles of gtp and tp; see `gtp_jax.Roles`.
 
-    With sequence parallelism, activations on the side of a parallel layer where features are whole are sharded along
-    the sequence over tp. The parts of the sequence then move between ranks one at a time, each while another part is
-    multiplied (`collectives.gather_linear`), and only reverse-mode differentiation is supported. If a recipe multiplies
-    in FP8, parts that are gathered travel as codes; if it multiplies in a format with blocks, or with delayed scaling,
-    the whole sequence moves at once. An input without a sequence, `(batch, in_features)`, is whole on every tp rank.
+    With sequence parallelism, the input of a column-parallel layer and the output of a row-parallel layer are sharded
+    over tp along the sequence. The parts of the sequence are sent between ranks one at a time, each while another part
+    is multiplied (`collectives.gather_linear`). Only reverse-mode differentiation is then supported. If a recipe
+    multiplies in FP8, parts that are gathered are sent as codes. If it multiplies in a format with blocks, or with
+    delayed scaling, the whole sequence is sent at once. An input of two dimensions, `(batch, in_features)`, has no
+    sequence to shard.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -65,27 +66,28 @@ class Dense(WeightOwner):
             kernels that have the same input and share one gather and one matmul. The call then returns a dict of
             outputs.
         parallel: how tp divides the layer; see the table.
-        use_bias: whether to add a bias. It is whole on every rank, except that in a column-parallel layer it is sharded
-            over tp alone if tp divides the features evenly.
+        use_bias: whether to add a bias. The bias is whole on every rank, with one exception: in a column-parallel
+            layer, it is sharded over tp if tp divides the features evenly.
         units: the number of consecutive features that stay together on a tp rank, such as the features of a head: one
             number, or one for each name of `out_features`.
         padding_value: the value of the padding after a rank's last feature if tp divides the output unevenly. The
-            default does not affect softmax, maxima or `cross_entropy`. Row-parallel layers ignore the padding of their
-            input, whatever its values.
-        sequence_parallel: whether to shard activations along the sequence over tp between parallel layers.
+            default, -inf, does not affect softmax, maxima or `cross_entropy`. Row-parallel layers ignore the padding of
+            their input, whatever its values.
+        sequence_parallel: whether to shard activations between parallel layers over tp, along the sequence.
         dtype: the compute dtype, to which input and weight are cast.
         param_dtype: the dtype of the stored shards.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
         kernel_init: the initializer, called with the key, the logical shape and `param_dtype`.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
 
     Attributes:
         lora: the `Adapter` that `gtp_jax.lora` added, or a dict of adapters by the names of kernels; `None` without
             adapters.
 
     Raises:
-        ValueError: if a size is not positive, or `units` does not divide the features.
+        ValueError: if a size is not positive; if `units` does not divide the features; or if `parallel` or
+            `grad_reduce` is not one of its names.
     """
 
     codes_multiply = True
@@ -177,19 +179,19 @@ class Dense(WeightOwner):
         return jax.tree.map(lambda *parts: self._whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
-        """Returns whether the parts of the sequence move over tp one at a time, overlapped with matmuls. Otherwise, the
-        whole sequence moves at once, before or after the matmul."""
+        """Returns whether the parts of the sequence are sent over tp one at a time, overlapped with matmuls. Otherwise,
+        the whole sequence is sent at once, before or after the matmul."""
         operands = self.operands
         as_values_or_codes = operands is None or (operands.weight.block is None and operands.delayed is None)
         return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and as_values_or_codes
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
-        """Returns the output of a call for each part of the sequence (`collectives.Parts`). If the sequence moves at
-        once, the whole is a single part."""
+        """Returns the output of a layer that is not row-parallel, as one output for each part of the sequence
+        (`collectives.Parts`). If the whole sequence is sent at once, there is a single part."""
         self._check_features(x)
         x, axis, whole = self.prepare(x).astype(self.dtype), self.roles.tensor, self.shards_sequence(x.ndim)
         low = self._low(x)
-        if self.parallel == "column":  # gathered at once, because it is small: its last dimension is the rank
+        if self.parallel == "column":  # gathered at once: it is small, because its last dimension is the adapters' rank
             low = [gather_sequence(own, axis, sequence_parallel=whole) for own in low]
         if axis is not None and self.moves_in_parts(x):
             products = save_for_backward(self.with_weight(lambda w, x: self._gather_linear(x, w, axis), x))
@@ -201,8 +203,8 @@ class Dense(WeightOwner):
         return tuple(self._named(self._outputs(y, low)) for y, low in zip(products, lows, strict=True))
 
     def from_parts(self, parts: Parts) -> Any:
-        """Returns the output of a row-parallel layer. Its input is given in parts of the sequence, or whole, as a
-        single part."""
+        """Returns the output of a row-parallel layer, given its input as the parts of the sequence, or as a single part
+        that is the whole sequence."""
         self._check_features(parts[0])
         split, axis = self.layouts[0].split, self.roles.tensor
         assert split is not None
@@ -212,7 +214,7 @@ class Dense(WeightOwner):
             parts = parts if len(parts) > 1 else split_parts(x, axis)
             y = save_for_backward(self.with_weight(lambda w, *parts: self._linear_scatter(parts, w, axis), *parts))
             of_parts = [self._low(part, number) for number, part in enumerate(parts)]
-            # summed at once before the product with `b`, because it is small: its last dimension is the rank
+            # summed at once, before the product with `b`: it is small, because its last dimension is the adapters' rank
             low = [
                 reduce_scatter_sequence(join_parts(own, axis), axis, sequence_parallel=True)
                 for own in zip(*of_parts, strict=True)
@@ -238,8 +240,8 @@ class Dense(WeightOwner):
         return x
 
     def _low(self, x: jax.Array, part: int = 0) -> list[jax.Array]:
-        """Returns a list of one array: the results of `Adapter.low` of all adapters, concatenated along the last
-        dimension. Returns an empty list without adapters."""
+        """Returns a list of one array, which concatenates the results of `Adapter.low` of all adapters along the last
+        dimension. Returns an empty list if the layer has no adapters."""
         if self.lora is None:
             return []
         ranks = self.roles.batch
@@ -275,7 +277,8 @@ class Dense(WeightOwner):
             raise ValueError(f"{type(self).__name__} takes {expected} input features{rank}; got shape {x.shape}.")
 
     def _named(self, outputs: Sequence[jax.Array]) -> Any:
-        """Adds the biases, fills the padding, and returns the output, or a dict of outputs by name."""
+        """Adds the biases, fills the padding with `padding_value`, and returns the output, or a dict of outputs by
+        name."""
         column = self.parallel == "column"
         if self.bias is not None:
             biases = [b.get_value() for b in self._parts_of(self.bias)]
@@ -309,7 +312,8 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
     """Returns the unit of each kernel, in the order of `sizes`.
 
     Raises:
-        ValueError: if a unit does not divide the kernel's features, or `units` has a name without a kernel.
+        ValueError: if the unit of a kernel is missing, or is not a whole number that divides its features; or if
+            `units` has a name that no kernel has.
     """
     by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
     unknown = [name for name in by_name if name not in sizes]
@@ -345,7 +349,7 @@ class LayerNormDense(Dense):
         norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
         epsilon: the epsilon of the norm.
 
-    The other arguments are those of `Dense`, except that `parallel` may not be `"row"`.
+    The other arguments are as in `Dense`, but `parallel` is `"column"` by default, and may not be `"row"`.
     """
 
     def __init__(

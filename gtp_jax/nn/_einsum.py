@@ -1,4 +1,4 @@
-"""Einsum layers."""
+"""An einsum layer with a sharded kernel."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ class Einsum(nnx.Einsum):
     """`nnx.Einsum` with a kernel that is sharded over gtp and gathered for each call.
 
     On every mesh, the result for each example equals that of `nnx.Einsum` bit for bit. If input and output begin with
-    the same letter, and the kernel does not have it (`"bte,ehd->bthd"`), that dimension is the batch, and each rank
-    multiplies its own examples. Otherwise, or if the ranks do not divide the batch, every rank computes all of it. In a
-    layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe quantizes it.
+    the same letter, and the kernel does not contain that letter (`"bte,ehd->bthd"`), the letter stands for the batch,
+    and each rank multiplies its own examples. Otherwise, or if the batch cannot be divided evenly among the ranks,
+    every rank computes the whole result. In a layer of a `Stack`, the kernel is gathered while the previous layer
+    computes. No recipe quantizes the kernel.
 
     Args:
         einsum_str: the einsum string of two operands, the input and the kernel, such as `"bte,ehd->bthd"`.
         kernel_shape: the shape of the kernel.
-        bias_shape: the shape of the bias, which has those dimensions of the kernel that the output has too; `None` for
-            no bias.
+        bias_shape: the shape of the bias, which has the dimensions that occur in both the kernel and the output; `None`
+            for no bias.
         grad_reduce: how the kernel's gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`. The product produces the gradient in `dtype`.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
         options: options of `nnx.Einsum`: `dtype`, `param_dtype`, `precision`, `kernel_init`, `bias_init` and others,
             except `kernel_metadata`.
 
     Raises:
-        ValueError: if the string does not have two operands and an output, the kernel does not have the number of
-            dimensions that the string gives it, or `kernel_metadata` is given.
+        ValueError: if the string does not have two operands and an output, if the string and `kernel_shape` give the
+            kernel different numbers of dimensions, if `grad_reduce` is not one of its names, or if `kernel_metadata` is
+            given.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ def _check_string(string: str, kernel_shape: tuple[int, ...]) -> None:
 
 
 def _leads_with_batch(string: str, ndim: int) -> bool:
-    """Returns whether input and output have the same first dimension, and each element along it is computed
-    independently.
+    """Returns whether dimension 0 of the input is also dimension 0 of the output, and the elements along it are
+    computed independently of each other.
 
     Args:
         string: the einsum string, without spaces.

@@ -1,4 +1,4 @@
-"""Token embeddings, and output heads that share their table."""
+"""Token embeddings, and output heads that multiply by the table of an embedding."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ default_embedding_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """A table of vectors, one per token of the vocabulary. The vocabulary is sharded over tp, then gtp.
+    """Looks up vectors in a table that has one row per token of the vocabulary. The vocabulary is sharded over tp, then
+    gtp.
 
     A token outside the vocabulary, such as a negative one, raises an error if its value is concrete (not traced), as in
-    a call outside of `jax.jit`. In a traced program its vector is NaN, and so is the loss; `gtp_jax.check_ids` then
-    names the token.
+    a call outside of `jax.jit`. In a traced program, its vector is NaN, and so is the loss; `gtp_jax.check_ids` finds
+    the token.
 
-    If tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
+    If tp and gtp together do not divide the vocabulary evenly, the features are sharded instead; see
+    `gtp_jax.layout.Layout`.
 
-    A lookup gathers the table, or its codes, over gtp. If the tokens of all gtp ranks are fewer than the rows of the
-    table, and shards are whole rows that no recipe quantizes, it sends fewer bytes: the ranks gather the tokens, look
-    up those that are in their own rows, and reduce-scatter the results, whose gradients backward gathers.
+    A lookup usually gathers the table, or its codes, over gtp. It sends fewer bytes if the gtp ranks together look up
+    fewer tokens than the table has rows on a tp rank, and shards are whole rows that are not quantized. The ranks then
+    gather the tokens, look up the tokens that are in their own rows, and reduce-scatter the results. Backward gathers
+    the gradients of these results.
 
     Args:
         num_embeddings: the number of rows.
@@ -55,10 +58,10 @@ class Embed(WeightOwner):
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
         embedding_init: the initializer, called with the key, `(num_embeddings, features)` and `param_dtype`.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
 
     Raises:
-        ValueError: if a size is not positive.
+        ValueError: if a size is not positive, or `grad_reduce` is not one of its names.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Embed(WeightOwner):
 
         Raises:
             TypeError: if tokens are not integers.
-            ValueError: if tokens are concrete (not traced), and one of them is outside the vocabulary.
+            ValueError: if tokens are concrete (not traced), and at least one is outside the vocabulary.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
@@ -106,9 +109,10 @@ class Embed(WeightOwner):
     def group_for(self, x: jax.Array) -> WeightGroup:
         """Returns the weight group by which a lookup of tokens gathers the table.
 
-        By default, this is the group of the whole table. If all ranks together look up fewer tokens than the table has
-        rows, this is instead the group of this rank's own rows, which need no gather: the looked-up rows are sent. This
-        applies in local view, to a table that is sharded evenly by rows, and neither quantized nor frozen.
+        Usually, this is the group of the whole table. It is the group of this rank's own rows if the ranks that share
+        the table look up fewer tokens in total than it has rows. The table is then not gathered; the ranks send the
+        rows that were looked up. This applies only in local view, and only to a table that is sharded evenly by rows
+        and is neither quantized nor frozen.
         """
         group = self.group
         (layout,) = group.layouts
@@ -120,7 +124,8 @@ class Embed(WeightOwner):
         return PartitionSpec(self.roles.batch), between_layers(self.roles, self.shards_sequence(ndim + 1))
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Computes this rank's part of the logits with the same table (Press and Wolf 2017, arXiv 1608.05859).
+        """Multiplies `(batch, ..., features)` by the table, and returns this rank's part of the logits (Press and Wolf
+        2017, arXiv 1608.05859).
 
         If tp divides the vocabulary unevenly, the padding after a rank's last logit is -inf.
 
@@ -140,7 +145,7 @@ class Embed(WeightOwner):
         layout, split = self.layouts[0], self.layouts[0].split
         assert split is not None
         held = values_and_slot(table)[0].shape[0]
-        exchanged = held < layout.use_shape[0]  # the table is this rank's rows of it, see `group_for`
+        exchanged = held < layout.use_shape[0]  # `table` has only this rank's rows; see `group_for`
         if len(split.owners) == 1 and not exchanged:
             return embedding_lookup(table, tokens)
         tokens = to_index(tokens)
@@ -151,7 +156,8 @@ class Embed(WeightOwner):
         local = tokens - start
         here = (local >= 0) & (local < count)
         outside = (tokens < 0) | (tokens >= split.size)
-        # in backward, the zeros of other ranks' tokens are spread over the rows, not all added to one
+        # `% held` spreads the tokens of other ranks over all rows: their gradients, which are zero, are not all added
+        # to one row
         rows = embedding_lookup(table, local % held)
         rows = jnp.where(here[..., None], rows, jnp.where(outside, jnp.nan, 0)[..., None].astype(rows.dtype))
         if exchanged:
@@ -160,8 +166,8 @@ class Embed(WeightOwner):
 
 
 class TiedHead(Layer):
-    """The final norm, and the projection to the vocabulary with the table of an embedding. For a head with a weight of
-    its own, use a `LayerNormDense`.
+    """Applies the final norm, and projects to the vocabulary with the table of an embedding. For a head with a weight
+    of its own, use a `LayerNormDense`.
 
     The embedding and the head each gather the table, and each reduce-scatter its gradient.
 
@@ -170,10 +176,10 @@ class TiedHead(Layer):
         norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
         epsilon: the epsilon of the norm.
         param_dtype: the dtype of the norm's parameters.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
 
     Raises:
-        ValueError: if `norm` is anything else.
+        ValueError: if `norm` is none of these.
     """
 
     fewest_dims = 2

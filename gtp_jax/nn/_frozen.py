@@ -1,4 +1,4 @@
-"""Weights that are not trained: they are stored as codes, or in their dtype on the wire, and have no master copy."""
+"""Freezes weights: they are stored as codes, or in the dtype in which they are sent, and have no master copy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ._weight import Weight, groups_of, kernel_places, weight_owners
 class Frozen(GatheredOnUse):
     """A parameter that `freeze` made constant. It is not an `nnx.Param`: it has no gradient, and no optimizer sees it.
 
-    A weight that was frozen as codes is stored as a `QuantizedArray` of the matrix that is multiplied, which has the
-    output features first. `gtp_jax.dequantize(kernel.get_value())` returns its values.
+    A weight that was frozen as codes is stored as a `QuantizedArray` of its matrix, whose rows are the output features.
+    `gtp_jax.dequantize(kernel.get_value())` returns its values.
     """
 
     constant = True  # `gtp_jax.shard` recognizes frozen weights by this
@@ -42,7 +42,7 @@ class Frozen(GatheredOnUse):
         """Returns the value of the variable.
 
         Raises:
-            TypeError: if single elements are read, but the weight is stored as codes.
+            TypeError: if an index is given, as in `kernel[0]`, but the weight is stored as codes.
         """
         if "index" in index and isinstance(self.get_raw_value(), QuantizedArray):
             raise TypeError(
@@ -65,17 +65,17 @@ class Frozen(GatheredOnUse):
 
 
 def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: Any = nnx.LoRAParam) -> M:
-    """Returns the model with all parameters constant except those that are trained, such as adapters (LoRA).
+    """Returns a copy of the model in which all parameters are constant, except those that `trained` matches, such as
+    LoRA adapters.
 
-    Weights that are gathered are stored in the form in which they travel: as codes and scales if the recipe quantizes
-    them, otherwise as arrays in the module's dtype. They have no master copy, gradient or optimizer state, and no step
-    quantizes them again: freezing computes once, bit for bit, the codes that `train_step(recipe=...)` computes in every
-    step from the same master weights. Other constant parameters, such as norms and biases, keep their values and
-    dtypes.
+    Weights that are gathered are stored in the form in which they are sent: as codes and scales if the recipe quantizes
+    them, otherwise as arrays in the module's dtype. They have no master copy, gradient or optimizer state. No step
+    quantizes them again. The codes equal, bit for bit, those that `train_step(recipe=...)` would compute in every step
+    from the same master weights. Other constant parameters, such as norms and biases, keep their values and dtypes.
 
-    The stored arrays have logical shapes and are sharded like the shards that travel, so that a checkpoint can be
-    restored on any mesh. They are replicated over axes that would divide only masters and optimizer state (dp), because
-    there are none.
+    The stored arrays have logical shapes, so that a checkpoint can be restored on any mesh. (Under
+    `gtp_jax.even_shares`, arrays may be padded.) Each rank stores the shard that it sends. The optimizer's axes (dp) do
+    not divide shards further, because there is no master copy or optimizer state.
 
     Inside `gtp_jax.init`, master weights never leave the program that computes them:
 
@@ -85,15 +85,16 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
         model: the model, which is not changed. Its weights may have been loaded.
         recipe: the recipe, which decides which weights are stored as codes, and in which formats their modules
             multiply. Weights that it excludes are stored in the module's dtype. By default, no weight is stored as
-            codes. A recipe of `train_step` concerns only trained weights.
+            codes. The recipe of a later `train_step` applies only to trained weights.
         trained: an NNX filter for the parameters that remain parameters, such as `nnx.PathContains("adapter")`.
 
     Raises:
         TypeError: if `recipe` is not a recipe.
-        ValueError: if no parameter would be trained, or none frozen; if only some of the kernels that share a gather
-            would be trained; if the recipe rounds gradients stochastically, has delayed scaling, or gives layers of
-            one `Stack` different formats; if shards are not whole blocks of the format; if the recipe names modules or
-            layers that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
+        ValueError: if no parameter would be trained, or none would be frozen; if only some of the kernels of one module
+            would be trained; if the recipe rounds gradients stochastically, has delayed scaling, sends weights in a
+            format that cannot be stored, or gives layers of one `Stack` different formats; if a weight to be stored as
+            codes is padded, or its shards are not whole blocks of the format; if the recipe names modules or layers
+            that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()
@@ -124,7 +125,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
             known = FrozenAs(_format(group), group.operands)
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
     for place, variable in enumerate(leaves):
-        if place not in put:  # a copy, because a step donates its state, and the given model must not change
+        if place not in put:  # copied, because a step donates its state, and the given model must not change
             value = jax.tree.map(jnp.copy, variable.get_raw_value())
             put[place] = _frozen(variable, value) if place in frozen else variable.replace(value)
     return nnx.merge(graph, jax.tree.unflatten(tree, [put[place] for place in range(len(leaves))]))
@@ -168,7 +169,7 @@ def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]
     """Returns whether all kernels of a module are frozen.
 
     Raises:
-        ValueError: if only some of them are, because they share a gather.
+        ValueError: if only some of them are: they could not be gathered together.
     """
     own = [place in frozen for place in places]
     if any(own) and not all(own):
@@ -232,7 +233,7 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
 
 
 def _kept(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
-    """Returns the arrays or codes that are stored for frozen weights instead of their masters."""
+    """Returns, for each weight to be frozen, the arrays or codes that are stored instead of its masters."""
     coded = [group for group in groups if group.wire is not None]
 
     def run(masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
@@ -249,7 +250,7 @@ def _format(group: WeightGroup) -> Format | None:
 
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:
-    """Returns masters in the dtype in which they travel, with the partition of the shards that travel."""
+    """Returns masters in the dtype in which they are sent, partitioned into the shards that ranks send."""
     of_shards = [x if one.shard_padding.size else cut(x, one) for x, one in zip(masters, group.layouts, strict=True)]
     cast = tuple(jnp.array(x, group.dtype, copy=True) for x in of_shards)
     if current_view() != "global":

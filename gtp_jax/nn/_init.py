@@ -19,21 +19,21 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     """Builds a model on the mesh in scope, with every array sharded from the start.
 
     The program that computes the values is compiled with the shardings of its outputs, so that no device ever holds a
-    whole model. The values are those of the logical arrays, so that models on different meshes start equal.
+    whole model. Initializers compute the logical arrays, so that models on different meshes start with equal values.
 
     Args:
-        factory: a function that makes the model, such as its class. It is called once to find the shapes, and once
+        factory: a function that makes the model, such as its class. It is traced once to find the shapes, and once
             under `jax.jit`.
         rngs: the random streams, as for any NNX module.
 
     Returns:
-        The model, with sharded arrays. Its weights know their paths in the model, against which recipes match their
-        patterns; see `gtp_jax.use_recipe`. Without a mesh, the model is whole on one device, and a warning is issued if
-        there are several.
+        The model, with sharded arrays. Each weight stores its path in the model, because recipes match their patterns
+        against paths; see `gtp_jax.use_recipe`. Without a mesh, the model is whole on one device, and a warning is
+        issued if there are several devices.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
-            program.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if it is called while
+            JAX traces a program.
         TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     check_mesh_in_scope(creates=True)
@@ -62,15 +62,15 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 
 
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """Returns the model with a `jax.ShapeDtypeStruct`, sharded for the mesh in scope, instead of each array.
+    """Returns the model with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is for the mesh in scope.
 
-    Nothing is allocated, so that the mesh may consist of devices that do not exist here. The weights know their paths,
-    as those of `init` do. The factory is called with `nnx.Rngs(0)`. If a model keeps its `nnx.Rngs`, with streams of
+    Nothing is allocated, so that the mesh may consist of devices that do not exist here. Each weight stores its path,
+    as after `init`. The factory is called with `nnx.Rngs(0)`. If the model keeps its `nnx.Rngs` and needs streams of
     certain names, let the factory make them: `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or while JAX traces a
-            program.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if it is called while
+            JAX traces a program.
         TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     model = _abstract(factory)
@@ -79,7 +79,7 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
 
 
 def _abstract[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """Returns an abstract model as its factory makes it: its weights do not yet know their paths."""
+    """Returns an abstract model whose weights do not yet store their paths; see `name_weights`."""
     check_mesh_in_scope()
     mesh = mesh_of_devices("gtp_jax.nn.abstract_model")
     # not `nnx.eval_shape`, which assumes that every variable holds one array: quantized weights hold several
@@ -106,8 +106,8 @@ def _shardings(mesh: Mesh, leaf: Any) -> Any:
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Raises an error if a module keeps an array in a plain attribute, because Flax does not treat such an array as
-    data if it was made under a trace.
+    """Checks that no module keeps an array in a plain attribute. Flax does not treat such an array as data if it was
+    made under a trace.
 
     Raises:
         TypeError: if there is such an attribute. The message names the module and the attribute.

@@ -1,4 +1,4 @@
-"""The base of every module: one call that works without a mesh, in global view and inside a `shard_map`."""
+"""Provides the base class of layers, whose call works without a mesh, in global view and inside a `shard_map`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from ._cache import Cache
 from ._maxima import with_maxima, without_maxima
 from ._shared import SharedInputs
 
-# A leaf of a module's state: a variable, or an array that is an attribute of a module.
+# A leaf of a module's state: a variable, or an array that is a plain attribute of a module.
 Leaf = Any
 
 
 def layout_of(leaf: Leaf) -> Layout | None:
     """Returns the layout of a weight that is gathered, from its metadata; `None` for any other leaf.
 
-    Such a weight is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one.
+    Weights are recognized by this metadata and not by their type: most kernels are plain `nnx.Param`s, so that Flax,
+    especially its Linen bridge, treats them as such.
     """
     return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
 
 
 def partition_of(leaf: Leaf) -> Any:
-    """Returns the partition spec of a variable's array, including the leading dimension of a stack; that of a whole
-    array if its metadata name none. For quantized weights, returns the partition specs of the arrays of codes and
+    """Returns the partition spec of a leaf's array, including the leading dimension of a stack. If its metadata contain
+    no sharding, the array is whole. For quantized weights, returns the partition specs of the arrays of codes and
     scales."""
     layout = layout_of(leaf)
     value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -51,8 +52,9 @@ def partition_of(leaf: Leaf) -> Any:
 
 
 def value_of(leaf: Leaf) -> Any:
-    """Returns the value of a variable: usually an array; for a weight about which more is known than its array, a
-    `Stored`; in a chain, a `Gathered`. A leaf that is an array is returned as it is."""
+    """Returns the value of a leaf. The value of a variable is usually an array. It is a `Stored` if decisions about a
+    weight are kept with its array, and a `Gathered` if a chain has gathered the weight. A leaf that is an array is
+    returned unchanged."""
     if not isinstance(leaf, nnx.Variable):
         return leaf
     value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
@@ -60,8 +62,8 @@ def value_of(leaf: Leaf) -> Any:
 
 
 def with_value(variable: Leaf, value: Any) -> Leaf:
-    """Returns the variable with a value that `value_of` then returns. For a leaf that is an array, returns the value
-    itself."""
+    """Returns a copy of the variable that holds `value`, in the form that `value_of` reads. For a leaf that is an
+    array, returns `value` itself."""
     if not isinstance(variable, nnx.Variable):
         return value
     if not isinstance(value, Stored):
@@ -93,8 +95,8 @@ _REFUSED_READS = {Holds.PLACEHOLDER: _refuse_read, Holds.ROUNDED: _refuse_rounde
 
 
 class _Method:
-    """A method that `nnx.tabulate` does not call, because it is not a function. `nnx.tabulate` would call every public
-    function of a class with arrays."""
+    """A method that `nnx.tabulate` ignores, because it is not a function. `nnx.tabulate` takes every public function of
+    a class for a call that maps arrays to arrays."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__dict__.update(vars(function))  # including the mark of abstract methods
@@ -108,12 +110,12 @@ class _Method:
 
 
 def check_shape(variable: Leaf, owner: str) -> None:
-    """Checks that a weight holds an array of the shape that it was built with. In local view, nothing is checked,
-    because a rank sees only its part.
+    """Checks that a weight holds an array of the shape that it was built with. Checks nothing in local view, where a
+    rank sees only its part, and nothing about codes, which cannot be set.
 
     Args:
         variable: the variable of the weight, possibly with a leading dimension of layers.
-        owner: the name of its owner in error messages.
+        owner: the name of the weight's owner in error messages.
 
     Raises:
         ValueError: if the array has another shape. The message names both shapes.
@@ -136,10 +138,10 @@ def check_shape(variable: Leaf, owner: str) -> None:
 class _RefuseBroadcast:
     """A hook for `on_set_value` that refuses to fill a weight by broadcasting an array. Scalars are allowed.
 
-    It is a hook because a weight is a plain `nnx.Param`, which cannot have a `set_value` of its own. A hook does not
-    receive the index, so it refuses `kernel[0] = row` as well as `kernel[...] = row`. Its truth value is false,
-    because `nnx.Optimizer` copies a parameter's metadata to variables of its own, and NNX warns of every hook of a new
-    variable that is true.
+    It is a hook because most weights are plain `nnx.Param`s, which cannot have a `set_value` of their own. A hook does
+    not receive the index, so it refuses `kernel[0] = row` as well as `kernel[...] = row`. Its truth value is false,
+    because `nnx.Optimizer` copies a parameter's metadata to new variables, and NNX warns if a new variable has a hook
+    whose truth value is true.
 
     Raises:
         ValueError: if an array would be broadcast. The message names both shapes.
@@ -169,7 +171,7 @@ refuse_broadcast = _RefuseBroadcast()
 
 
 class Layer(nnx.Module):
-    """A module whose call works in every view; see `current_view`.
+    """A module whose call works in every view; see `gtp_jax.mesh.current_view`.
 
     Without a mesh, or inside a `shard_map`, a call runs `local`. In global view, it opens a `shard_map`, and runs
     `local` in local view inside it.
@@ -177,7 +179,8 @@ class Layer(nnx.Module):
     Attributes:
         sequence_parallel: whether activations between layers are sharded along the sequence, over the tensor axis; see
             `shards_sequence`.
-        fewest_dims: the minimum number of dimensions of an input whose first dimension is the batch.
+        fewest_dims: the minimum number of dimensions of the input if the batch is sharded. Dimension 0 must then be the
+            batch.
     """
 
     sequence_parallel: bool
@@ -233,8 +236,8 @@ class Layer(nnx.Module):
 
     @property
     def converts(self) -> tuple[bool, bool]:
-        """Whether `from_global` and `to_global` change their arguments; by default, whether the class overrides
-        them."""
+        """Two flags: whether `from_global` changes its argument, and whether `to_global` does. By default, whether the
+        class overrides these methods."""
         own = type(self)
         return own.from_global is not Layer.from_global, own.to_global is not Layer.to_global
 
@@ -243,18 +246,19 @@ class Layer(nnx.Module):
         axes shard dimension 0, and other dimensions are whole; a scalar or a random key is whole.
 
         Args:
-            name: the name of the argument; or if it is passed by position, its index after the first input, from 0.
+            name: the name of the argument. For a positional argument, its index among those after the first input, from
+                0.
             array: the array, or anything with a shape.
         """
         del name
         return PartitionSpec(self.roles.batch) if jnp.ndim(array) else PartitionSpec()
 
     def from_global(self, x: Any) -> Any:
-        """Returns the input of `local`, given this rank's part, by `partitions`, of the global input."""
+        """Converts this rank's part of the global input, as `partitions` divides it, to the input of `local`."""
         return x
 
     def to_global(self, y: Any) -> Any:
-        """Returns this rank's part, by `partitions`, of the global output, given the output of `local`."""
+        """Converts the output of `local` to this rank's part of the global output, as `partitions` divides it."""
         return y
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,8 +287,8 @@ def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
 
 
 def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
-    """Returns the partition of activations inside a parallel layer. Features are sharded over the tensor axis, or whole
-    if it does not divide them evenly, because global arrays cannot be sharded unevenly."""
+    """Returns the partition of activations inside a parallel layer. Features are sharded over the tensor axis if it
+    divides them evenly (`even`). Otherwise, they are whole, because global arrays cannot be sharded unevenly."""
     if ndim == 1:  # features alone
         return PartitionSpec(roles.tensor) if even else PartitionSpec()
     if not even:
@@ -293,7 +297,8 @@ def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec
 
 
 def states_partitions(module: nnx.Module) -> TypeGuard[Layer]:
-    """Returns whether a module states how its input and output are partitioned in global view."""
+    """Returns whether a module states how its input and output are partitioned in global view, by setting
+    `sequence_parallel` or overriding `partitions`."""
     if not isinstance(module, Layer):
         return False
     return hasattr(module, "sequence_parallel") or type(module).partitions is not Layer.partitions
@@ -310,7 +315,7 @@ def sides_of(layer: Layer, taken: int, returned: int) -> tuple[PartitionSpec, Pa
 def in_shard_map(
     module: Layer, x: jax.Array, into: PartitionSpec, out: PartitionSpec, others: SharedInputs | None = None
 ) -> Any:
-    """Calls a module in global view, on every rank's own part. Caches that the call writes are updated.
+    """Calls a module in global view, on every rank's own part. Updates the caches that the call writes.
 
     Args:
         module: the module, which is called with this rank's part of `x` inside a `shard_map`.
@@ -320,8 +325,10 @@ def in_shard_map(
         others: further inputs, whose partitions `Layer.partition_of_input` returns.
 
     Raises:
-        ValueError: if the mesh does not divide the batch or the sequence; if inputs differ in the size of the batch; if
-            the model was built for another mesh; or if the call writes variables other than parameters and caches.
+        ValueError: if the input has too few dimensions; if the mesh does not divide the batch or the sequence evenly;
+            if inputs differ in the size of the batch; if the model was built for other mesh degrees; if a weight's
+            array does not have the shape that it was built with; or if the call writes variables other than parameters
+            and caches.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
@@ -378,8 +385,8 @@ def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array
 
 
 def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
-    """Raises an error if a call has written variables other than parameters and caches, because each rank would have
-    written values of its own."""
+    """Raises a `ValueError` if a call has written variables other than parameters and caches, because each rank may
+    have written a different value."""
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
         leaves = jax.tree.leaves(value_of(v))
@@ -405,8 +412,8 @@ def _value_spec(variable: Leaf) -> Any:
 
 
 def _for_view(value: Any) -> Any:
-    """Returns a variable's value, with the keys of stochastic rounding for the current call, and all arrays in dtypes
-    that a `shard_map` accepts."""
+    """Returns a variable's value as an argument of a `shard_map`: with the keys of stochastic rounding for the current
+    call, and with all arrays in dtypes that a `shard_map` accepts."""
     if not isinstance(value, Stored | Gathered):
         return value
     keys = None if value.keys is None else value.keys.for_view()
@@ -415,8 +422,8 @@ def _for_view(value: Any) -> Any:
 
 
 def _on_rank(value: Any) -> Any:
-    """Returns a variable's value inside the `shard_map`, with this rank's own keys of stochastic rounding: the inverse
-    of `_for_view`."""
+    """Restores the value that `_for_view` converted, inside the `shard_map`. Makes the keys of stochastic rounding
+    differ between ranks."""
     if not isinstance(value, Stored | Gathered):
         return value
     keys, scaling = value.keys, None if value.scaling is None else with_maxima(value.scaling)

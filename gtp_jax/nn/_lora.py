@@ -35,37 +35,39 @@ def lora[M: nnx.Module](
     recipe: Recipe | None = None,
     rngs: nnx.Rngs,
 ) -> M:
-    """Returns the model with an adapter on each targeted projection, and with all other parameters frozen.
+    """Returns a copy of the model with an adapter on each targeted projection, in which all other parameters are
+    frozen.
 
-    Projections are the kernels of `Dense`, and of Flax's `nnx.Linear` and `nnx.LinearGeneral`. Call `gtp_jax.shard`, if
-    you use it, before this function.
+    A projection is a kernel of a `Dense`, `nnx.Linear` or `nnx.LinearGeneral`. If you use `gtp_jax.shard`, call it
+    before this function.
 
     `x @ kernel` becomes `x @ kernel + alpha / rank * dropout(x) @ a @ b`. Each projection has its own adapter, even if
-    several projections share a matmul (query, key and value; gate and up). Initially `a` is Kaiming-uniform and `b` is
-    zero, so that the model at first computes the same as before. Adapters are `nnx.LoRAParam`s in at least float32.
-    They are whole over gtp, and sharded over tp along the dimension of the kernel that tp divides. A step computes and
-    sums gradients of the adapters only.
+    several projections share a matmul (query, key and value; gate and up). Initially, `a` is Kaiming-uniform and `b` is
+    zero, so that the model at first computes the same as before. Both are `nnx.LoRAParam`s of dtype float32, or of the
+    projection's dtype if that is wider. gtp does not shard them. If tp divides the kernel, it also shards one of them;
+    see `Adapter`. A step computes and sums gradients of the adapters only.
 
         model = gtp_jax.lora(gtp_jax.models.load("llama"), 8, 16, rngs=nnx.Rngs(0))
 
     Args:
-        model: the model, which is not changed. It may already be frozen, also as codes.
+        model: the model, which is not changed. It may already be frozen, even as codes.
         rank: the rank of the adapters.
         alpha: the numerator of the adapters' scale, `alpha / rank`.
         targets: patterns of projections, such as `"query"`, `"attention.out"` or `"mlp"`: names joined by dots, with
-            wildcards, as in a recipe. If a layer has several kernels, the kernel's name is the last of its path. By
-            default all projections, except those with the usual names of heads and embeddings.
+            wildcards, as in a recipe. In a layer with several kernels, the path of a projection ends with the kernel's
+            name. By default, all projections are targeted, except those with the usual names of heads and embeddings.
         dropout: the fraction of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`,
-            with different random bits in each step and microbatch. Elsewhere nothing is dropped. Each rank has its own
-            bits, so that they differ between meshes.
+            with different random bits in each step and microbatch. In other calls, nothing is dropped. Each rank draws
+            its own bits, so that results differ between meshes.
         recipe: the recipe, which decides which weights are frozen as codes; see `freeze`.
-        rngs: the random streams, of which `params` is used.
+        rngs: the random streams; only the stream `params` is used.
 
     Raises:
         ValueError: if an argument is out of range; if a pattern matches no projection, or matches weights that are not
-            projections, such as those of experts; if a targeted Flax layer is in several places, or its kernel is
-            stacked; if a `recipe` is given and a Flax layer is targeted; if the model already has adapters; if it is
-            abstract, or the call is inside a `shard_map`; or for the reasons that `freeze` gives.
+            projections, such as those of experts; if a targeted Flax layer is in several places of the model, has a
+            stacked kernel, or does not contract the last dimensions of its input; if a `recipe` is given and a Flax
+            layer is targeted; if the model has no projections, already has adapters, or is abstract; if the call is
+            inside a `shard_map`; or for the reasons that `freeze` gives.
     """
     _check(rank, alpha, dropout)
     check_mesh_in_scope()
@@ -124,12 +126,12 @@ class _Place:
     """A projection that can have an adapter.
 
     Attributes:
-        words: the path of the projection, against which patterns are matched.
+        words: the path of the projection as strings, which patterns must match.
         path: the path of its layer.
         layer: the layer, a `Dense` or a Flax layer.
         name: the name of the kernel in a `Dense`; empty if it is the only one.
         layout: the layout of the kernel.
-        dtype: the dtype of a `Dense`, or the parameter dtype of a Flax layer.
+        dtype: the compute dtype of a `Dense`, or the parameter dtype of a Flax layer.
         holder: the node that contains a Flax layer; `None` for a `Dense`.
     """
 
@@ -156,7 +158,7 @@ class _Place:
 
 
 def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
-    """Returns the projections that get adapters, in the order of their paths."""
+    """Returns the projections that `targets` selects, in the order of their paths."""
     found: dict[tuple[str, ...], _Place] = {}
     others: dict[tuple[str, ...], str] = {}
     for path, owner in weight_owners(model).items():

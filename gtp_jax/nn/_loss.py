@@ -17,10 +17,10 @@ def cross_entropy(
     """Returns the weighted sum of the token losses and the sum of the weights, which by default is the number of
     tokens. Their quotient is the mean loss.
 
-    Inside a `shard_map`, the sums are over this rank's examples; in global view, over the whole batch. If the ranks do
-    not divide the batch, each rank computes all of it. A token that is left out affects neither the sums nor any
-    gradient, even if its logits are not finite. The function itself can be differentiated in reverse mode only; its
-    gradient can be differentiated by `jax.jvp` or `jax.grad`.
+    Inside a `shard_map`, the sums are over this rank's examples; otherwise, over the whole batch. In global view, if
+    the batch cannot be divided evenly among the ranks, every rank computes the sums of the whole batch. A token that is
+    left out affects neither the sums nor any gradient, even if its logits are not finite. Only reverse-mode
+    differentiation is supported. The gradient can be differentiated again by `jax.jvp` or `jax.grad`.
 
     Args:
         logits: `(batch, ..., vocab)`, with any number of dimensions: `(batch, sequence, vocab)` for a language model,
@@ -87,7 +87,7 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
             raise ValueError(
                 f"`vocab_size` is {vocab_size}, but the last dimension of the logits is {width}. Remove `vocab_size`."
             )
-        # a global array is sharded over tp if tp divides it; otherwise it is whole
+        # the vocabulary of a global array is sharded over tp if tp divides it; otherwise it is whole
         return tp > 1 and width % tp == 0, width
     if vocab_size is None:
         raise ValueError(
