@@ -21,12 +21,12 @@ class MLP(Layer):
         features: the size of the input and of the output.
         hidden: the size of the hidden layer, whose features tp shards.
         gated: whether there is a gate. Without one, the layer computes `down(activation(up(norm(x))))`.
-        activation: the elementwise function applied to the gate, or without a gate to the hidden layer.
+        activation: the elementwise function that is applied to the gate; if there is no gate, to `up(norm(x))`.
         norm: the norm of the input, as in `LayerNormDense`.
         epsilon: the epsilon of the norm.
         sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
-        rngs: the random streams, of which `params` is used.
-        options: further arguments of both `Dense` layers.
+        rngs: the random streams; only the stream `params` is used.
+        options: further arguments for the layers `up` and `down`; see `Dense`.
     """
 
     fewest_dims = 2

@@ -1,4 +1,4 @@
-"""A model split into plain arrays and a definition from which it can be merged again."""
+"""Splits a model into plain arrays and a definition, from which the model can be merged again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._weight import layer_counts
 
 Tree = Any
 
-# Replaces, in a definition, an array that is an attribute of a module.
+# The placeholder in a definition for an array that is a plain attribute of a module.
 _ARRAY = object()
 
 
@@ -35,17 +35,18 @@ class ModelDef:
         variables: an NNX state of the model's variables and arrays, without their values.
         specs: a nested dict of the parameters' partitions.
         layouts: a nested dict with the `Layout` of each parameter, or `None` for a parameter that is not gathered.
-        state_specs: a nested dict of the partitions of other variables.
-        key_impls: for variables that hold random keys, the implementation of the random generator, by path. A state
-            holds the words of the keys.
+        state_specs: a nested dict of the partitions of the variables that are neither parameters nor frozen.
+        key_impls: the implementation of the random generator of each variable that holds random keys, by path.
+            `Split.model_state` holds the words of these keys, not the keys.
         roles: the roles of the mesh axes.
         frozen_specs: a nested dict of the partitions of frozen weights.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         padded: the layouts of the parameters and frozen weights whose stored arrays are padded, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
-        largest_unit: the size in bytes of one rank's part of the reduced gradients of the largest unit of
-            `gtp_jax.shard`, if the model computes in 16 bits; 0 without units.
+        largest_unit: for the largest unit of `gtp_jax.shard` (a module whose weights are gathered together), the size
+            in bytes of one rank's part of the reduced gradients, assuming that the model computes in 16 bits; 0 without
+            units.
     """
 
     graph: Any
@@ -65,15 +66,15 @@ class ModelDef:
         """Checks that the model was built for a mesh with the degrees of the mesh in scope.
 
         Raises:
-            ValueError: if it was built for a mesh of other degrees; or as in `check_mesh_in_scope`. The message names
-                the degrees of both.
+            ValueError: if it was built for other degrees, or if the mesh in scope cannot be used
+                (`check_mesh_in_scope`). The message names the degrees of both meshes.
         """
         check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
     def logical_shapes(self, params: Tree) -> dict[Path, tuple[int, ...]]:
-        """Returns the shape of each parameter without padding, by path."""
+        """Returns the shape of each parameter without padding, by path. Leading dimensions of layers are included."""
         found = {}
         for path, leaf in with_paths(params):
             layout = self.padded.get(path)
@@ -90,7 +91,8 @@ class ModelDef:
             params: a nested dict of the parameters.
             model_state: a nested dict of the other variables, if there are any.
             frozen: a nested dict of the frozen weights, if there are any.
-            read_only: whether code that sets a parameter raises an error, because a step would lose the change.
+            read_only: whether setting a parameter of the returned model raises an error. A step would lose such a
+                change.
         """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
@@ -104,8 +106,8 @@ class ModelDef:
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns the values of a model's variables that are neither parameters nor frozen, for example after a call.
-        Leaves out variables that the model did not have when it was split."""
+        """Returns the values of the variables of `model` that are neither parameters nor frozen, for example after a
+        call. Leaves out variables that the model did not have when it was split."""
         known = {path for path, _ in nnx.to_flat_state(self.variables)}
         found = [(path, v) for path, v in _others(nnx.split(model)[1]) if path in known]
         return _nested(found)
@@ -118,7 +120,7 @@ class Split(NamedTuple):
         model_def: the definition.
         params: the parameters.
         model_state: the other variables, such as batch statistics, random keys and counts.
-        frozen: the weights that are not trained, some of them as codes; see `freeze`.
+        frozen: the parameters that are not trained; some are stored as codes. See `freeze`.
     """
 
     model_def: ModelDef
@@ -131,9 +133,9 @@ def split_model(model: nnx.Module) -> Split:
     """Splits a model into its definition and its arrays.
 
     Raises:
-        ValueError: if modules were built under different roles; if a weight holds an array of another shape than it was
-            built with; or if the model has an `nnx.WeightNorm` or `nnx.SpectralNorm`, which write parameters when
-            called.
+        ValueError: if modules were built under different roles; if the array of a weight does not have the shape that
+            the weight was built with; or if the model has an `nnx.WeightNorm` or `nnx.SpectralNorm`, because these
+            write parameters when they are called.
     """
     _refuse_writers(model)
     graph, variables = nnx.split(model)
@@ -172,8 +174,8 @@ def split_model(model: nnx.Module) -> Split:
 
 
 def _others(variables: Any) -> list[tuple[Any, Leaf]]:
-    """Returns, by path, the variables of a state that are neither parameters nor frozen, and the arrays that are
-    attributes."""
+    """Returns `(path, leaf)` for each variable of a state that is neither a parameter nor frozen, and for each array
+    that is a plain attribute."""
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
 
 
@@ -212,8 +214,8 @@ def _roles_of(layouts: Any) -> Roles:
 
 
 def _refuse_writers(model: nnx.Module) -> None:
-    """Raises an error if a model has a Flax module that sets the parameters of its layer, because a step updates the
-    parameters that it was given, and would lose the change."""
+    """Raises a `ValueError` if a model has a Flax module that sets the parameters of its layer. A step updates the
+    parameters that it was given, so it would lose the change."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
             raise ValueError(
@@ -232,8 +234,8 @@ def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _RefuseWrite:
-    """A hook for `on_set_value` that refuses to set the variable. All such hooks compare equal, so that the metadata of
-    layers of the same structure stay equal.
+    """A hook for `on_set_value` that raises an error when the variable is set. All such hooks compare equal, so that
+    layers of the same structure still have equal metadata.
 
     Attributes:
         path: the path of the variable in the model.

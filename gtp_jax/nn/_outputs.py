@@ -1,4 +1,4 @@
-"""Outputs of layers in addition to the activation: the variables that they write."""
+"""Collects the variables that a layer writes in a call: its outputs in addition to the activation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..chain import Outputs
 from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
-# The variables of one layer, or the stacked variables of a stack's layers, and arrays that are attributes; by path.
+# By path: the variables of one layer, or the stacked variables of a stack's layers; and arrays that are plain
+# attributes.
 Written = dict[tuple[Any, ...], Leaf]
 
 
@@ -25,15 +26,15 @@ class AuxLoss(nnx.Variable):
     After the call, `nnx.state(model, gtp_jax.AuxLoss)` contains the losses; those of a `Stack` are stacked, one per
     layer. A loss function adds them to its own loss, and gradients flow through them.
 
-    In NNX, a module returns further values as variables. Every transformation already carries these, so that the same
-    module works alone, in a Python loop and in a `Stack`. A tuple would change what the layer returns. `Module.sow`
-    creates variables during the call, which NNX has deprecated outside of `nnx.capture`. Both `sow` and any other type
-    of variable nevertheless work.
+    The loss is a variable and not a second return value, because every NNX transformation carries variables: the same
+    module works alone, in a Python loop and in a `Stack`. Other types of variables work too. So does `Module.sow`, but
+    it creates variables during the call, which NNX has deprecated outside of `nnx.capture`.
     """
 
 
 class Metric(nnx.Variable):
-    """A value that a layer reports, declared and written like an `AuxLoss`. Gradients do not flow through it."""
+    """A value that a layer reports, declared and written like an `AuxLoss`. In a `Stack`, gradients do not flow through
+    it."""
 
 
 # The types of variables, besides `Metric`, whose values have no gradient in a `Stack`.
@@ -41,19 +42,19 @@ _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState, Cache)
 
 
 def variables_of(module: nnx.Module) -> Written:
-    """Returns the module's variables and arrays by path, except weights that are gathered."""
+    """Returns the module's variables and attributes that are arrays, by path, except weights that are gathered."""
     flat = nnx.to_flat_state(nnx.split(module)[1])
     return {path: v for path, v in flat if layout_of(v) is None}
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Returns the current values of the variables. Containers are copied, because a call may change them in place, as
-    `sow` adds to a dict."""
+    """Returns the current values of the variables. Containers are copied, because a call may change them in place:
+    `Module.sow` may add to a dict."""
     return {path: jax.tree.map(lambda a: a, value_of(variable)) for path, variable in variables.items()}
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
-    """Returns the variables that a call has written, as outputs of the chain.
+    """Returns the variables that a call has written, as outputs of a layer in a chain.
 
     Args:
         before: the values of the module's variables before the call, by path.
@@ -61,7 +62,7 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
         name: the name of the module in error messages.
 
     Raises:
-        ValueError: if the call has written a parameter, or an attribute that is an array.
+        ValueError: if the call has written a parameter, or a plain attribute that is an array.
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
@@ -81,7 +82,7 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
             kinds["metrics"].append((path, variable))
         elif isinstance(variable, _WITHOUT_GRADIENT):
             kinds["state"].append((path, variable))
-        else:  # floats are differentiated, as they would be in a Python loop over the layers
+        else:  # floating-point arrays are differentiated, as they would be in a Python loop over the layers
             kinds["scalars"].append((path, _only(variable, floats=True)))
             kinds["state"].append((path, _only(variable, floats=False)))
     return Outputs(**{kind: nnx.from_flat_state(variables) if variables else () for kind, variables in kinds.items()})
@@ -92,8 +93,8 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
 
     Args:
         module: the module, or the layers of a stack.
-        parts: the outputs of the module's stages, in order: several for a stack that consists of several stretches of
-            layers, otherwise one.
+        parts: the outputs of the module's stages, in order: one for each stretch of a stack's layers (see `_stages`),
+            or one if the module is not a stack.
         stacked: whether arrays have a leading dimension of layers.
     """
     outputs = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts) if stacked and len(parts) > 1 else parts[0]
@@ -109,7 +110,8 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
 
 
 def _only(variable: nnx.Variable, *, floats: bool) -> nnx.Variable:
-    """Returns the variable with only its floats, or only its other arrays; the rest is replaced by `None`."""
+    """Returns the variable with only its floating-point arrays, or only its other arrays; the rest is replaced by
+    `None`."""
     value = jax.tree.map(lambda a: a if is_float(a) is floats else None, variable.get_value())
     return variable.replace(value)
 
@@ -122,7 +124,8 @@ def _joined(one: nnx.Variable, other: nnx.Variable) -> nnx.Variable:
 
 
 def is_float(leaf: Any) -> bool:
-    """Returns whether an array consists of floats, so that gradients can be taken with respect to it."""
+    """Returns whether an array consists of floating-point or complex numbers, so that gradients can be taken with
+    respect to it."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jnp.issubdtype(dtype, jnp.inexact)
 

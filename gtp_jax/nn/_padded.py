@@ -1,4 +1,4 @@
-"""Variables whose stored array is padded, and that are read and set in their logical shape."""
+"""Provides variables that store a padded array, but are read and set in their logical shape."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ..mesh import current_view, stacked_spec
 
 
 class Padded(nnx.Variable):
-    """The methods of a variable that may hold a padded array; see `gtp_jax.layout.Storage`.
+    """Provides the methods of variables that may hold a padded array; see `gtp_jax.layout.Storage`.
 
-    `param[...]`, `param.shape` and `get_value` give the logical array. An array of logical shape that is put into the
-    variable, by `param[...] = array`, `set_value` or `nnx.update`, is padded. `nnx.state` and `get_raw_value` have the
-    stored array, whose padding is zero. `nnx.update` refuses an array of the stored shape, because `nnx.Optimizer`
-    would otherwise use it to store values that were computed with the padding.
+    `param[...]`, `param.shape` and `get_value` show the logical array. `param[...] = array`, `set_value` and
+    `nnx.update` accept an array of logical shape, and pad it. `nnx.state` and `get_raw_value` return the stored array,
+    whose padding is zero. `nnx.update` refuses an array of the stored shape: `nnx.Optimizer` would otherwise store
+    updates that it computed from the padded array.
+
+    In local view, variables hold this rank's part, which is read and set unchanged.
     """
 
     def get_value(self, **index: Any) -> Any:
         layout, value = padded_layout(self), self.get_raw_value()
         if layout is None or not _has_shape(value, layout.array_shape):
             return super().get_value(**index)
-        if isinstance(value, jax.ShapeDtypeStruct):  # of an abstract model; JAX has no uneven shardings
+        if isinstance(value, jax.ShapeDtypeStruct):  # abstract; without a sharding, because JAX has no uneven ones
             return jax.ShapeDtypeStruct(logical_shape(self), value.dtype)
         whole = cut(super().get_value(), layout)
         at = index.get("index", ...)
@@ -49,7 +51,7 @@ class Padded(nnx.Variable):
 
     def set_raw_value(self, value: Any, **options: Any) -> None:
         layout = padded_layout(self)
-        # options are passed only by `nnx.update`, and only if it is given an array
+        # only `nnx.update` passes options, and only if it is given an array
         if options and layout is not None and current_view() != "local" and _has_shape(value, layout.array_shape):
             raise _not_updated(layout)
         super().set_raw_value(_stored(value, padded_layout(self)), **options)
@@ -64,8 +66,9 @@ class Padded(nnx.Variable):
 
 
 class _RefuseOptimizer:
-    """A hook for `on_create_value` that refuses the variables of an `nnx.Optimizer`, which copies a parameter's
-    metadata to them. Its truth value is false, because NNX warns of every hook of a new variable that is true.
+    """A hook for `on_create_value` that raises an error when an `nnx.Optimizer` creates a variable with the metadata of
+    a padded parameter. Its truth value is false, because NNX warns if a new variable has a hook whose truth value is
+    true.
 
     Raises:
         ValueError: if the variable belongs to an `nnx.Optimizer`.
@@ -116,7 +119,7 @@ def _not_updated(layout: Layout | ArrayLayout) -> ValueError:
 
 
 class PaddedParam(Padded, nnx.Param):
-    """The parameter of a layer whose array is padded."""
+    """A layer's parameter that is stored padded."""
 
 
 def padded_layout(variable: nnx.Variable) -> Layout | ArrayLayout | None:
@@ -125,7 +128,8 @@ def padded_layout(variable: nnx.Variable) -> Layout | ArrayLayout | None:
 
 
 def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """Returns the shape of the logical array of a variable that may be abstract."""
+    """Returns the shape of a variable's logical array, including a leading dimension of layers. The variable may be
+    abstract."""
     layout, shape = padded_layout(variable), tuple(variable.get_raw_value().shape)
     if layout is None or not _has_shape(variable.get_raw_value(), layout.array_shape):
         return shape
@@ -143,7 +147,8 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _stored(value: Any, layout: Layout | ArrayLayout | None) -> Any:
-    """Returns what a variable stores when an array of logical shape is put into it, on the mesh in scope."""
+    """Returns what a variable stores when `value` is put into it. An array of logical shape is padded, and sharded on
+    the mesh in scope. Other values, and all values in local view, are returned unchanged."""
     if layout is None or current_view() == "local" or not _has_shape(value, layout.shape):
         return value
     if isinstance(value, jax.ShapeDtypeStruct):

@@ -1,4 +1,4 @@
-"""Quantizes a model's weights under a recipe, and gives them the weight groups that the recipe decides."""
+"""Quantizes a model's weights, and attaches to them the weight groups that a recipe decides."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from ._weight import weight_owners, with_weights
 
 
 def shards_of(model: nnx.Module) -> dict[ModulePath, Shards]:
-    """Returns the shards of all weights that this rank stores, by path of the module that owns them; in global view,
-    whole arrays. Frozen weights have an empty tuple."""
+    """Returns the shards of all weights, by path of their owner: in local view, those that this rank stores; otherwise,
+    the whole stored arrays. A frozen weight has an empty tuple."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
@@ -45,17 +45,18 @@ def with_groups(
     placeholders: bool = False,
     rounded: Collection[ModulePath] = (),
 ) -> Any:
-    """Returns a copy of the model that gathers what was prepared, and multiplies and sums gradients as its weight
-    groups say. Gradients are still taken with respect to its own parameters.
+    """Returns a copy of the model that gathers what was prepared. The weight groups determine in which formats the copy
+    multiplies, and how it sums gradients. Gradients are still taken with respect to the parameters of the copy.
 
     Args:
         model: the model, which is not changed.
         groups: the weight groups, as `gtp_jax.weights.resolve` returns them.
-        prepared: what `gtp_jax.weights.prepare` returned for its weights. A module without an entry prepares its own.
+        prepared: what `gtp_jax.weights.prepare` returned for the model's weights. A module without an entry prepares
+            its weights in each call.
         keys: the keys of stochastic rounding, by path; see `keys_of`. Not needed if no gradients are taken.
-        scaling: the scaling by amaxes of earlier steps, by path of each module that has one.
+        scaling: the scaling by amaxes of earlier steps, by path of each module that is scaled this way.
         placeholders: whether the model's weights are placeholders: arrays of NaN with the shapes of whole shards.
-        rounded: the paths of modules whose weights have been rounded to the dtype in which they travel.
+        rounded: the paths of modules whose weights have been rounded to the dtype in which they are sent.
     """
     keys, scaling = keys or {}, scaling or {}
     by_path: dict[ModulePath, list[tuple[Layers, WeightGroup]]] = {}
@@ -77,8 +78,9 @@ def with_groups(
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
-    """Returns the layers of a stack with their weights quantized, all layers at once. Returns the layers as they are if
-    there is no recipe, or if their weights have already been quantized and none has been replaced since."""
+    """Returns the layers of a stack after quantizing their weights, all layers at once. If a step has already decided
+    about the weights (`Stored`), quantizes them again only if one has been replaced since. Otherwise, returns the
+    layers unchanged if no recipe is in scope, or if recipes apply to none of the weights."""
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):
@@ -101,7 +103,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
 
 
 def keys_of(key: jax.Array, groups: Groups) -> dict[ModulePath, CallKeys]:
-    """Returns the keys of the modules that round stochastically, by path.
+    """Returns the keys of the modules that round gradients stochastically, by path.
 
     Args:
         key: the key of this step, microbatch and rank, uint32 `(2,)`.

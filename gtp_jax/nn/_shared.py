@@ -14,9 +14,9 @@ class SharedInputs:
     """The arguments that follow the activation in a call of a layer or a `Stack`, split into arrays and other values.
 
     Attributes:
-        arrays: the arrays among them, which a chain carries and a `shard_map` shards. Other values, such as `True`,
-            `"causal"` or `None`, are part of the program.
-        names: for each array, the name of the argument that contains it; or the argument's index if it is passed by
+        arrays: the arguments, or parts of arguments, that are arrays. A chain carries them, and a `shard_map` shards
+            them. Other values, such as `True`, `"causal"` or `None`, are constants of the program.
+        names: for each array, the name of the argument that contains it, or the argument's index if it was passed by
             position.
 
     Raises:
@@ -42,11 +42,11 @@ class SharedInputs:
 
     @property
     def empty(self) -> bool:
-        """Whether there are no such arguments."""
+        """Whether the call has no arguments after the activation."""
         return not self._is_array
 
     def without_arrays(self) -> SharedInputs:
-        """Returns only the other values, for functions that JAX keeps after the trace of the arrays has ended."""
+        """Returns a copy without the arrays, for functions that JAX keeps after the trace of the arrays has ended."""
         rest = copy.copy(self)
         rest.arrays = []
         return rest

@@ -26,23 +26,26 @@ class Stack(StackedLayers):
     """A chain of `length` layers of the same structure. Each layer's weights are gathered while the previous layer
     computes.
 
-    `stack(x, *shared, **shared)` equals
+    `stack(x, *shared, **named)` equals
 
         for layer in layers:
-            x = layer(x, *shared, **shared)
+            x = layer(x, *shared, **named)
 
-    Each layer receives the arrays among the shared inputs (positions, masks, an encoder's output), in forward and again
-    in backward; they are never saved per layer. Variables that a layer writes, such as `nnx.BatchStat`, the counts of
-    dropout's `nnx.RngStream`, `gtp_jax.AuxLoss` or values captured by `nnx.capture`, are updated as in that loop: once
-    per call, even if backward recomputes the layer. Gradients flow through those of them that are floats, but not
-    through `nnx.BatchStat` and `gtp_jax.Metric`, which leave the stack as constants.
+    The further arguments are the *shared inputs*, such as positions, masks or an encoder's output. Every layer receives
+    them, in forward and again in backward, so that no layer saves its own copy.
+
+    Variables that a layer writes, such as `nnx.BatchStat`, the counts of dropout's `nnx.RngStream`, `gtp_jax.AuxLoss`
+    or values captured by `nnx.capture`, are updated as in that loop: once per call, even if backward recomputes the
+    layer. Gradients flow through the floating-point values of these variables, except those of `nnx.BatchStat`,
+    `nnx.RngState` and `gtp_jax.Metric`, which leave the stack as constants.
 
     Each variable is stored as one stacked array, with a leading dimension of `length`.
 
     In global view, layers compute on global arrays: batch statistics are those of the whole batch, and the masks of
-    `nnx.Dropout` are those of the model without a mesh. But layers that derive from `gtp_jax.nn.Layer`, whose `local`
-    computes on a rank's own part, all run within one `shard_map`, if they have no variables other than parameters and
-    the call has no shared inputs.
+    `nnx.Dropout` are the same as without a mesh. Layers that derive from `gtp_jax.nn.Layer` are an exception: each of
+    their calls opens a `shard_map`, in which `local` computes on a rank's own part. All layers share one `shard_map` if
+    they have no variables other than parameters, frozen weights and caches, if the call has no shared inputs, and if
+    the output of a layer is partitioned like its input.
 
     Args:
         factory: a function that makes one layer, called as `factory(rngs=...)`. The layer maps activations to
@@ -52,8 +55,8 @@ class Stack(StackedLayers):
         remat: the policy for what is saved for backward; see `with_remat`.
         sequence_parallel: whether activations between layers are sharded along the sequence over tp, if a layer does
             not state this itself.
-        rngs: the random streams. They are split, so that each layer draws from its own streams, in the factory and, if
-            it keeps them, in calls.
+        rngs: the random streams. They are split, so that each layer draws from its own streams: in the factory, and
+            also in calls if the layer keeps them.
 
     Attributes:
         layers: one module, whose variables hold the stacked arrays of all layers.
@@ -108,13 +111,14 @@ class Stack(StackedLayers):
         return getattr(self.layers, "fewest_dims", 1)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the partitions of input and output in global view: those of its layers, if these state them."""
+        """Returns the partitions of input and output in global view. They are those of the stack's layers, if these
+        state them."""
         layer = self.layers
         return layer.partitions(ndim) if states_partitions(layer) else super().partitions(ndim)
 
     def linked(self, ndim: int) -> bool:
-        """Returns whether, for an activation of `ndim` dimensions, a layer's input and output have the same partition,
-        and neither needs conversion."""
+        """Returns whether a layer's output can be the next layer's input without a conversion: for activations of
+        `ndim` dimensions, both have the same partition, and `Layer.converts` names neither."""
         into, out = self.partitions(ndim)
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
@@ -129,23 +133,25 @@ def run_chain(
     remat: Remat | None = None,
     shared: Sequence[Any] | Mapping[str, Any] = (),
 ) -> Any:
-    """Calls modules in sequence as one chain, so that gathers overlap with compute between modules too.
+    """Calls modules in sequence as one chain, so that the gather of a module's first weights overlaps with compute of
+    the module before it.
 
-    `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`. But the first block's weights are
-    gathered while the embedding computes, and the head's while the last block computes; the same holds in backward.
+    `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`. In addition, the first block's
+    weights are gathered while the embedding computes, and the head's weights while the last block computes. In
+    backward, gathers overlap in the same way.
 
     Args:
         x: the first module's input.
-        modules: the modules, `Stack`s or others.
-        schedule: how the chain is run; by default, the schedule of the `Stack`s.
+        modules: the modules. They may be `Stack`s.
+        schedule: how the chain is run; by default, the schedule of the `Stack`s, or `Schedule()` if there are none.
         remat: the policy for what all modules save for backward. By default, each `Stack` uses its own, and other
-            modules use that of the first `Stack`.
-        shared: further arguments of the layers of each `Stack`, by position or by name; see `Stack`. Other modules
-            receive none of them.
+            modules use that of the first `Stack`, or `"matmuls"` if there is none.
+        shared: further arguments of the layers of each `Stack`, by position or by name; see `Stack`. Other modules do
+            not receive them.
 
     Raises:
         ValueError: if there are no modules; if `Stack`s have different schedules and `schedule` is not given; if a
-            module that is not a `Stack` contains one; or if there are shared inputs but no `Stack`.
+            module that is not a `Stack` contains a `Stack`; or if there are shared inputs but no `Stack`.
         TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, or `shared` is not a tuple,
             list or mapping.
     """
@@ -179,7 +185,7 @@ def run_chain(
 
 
 def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
-    """Calls modules in sequence, not as a chain, because the weights of `Unstacked` layers are gathered already."""
+    """Calls modules in sequence without a chain, because the weights of `Unstacked` layers are already gathered."""
     for module in modules:
         if not isinstance(module, Unstacked):
             x = module(x)
@@ -189,8 +195,8 @@ def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
 
 
 def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """Calls a chain in the view in scope. In global view, it runs within one `shard_map` if all of its modules are
-    written for local view, there are no shared inputs, and each module's output has the partition of the next one's
+    """Calls a chain in the view in scope. In global view, the chain runs within one `shard_map` if `_is_local` is true
+    of all modules, there are no shared inputs, and each module's output has the partition of the next module's
     input."""
     check_mesh_in_scope()
     if current_view() == "global" and shared.empty and all(_is_local(link.module) for link in links):
@@ -210,7 +216,7 @@ class OtherDimensions(Exception):
     """Raised if the output of a chain does not have the number of dimensions that the chain was built for.
 
     Attributes:
-        ndim: the number of dimensions that it has.
+        ndim: the number of dimensions of the output.
     """
 
     def __init__(self, ndim: int) -> None:
@@ -225,11 +231,10 @@ class Chain(Layer):
         modules: the modules, at least one.
         schedule: how the chain is run.
         remat: for each module, the policy for what is saved for backward.
-        ndim: the number of dimensions of the output, and of the activations between modules. A call checks that of the
-            output.
+        ndim: the number of dimensions of the output, and of the activations between modules. A call checks the output.
 
     Raises:
-        OtherDimensions: by a call, if the output has another number of dimensions.
+        OtherDimensions: by a call, if the output does not have `ndim` dimensions.
     """
 
     def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...], ndim: int) -> None:
@@ -265,7 +270,7 @@ class Chain(Layer):
         """Returns whether each module's output has exactly the partition of the next module's input, so that the chain
         needs no global arrays between modules.
 
-        If not, as between two column-parallel layers, each module opens its own `shard_map` in global view.
+        Otherwise, as with two column-parallel layers in sequence, each module opens its own `shard_map` in global view.
 
         Args:
             ndim: the number of dimensions of the chain's input.
@@ -285,7 +290,7 @@ class Chain(Layer):
         for place, module in enumerate(self.modules[1:], 2):
             if states_partitions(module) or place == len(self.modules):
                 sides.append(sides_of(module, self.ndim, self.ndim))
-            else:  # it works on any part, and keeps the partition
+            else:  # the module states no partitions, so it works on any part and keeps the partition of its input
                 sides.append((sides[-1][1], sides[-1][1]))
         return sides
 
@@ -302,8 +307,8 @@ def _same(one: PartitionSpec, other: PartitionSpec) -> bool:
 
 
 def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """Returns the axes with more than one rank that shard each dimension. Trailing dimensions that are whole are left
-    out."""
+    """Returns, for each dimension, the axes of more than one rank that shard it. Leaves out trailing dimensions that no
+    such axis shards."""
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in entries]
     while axes and not axes[-1]:
@@ -312,8 +317,8 @@ def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def _is_local(module: nnx.Module) -> bool:
-    """Returns whether a module is written for local view, and has no variables other than parameters, frozen weights
-    and caches."""
+    """Returns whether a module is a `Layer`, and so is written for local view, and has no variables other than
+    parameters, frozen weights and caches."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Variable))
     return isinstance(module, Layer) and all(isinstance(v, nnx.Param | Frozen | Cache) for _, v in variables)
 
@@ -335,8 +340,8 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _refuse_outer_variables(layer: nnx.Module) -> None:
-    """Raises an error if a layer has variables that its factory did not make, because a stack would give every layer
-    its own copy of them."""
+    """Raises a `ValueError` if a layer has variables that its factory did not make. A stack would give every layer its
+    own copy of them."""
     for path, variable in nnx.iter_graph(layer):
         if isinstance(variable, nnx.Variable) and not _is_of_this_trace(variable):
             raise ValueError(

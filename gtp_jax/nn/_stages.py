@@ -1,4 +1,4 @@
-"""Converts modules to the form that the chain runs: stages of arrays and pure functions."""
+"""Converts modules to stages: the arrays and pure functions that the chain runs."""
 
 from __future__ import annotations
 
@@ -47,31 +47,33 @@ from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
 from ._weight import Weight, kernel_places, weight_owners
 
-# One layer's gathered weights by path, as arrays or codes; and the arrays that receive the gradients of some of them.
+# By path: one layer's gathered weights, as arrays or codes; and the slots, whose gradients are those of the weights
+# that have a slot.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
-# What one layer gathers; and, in the same order, what is sent instead of it, or `None` if the wire itself is sent.
+# The wires that one layer gathers. `Ready` has, in the same order, the wire that is sent instead of each (see
+# `Wire.ready`), or `None` if the wire itself is sent.
 Wires = tuple[Wire, ...]
 Ready = tuple[Wire | None, ...]
 
 # The weight groups of one layer, by path.
 Groups = Mapping[Any, WeightGroup]
 
-# The attribute of a module that names it in `gtp_jax.chain.offloads_recorded`, if it has one.
+# The attribute that a module may have to give itself a name in `gtp_jax.chain.offloads_recorded`.
 TRACED_AS = "traced_as"
 
-# One layer's keys of stochastic rounding, by path; its amaxes of delayed scaling, by path; and those arrays of its
+# One layer's keys of stochastic rounding, by path; its amaxes of delayed scaling, by path; and the arrays in its
 # variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], dict[Any, jax.Array], list[Any]]
 
-# The floats of one layer's variables that are not gathered; and its slots of delayed scaling, by path.
+# The floating-point arrays in one layer's variables that are not gathered; and its slots of delayed scaling, by path.
 Params = tuple[list[Any], dict[Any, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A module of a chain.
+    """One module of a chain, and how the chain runs it.
 
     Attributes:
         module: one layer, or `length` layers whose variables are stacked.
@@ -88,14 +90,15 @@ class Link:
 def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Runs modules as one chain, and updates the variables that their calls have written.
 
-    In global view, a gathered weight is a global array that holds every rank's copy (see `on_ranks`). Layers can thus
-    compute on global arrays, while each rank has its own gradients of weights until the chain reduces them.
+    In global view, a gathered weight is a global array that contains the copies of all ranks (see `on_ranks`). Layers
+    can thus compute on global arrays, while every rank keeps its own gradient of each weight until the chain reduces
+    the gradients.
 
     Args:
         links: the modules.
         x: the input of the first module.
         schedule: how the chain is run.
-        shared: further inputs of every layer of the stacked modules.
+        shared: the shared inputs, which every layer of a stack receives.
     """
     stages: list[Stage] = []
     counts: list[int] = []
@@ -118,14 +121,14 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
 
     Args:
         link: the module.
-        shared: further inputs of a stack's layers.
-        x: the input of the chain's first module; `None` for the others.
+        shared: the shared inputs of a stack's layers.
+        x: the input of the chain, if the module is the first; otherwise `None`.
     """
     stacked, length = link.length is not None, link.length or 1
     module = quantized_in_scope(link.module, length) if stacked else link.module
     template = _Template(module, stacked)
     if not stacked:
-        alone = x is not None and isinstance(module, Weight)  # its own input, not that of a module within it
+        alone = x is not None and isinstance(module, Weight)  # otherwise, `x` is not its own input
         groups = {path: owner.group_for(x) if alone else owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
@@ -162,15 +165,15 @@ def _of_layer(layer: int, groups: Sequence[tuple[Layers, WeightGroup]]) -> Weigh
 
 
 class _Template:
-    """The modules of one layer, into which a chain puts the values of each layer in turn.
+    """The modules of one layer without their values. A chain puts the values of each layer into it in turn.
 
     Attributes:
-        owners: the owners of weights that the chain gathers, by path.
-        places: the indices of their kernels among the layer's leaves.
+        owners: the owners of the weights that the chain gathers, by path.
+        places: for each owner, the indices of its kernels among the layer's leaves, by path.
         shards: the shards of the weights that are trained, by path.
-        frozen: the wires of a stack's weights that are frozen.
-        params: the floating-point arrays of all other variables, except frozen ones.
-        constants: the remaining arrays: integers, keys and frozen arrays.
+        frozen: the wires of the frozen weights of a stack; empty outside stacks.
+        params: the floating-point arrays of the variables that are not gathered, except frozen ones.
+        constants: the remaining arrays of the variables that are not gathered: integers, keys and frozen arrays.
     """
 
     def __init__(self, layer: nnx.Module, stacked: bool) -> None:
@@ -210,7 +213,7 @@ class _Template:
         Args:
             groups: the weight groups, by path.
             shards: the shards of the weights that are trained, by path.
-            wires: what the layer gathers.
+            wires: the wires that the layer gathers.
             params: the arrays that are differentiated without being gathered.
             constants: the arrays without a gradient.
             remat: the policy for what is saved for backward.
@@ -218,7 +221,7 @@ class _Template:
         """
 
         view = current_view()
-        # JAX keeps functions of a chain after its trace has ended; they must not hold arrays of the trace
+        # JAX keeps the functions of a chain after its trace has ended, so they must not hold arrays of the trace
         template = self._without_arrays()
         rest = None if shared is None else shared.without_arrays()
 
@@ -282,10 +285,10 @@ class _Template:
         return template
 
     def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
-        """Returns the layer with these values in its variables.
+        """Returns the layer with the given values in its variables.
 
         Args:
-            params: the floats, as in the attribute `params`.
+            params: the floating-point arrays, as in the attribute `params`.
             constants: the other arrays, as in the attribute `constants`.
             weights: the values of the weights' variables, by index among the leaves.
         """
@@ -329,8 +332,8 @@ def _ready(groups: Groups, wires: Wires) -> Ready:
 
 
 def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
-    """Gathers the weights of one layer, by path; differentiable with respect to the shards. Some of the weights are
-    padded; `_cut` removes the padding."""
+    """Returns the gathered weights of one layer, by path. The result is differentiable with respect to the shards. If a
+    weight's group has `cut_late`, the weight still has padding, which `_cut` removes."""
     groups = {path: group.with_padding if group.cut_late else group for path, group in groups.items()}
 
     def make(wires: Wires) -> Weights:
@@ -349,13 +352,15 @@ def _cut(groups: Groups, weights: Weights) -> Weights:
 
 
 def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
-    """Sums the gradients of one layer's weights, some of which are in slots; see `reduce_gradients`."""
+    """Sums the gradients of one layer's weights over the ranks; see `reduce_gradients`. The gradient of a weight with a
+    slot is that of its slot."""
     of_weights, of_slots = gradients
     return reduce_gradients(groups, {**of_weights, **of_slots})
 
 
 def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
-    """Returns, in global view, the gradients of shards, summed also over axes that only replicate the shards."""
+    """Returns the gradients of shards for global view. They are also summed over axes that only replicate the
+    shards."""
     found = stored_gradients(groups, _reduce(groups, gradients))
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
     summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
@@ -364,14 +369,14 @@ def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
 
 
 def _of_one_layer(leaf: Leaf) -> dict[str, Any]:
-    """Returns the metadata of one layer's variable that differ from those of the stacked variable."""
+    """Returns the metadata in which one layer's variable differs from the stacked variable."""
     sharding = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
 def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:
-    """Returns the keys of all layers, by path of each module that rounds stochastically. The layer's index is added to
-    the first word."""
+    """Returns the stacked keys of all layers, by path of each module that rounds stochastically. A layer's key is the
+    module's key with the layer's index added to the first word."""
     found = {}
     for path, owner in owners.items():
         if owner.keys is not None:
@@ -388,10 +393,11 @@ def _scaling(owners: dict[Any, Weight]) -> tuple[dict[Any, jax.Array], dict[Any,
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Splits stacked arrays before the given layers.
+    """Splits stacked arrays into consecutive stretches of layers, of which each after the first begins at a layer in
+    `at`.
 
-    Floats are split by `jnp.split`, because the gradients of slices would each be padded to the whole stack and then
-    added.
+    Floating-point arrays are split by `jnp.split`: the gradient of each slice would be padded to the whole stack, and
+    all would be added.
     """
     if not at:
         return [tree]

@@ -1,4 +1,4 @@
-"""A `Stack` split into its layers, for programs that call the same weights many times without gradients."""
+"""Splits a `Stack` into its layers, for programs that use the same weights many times and take no gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def with_gathered_weights(model: nnx.Module) -> nnx.Module:
     program that takes no gradients.
 
     Args:
-        model: the model, which is changed in place. It may not contain weights that are stored as codes.
+        model: the model. It is changed in place, unless it is itself a `Stack`. It may not contain weights that are
+            stored as codes.
     """
     for path, module in list(nnx.iter_modules(model)):
         if isinstance(module, StackedLayers):

@@ -1,4 +1,4 @@
-"""Parameters that a step updates by a rule of their own instead of the optimizer."""
+"""Lets a step update a parameter by a rule of its own instead of the optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from flax import nnx
 
 
 class UpdateRule(Protocol):
-    """How a step updates a parameter that the optimizer does not update. Rules are static, and compared by value.
+    """How a step updates a parameter that the optimizer does not update. Rules are static data, and are compared by
+    value.
 
-    The module that owns such a parameter decides what its gradient contains. The step sums and averages it like other
-    gradients, but does not include it in any norm, and does not clip it.
+    The module that owns such a parameter decides what its gradient contains. The step sums and averages this gradient
+    like others, but neither includes it in a norm nor clips it.
     """
 
     def moved(self, value: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weights that are gathered, and the modules that own them."""
+"""Defines weights that are gathered where they are used, and the modules that own them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
-    """Makes a weight that is gathered. Its values are those that `init` gives to the logical array, on every mesh."""
+    """Makes a weight that is gathered where it is used. On every mesh, `init` computes the values of the logical
+    array."""
     kind = nnx.Param if layout.array_shape == layout.shape else PaddedParam
     return _sharded(pad(init(key, layout.shape, dtype), layout), layout.spec, kind, layout=layout)
 
@@ -59,15 +60,16 @@ def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.ty
 def make_vector(
     size: int, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike, *, behind: Layout | None = None
 ) -> nnx.Param:
-    """Makes a vector, such as a bias or the scale of a norm. Unless `behind` is given, it is whole on every rank.
+    """Makes a vector, such as a bias or the scale of a norm. It is whole on every rank, unless `behind` shards it.
 
     Args:
         size: the number of elements.
         init: the initializer.
         key: the random key.
         dtype: the dtype of the vector.
-        behind: the layout of the column-parallel kernel to whose output the vector belongs, if any. If the tensor axis
-            divides the kernel's features evenly, the vector is sharded over that axis alone.
+        behind: for a vector that is applied to the output of a column-parallel kernel, the layout of that kernel. If
+            the tensor axis divides the kernel's features evenly, the vector is sharded over that axis, but not over
+            gtp.
     """
     split = None if behind is None or behind.takes_part else behind.split
     axis = None if split is None else split.axis
@@ -80,8 +82,9 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 
 
 def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
-    """Returns the weights in a module by path: each module that owns kernels, which may be this one, by its own path,
-    and each weight of any shape (`ArrayWeight`) by the path of its variable."""
+    """Returns the owners of the weights in a module, by path. They are the modules that own kernels, possibly including
+    `module` itself, by their own paths, and an `ArrayWeight` for each weight of any shape, by the path of its
+    variable."""
     found: dict[ModulePath, Weight] = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, WeightOwner):
@@ -97,8 +100,8 @@ def stacks_of(model: nnx.Module) -> dict[ModulePath, StackedLayers]:
 
 
 def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
-    """Returns the number of layers that each parameter of a model holds along its first dimension, by path; 0 outside a
-    `Stack`."""
+    """Returns, for each parameter of a model, by path, the number of layers that it holds along its first dimension; 0
+    outside a `Stack`."""
     stacks = stacks_of(model)
     found = {}
     for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -120,19 +123,19 @@ def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
 
 
 def name_weights(model: nnx.Module) -> None:
-    """Stores the path of each weight's owner in the metadata of its variables, for recipes in scope to match their
-    patterns with."""
+    """Stores the path of each weight's owner in the metadata of the weight's variables, so that recipes in scope can
+    match their patterns against it."""
     for path, owner in weight_owners(model).items():
         for weight in owner.weights():
             weight.set_metadata(path=path)
 
 
 def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]]) -> Any:
-    """Returns a copy of a module with these values in the variables of its kernels.
+    """Returns a copy of a module with the given values in the variables of its weights.
 
     Args:
         module: the module, which is not changed.
-        values: one value for each kernel, by path of the module that owns the kernels.
+        values: for each owner of weights, by path, one value for each of its variables.
     """
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
@@ -143,7 +146,7 @@ def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]])
 
 
 def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
-    """Returns the indices of the kernels among the leaves of a state, by path of the module that owns them."""
+    """Returns, for each owner of weights, by path, the indices of its variables among the leaves of a state."""
     numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
     owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
     return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
@@ -154,12 +157,12 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:
-    """Resizes the parts of an array along an axis: pads each with zeros at its end, or cuts it there.
+    """Resizes the parts of an array along an axis. Pads a part with zeros at its end, or cuts off its end.
 
     Args:
         x: the array, the concatenation of the parts.
         sizes: the sizes of the parts.
-        wanted: the sizes that they will have.
+        wanted: the sizes of the parts in the result.
         axis: the axis.
     """
     if sizes == wanted:
@@ -178,12 +181,12 @@ def _sharded(value: jax.Array, spec: PartitionSpec, kind: type[nnx.Param] = nnx.
 
 
 def placed_once[P: nnx.Variable](variable: P) -> P:
-    """Returns the variable, changed so that its metadata no longer place arrays: its own array is already placed, and
-    optimizer state made from it must not be placed like it. A weight also gets a hook that refuses arrays that would be
-    broadcast to fill it.
+    """Changes a variable's metadata so that NNX does not place arrays according to them, and returns the variable. Its
+    own array is already placed, and optimizer state with the same metadata must not be placed like it. Also adds the
+    hooks that refuse unsafe writes to a weight.
 
     `nnx.Optimizer` copies a parameter's metadata to its own variables. It would otherwise shard Adafactor's factors,
-    which have fewer dimensions, like the parameter. Moments still have the parameter's sharding, because `zeros_like`
+    which have fewer dimensions, like the parameter. Moments still get the parameter's sharding, because `zeros_like`
     keeps it.
     """
     variable.set_metadata(eager_sharding=False)
@@ -210,13 +213,14 @@ class StackedLayers(Layer):
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
-    Their variables hold arrays, possibly with the decisions about them (`Stored`). In a chain, the first variable holds
-    a `Gathered`.
+    Outside a chain, the variables hold what is stored, possibly with the decisions about it (`Stored`). In a chain, the
+    first variable holds the fused weight (`Gathered`), and the others hold `None`.
 
     Attributes:
-        dtype: the dtype of the weight on the wire and in use.
-        grad_reduce: how its gradient is summed over the ranks, unless a recipe decides otherwise.
-        codes_multiply: whether the module can multiply the gathered codes directly, with a single scale or in tiles.
+        dtype: the dtype in which the weight is sent and used, unless a recipe sets a format.
+        grad_reduce: how the weight's gradient is summed over the ranks, unless a recipe decides otherwise.
+        codes_multiply: whether the owner can multiply gathered codes without decoding them, if they have a single scale
+            or are in tiles.
     """
 
     codes_multiply: ClassVar[bool] = False
@@ -225,7 +229,7 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Variable, ...]:
-        """Returns the variables, in the order of their rows in the fused weight."""
+        """Returns the variables of the weight, in the order of their rows in the fused weight."""
 
     @property
     def name(self) -> str:
@@ -244,7 +248,7 @@ class Weight(abc.ABC):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The kernels' layouts."""
+        """The layouts of the kernels. An array of any shape has that of its matrix."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
 
     @property
@@ -254,21 +258,21 @@ class Weight(abc.ABC):
 
     @property
     def frozen(self) -> FrozenAs | None:
-        """The form in which it was frozen; `None` for a weight that is trained."""
+        """The formats with which the weight was frozen; `None` if it is trained."""
         return self.weights()[0].get_metadata().get("frozen")
 
     def stored(self) -> tuple[Any, ...]:
-        """Returns what this rank stores of each kernel: an array, or codes if the kernel was frozen as such."""
+        """Returns what this rank stores of each kernel: an array, or codes if the kernel was frozen as codes."""
         return tuple(w.get_raw_value() for w in self.weights())
 
     def shards(self) -> Shards:
-        """Returns this rank's shard of each kernel, with respect to which gradients are taken; an empty tuple if the
-        weight is frozen."""
+        """Returns what this rank stores of each kernel. Gradients are taken with respect to these arrays. Returns an
+        empty tuple if the weight is frozen."""
         return () if self.frozen else self.stored()
 
     @property
     def built_group(self) -> WeightGroup:
-        """The weight group of its kernels, without the recipe in scope."""
+        """The weight group of the kernels as the owner was built, whatever the recipe in scope."""
         kept = self.frozen
         trained = self.weights() if kept is None else ()
         return WeightGroup(
@@ -282,10 +286,10 @@ class Weight(abc.ABC):
         )
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
-        """Returns the weight groups of its kernels, each with the layers that it applies to.
+        """Returns the weight groups of the kernels, each with the layers that it applies to.
 
         Args:
-            length: the number of layers of the stack that it is in; `None` outside stacks.
+            length: the number of layers of the stack that contains the weight; `None` outside stacks.
         """
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
@@ -309,7 +313,7 @@ class Weight(abc.ABC):
 
     @property
     def group(self) -> WeightGroup:
-        """The weight group of its kernels, for a weight of one layer or outside stacks."""
+        """The weight group of the kernels. Valid outside stacks, and in one layer of a stack."""
         value = self.value
         if isinstance(value, Gathered):
             return value.group
@@ -317,25 +321,25 @@ class Weight(abc.ABC):
         return group
 
     def group_for(self, x: Any) -> WeightGroup:
-        """Returns the weight group of its kernels for a call with the input `x`: `group`, unless a subclass needs less
-        of the weight for some inputs."""
+        """Returns the weight group of the kernels for a call with the input `x`. This is `group`, unless a subclass
+        needs only a part of the weight for some inputs."""
         del x
         return self.group
 
     @property
     def operands(self) -> Operands | None:
-        """The formats in which it is multiplied; `None` if it is multiplied in `dtype`."""
+        """The formats in which the weight is multiplied; `None` if it is multiplied in `dtype`."""
         return self.group.operands
 
     @property
     def keys(self) -> CallKeys | None:
-        """The keys for the stochastic rounding of its calls; `None` if nothing is rounded stochastically."""
+        """The keys for stochastic rounding in the owner's calls; `None` if nothing is rounded stochastically."""
         value = self.value
         return value.keys if isinstance(value, Stored | Gathered) else None
 
     @property
     def scaling(self) -> Scaling | None:
-        """The scaling of its operands by amaxes of earlier steps; `None` if they are not scaled this way."""
+        """The scaling of the matmuls' operands by amaxes of earlier steps; `None` if they are not scaled this way."""
         value = self.value
         return value.scaling if isinstance(value, Stored | Gathered) else None
 
@@ -347,13 +351,14 @@ class Weight(abc.ABC):
 
     @property
     def prepared(self) -> tuple[Stretch, ...]:
-        """The prepared wires that are gathered instead of shards; empty if a kernel has been replaced since."""
+        """The prepared wires that are gathered instead of shards; empty if there are none, or a kernel has been
+        replaced since."""
         value = self.value
         return value.prepared if isinstance(value, Stored) and not self.replaced else ()
 
     def wire(self) -> Wire | None:
-        """Returns what this rank sends in a gather of a module outside stacks, quantized here if its weight group has a
-        wire format and nothing was prepared; `None` if it sends its shards."""
+        """Returns the wire that this rank sends when the weight of a module outside stacks is gathered; `None` if it
+        sends its shards. Quantizes the shards if the weight group has a wire format and nothing was prepared."""
         if self.frozen:
             (wire,) = frozen_wires({(): self.group}, {(): self.stored()})
             return wire
@@ -390,18 +395,23 @@ class Weight(abc.ABC):
         multiply: Callable[[Any, jax.Array, Operands], jax.Array],
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns `multiply(weight, key, operands)`, where each kernel's rows are padded to whole blocks as in
-        `WeightGroup.rows_in_blocks`, and the padding is removed from the result. By default, the key is that of a new
-        call."""
+        """Returns `multiply(weight, key, operands)` for a weight with padding, without the padding of the result. Each
+        kernel's rows are padded to whole blocks, as in `WeightGroup.rows_in_blocks`.
+
+        Args:
+            weight: the fused weight without padding.
+            multiply: a function that multiplies by the padded weight.
+            key: the key for stochastic rounding; by default, the result of `call_key`.
+        """
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = self.call_key() if key is None else key
-        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # the slot of the weight, if any, too
+        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # also the weight's slot, if any
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Checks that the kernels were laid out for the degrees of the mesh in scope, and hold arrays of the shapes
-        that they were built with.
+        """Checks that the kernels were laid out for the degrees of the mesh in scope, and that their variables hold
+        arrays of the shapes that they were built with.
 
         Raises:
             ValueError: if not. The message names both degrees or shapes, and the remedy.
@@ -422,14 +432,14 @@ def apply_gathered(
     *operands: Any,
     groups: Sequence[WeightGroup] | None = None,
 ) -> Any:
-    """Returns `function(*weights, *operands)`. The weights are gathered here, and again in backward, unless a chain has
-    gathered them.
+    """Returns `function(*weights, *operands)`. Gathers the weights, and gathers them again in backward, unless a chain
+    has already gathered them.
 
     Args:
         owners: the owners of the weights.
         function: the function.
         operands: its further arguments.
-        groups: the groups by which the weights are gathered; those of the owners by default.
+        groups: the weight groups by which the weights are gathered; those of the owners by default.
     """
     for owner in owners:
         owner.check_mesh()
