@@ -146,8 +146,8 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
-    """Returns an array padded for storage. In global view, also moves it to the devices of the mesh in scope, because a
-    pretrained array, for example, may have been made elsewhere."""
+    """Returns an array padded for storage. In global view, unless JAX traces a program, also moves it to the devices of
+    the mesh in scope. A pretrained array, for example, may have been made elsewhere."""
     traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # if so, the program that makes the array places it
     value = pad(value, array)
     if traced or current_view() != "global":

@@ -174,8 +174,8 @@ class CrossAttention(Layer):
         features: the size of the input and of the output.
         memory_features: the size of the memory; `features` by default.
 
-    The other arguments are as in `Attention`. It has no arguments for causal attention, windows, rotary embeddings and
-    `qkv_bias`.
+    The other arguments are as in `Attention`. `CrossAttention` has no arguments for causal attention, windows, rotary
+    embeddings or separate biases of queries, keys and values.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class CrossAttention(Layer):
                 sequence like `x`.
             segment_ids: the segment ids of `x` and those of the memory, `(batch, sequence)` and `(batch, memory)`.
                 Tokens of `x` attend only to tokens of the memory with the same id.
-            mask: boolean, true where a token may attend: `(batch, sequence, memory)`, or the other shapes of
-                `Attention` with the length of the memory last.
+            mask: boolean, true where a token may attend: `(batch, sequence, memory)`, or one of the other shapes that
+                `Attention` accepts, with the length of the memory as the last dimension.
             deterministic, dropout_key: as in `Attention`.
 
         Raises:

@@ -35,7 +35,7 @@ _CACHED = (
 class AttentionCore(nnx.Module):
     """Maps the queries, keys and values of a rank's heads to the outputs of these heads.
 
-    The arguments are those of `Attention`, and in addition:
+    Arguments that are not listed here are as in `Attention`.
 
     Args:
         num_heads, num_kv_heads: the numbers of heads of all ranks together.
@@ -112,7 +112,7 @@ class AttentionCore(nnx.Module):
         self.rngs: Any = rngs["dropout"].fork() if dropout_rate else nnx.data(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets whether dropout is off; called by `nnx.view`."""
+        """Sets whether dropout is off; `None` changes nothing. `nnx.view` calls this method."""
         if deterministic is not None:
             self.deterministic = deterministic
 
@@ -134,7 +134,8 @@ class AttentionCore(nnx.Module):
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps queries, keys and values, each `(batch, sequence, heads, head_dim)`, to the shape of the queries."""
+        """Returns the outputs of the heads, in the shape of the queries, given queries, keys and values, each `(batch,
+        sequence, heads, head_dim)`. Keys and values may have fewer heads."""
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         if self.query_scale is not None:
@@ -208,8 +209,9 @@ class AttentionCore(nnx.Module):
         return sinks if self.split is None else self.split.take(sinks, 0)
 
     def _of_rank(self, key: jax.Array | None) -> jax.Array | None:
-        """Returns a key for dropout in which this rank's index is folded, so that ranks with different examples or
-        heads draw different bits. Outside a `shard_map`, or if no rank differs, returns the key itself."""
+        """Folds this rank's index into a key for dropout, so that ranks with different examples or heads draw different
+        bits. Outside a `shard_map`, or if there are no such ranks, returns the key unchanged; `None` if there is no
+        key."""
         axes = [axis for axis in (*self.roles.batch, self.roles.tensor) if axis is not None and degree(axis) > 1]
         if key is None or current_view() != "local" or not axes:
             return key

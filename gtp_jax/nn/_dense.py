@@ -169,7 +169,8 @@ class Dense(WeightOwner):
         return self._by_name([part if one.split is None else join_split(part, one.split, -1) for one, part in parts])
 
     def __call__(self, x: jax.Array) -> Any:
-        """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or to a dict of such arrays."""
+        """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or to a dict of such arrays if
+        `out_features` is a mapping."""
         self._check_features(x)
         return super().__call__(x)
 
@@ -330,7 +331,7 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
 
 
 def check_norm(norm: Any) -> Norm:
-    """Returns its argument if it is the name of a norm, or `None`.
+    """Returns its argument, which must be the name of a norm or `None`.
 
     Raises:
         ValueError: if it is anything else.

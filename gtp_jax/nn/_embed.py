@@ -109,8 +109,8 @@ class Embed(WeightOwner):
     def group_for(self, x: jax.Array) -> WeightGroup:
         """Returns the weight group by which a lookup of tokens gathers the table.
 
-        Usually, this is the group of the whole table. It is the group of this rank's own rows if the ranks that share
-        the table look up fewer tokens in total than it has rows. The table is then not gathered; the ranks send the
+        Usually, this is the group of the whole table. It is the group of this rank's own rows if the gtp ranks together
+        look up fewer tokens than the table has rows on a tp rank. The table is then not gathered; the ranks send the
         rows that were looked up. This applies only in local view, and only to a table that is sharded evenly by rows
         and is neither quantized nor frozen.
         """

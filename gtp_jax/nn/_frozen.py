@@ -169,7 +169,7 @@ def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]
     """Returns whether all kernels of a module are frozen.
 
     Raises:
-        ValueError: if only some of them are: they could not be gathered together.
+        ValueError: if only some of them are, because trained and frozen kernels cannot be gathered together.
     """
     own = [place in frozen for place in places]
     if any(own) and not all(own):
@@ -184,7 +184,7 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
     """Returns the weight groups of the weights that will be frozen, by path.
 
     Raises:
-        ValueError: if the recipe's decision about one of them does not allow freezing.
+        ValueError: if what the recipe decides about one of these weights cannot apply to a frozen weight.
     """
     found: dict[ModulePath, WeightGroup] = {}
     for (path, _), group in groups.items():

@@ -32,8 +32,8 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
         issued if there are several devices.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if it is called while
-            JAX traces a program.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if this function is
+            called while JAX traces a program.
         TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     check_mesh_in_scope(creates=True)
@@ -62,15 +62,15 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 
 
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """Returns the model with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is for the mesh in scope.
+    """Returns the model with each array replaced by a `jax.ShapeDtypeStruct` that is sharded for the mesh in scope.
 
     Nothing is allocated, so that the mesh may consist of devices that do not exist here. Each weight stores its path,
     as after `init`. The factory is called with `nnx.Rngs(0)`. If the model keeps its `nnx.Rngs` and needs streams of
     certain names, let the factory make them: `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if it is called while
-            JAX traces a program.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if this function is
+            called while JAX traces a program.
         TypeError: if a module keeps an array in a plain attribute; the message names both.
     """
     model = _abstract(factory)

@@ -212,8 +212,7 @@ class Layer(nnx.Module):
         """Returns whether an activation of `ndim` dimensions is sharded over the tensor axis between layers.
 
         With `sequence_parallel`, an activation of three dimensions or more, `(batch, sequence, ..., features)`, is
-        sharded in dimension 1. One of two dimensions, `(batch, features)`, has no sequence, and is whole on every rank
-        of the tensor axis.
+        sharded in dimension 1. An activation of two dimensions, `(batch, features)`, has no sequence to shard.
 
         Raises:
             AttributeError: if the layer does not set `sequence_parallel`.
@@ -226,7 +225,8 @@ class Layer(nnx.Module):
         return self.sequence_parallel and ndim > 2
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the partitions of input and output in global view; by default those of activations between layers.
+        """Returns the partitions of input and output in global view. By default, both are the partition of activations
+        between layers.
 
         Args:
             ndim: the number of dimensions of the input.

@@ -32,7 +32,7 @@ def without_maxima(scaling: Scaling) -> Scaling:
 
 @jax.custom_vjp
 def maximum_gradient(x: jax.Array) -> jax.Array:
-    """Returns a float32 array in a dtype in which the sum of two gradients is their maximum."""
+    """Converts a float32 array to `fm32`, a dtype in which the sum of two gradients is their maximum."""
     return lax.convert_element_type(x, fm32)
 
 

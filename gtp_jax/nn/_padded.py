@@ -92,8 +92,8 @@ refuse_optimizer = _RefuseOptimizer()
 
 
 class RefuseLinen:
-    """The `linen_meta_type` of a padded weight. `nnx.bridge.to_linen` asks it what Linen should store. It raises an
-    error, because Linen would store the whole array on every rank, in a separate collection."""
+    """The `linen_meta_type` of a padded weight. `nnx.bridge.to_linen` asks this class what Linen should store. The
+    class raises an error, because Linen would store the whole array on every rank, in a separate collection."""
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Chains of modules: `Stack` for layers of the same structure, and `run_chain` for modules of any kind."""
+"""Chains of modules: `Stack` for layers of the same structure, and `run_chain` for any sequence of
+`gtp_jax.nn.Layer`s."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ class Stack(StackedLayers):
 
     @property
     def fewest_dims(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The minimum number of dimensions of the layers' input."""
+        """The minimum number of dimensions of the layers' input, as in `Layer`; 1 if the layers state none."""
         return getattr(self.layers, "fewest_dims", 1)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
@@ -118,7 +119,7 @@ class Stack(StackedLayers):
 
     def linked(self, ndim: int) -> bool:
         """Returns whether a layer's output can be the next layer's input without a conversion: for activations of
-        `ndim` dimensions, both have the same partition, and `Layer.converts` names neither."""
+        `ndim` dimensions, both have the same partition, and both flags of `Layer.converts` are false."""
         into, out = self.partitions(ndim)
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 

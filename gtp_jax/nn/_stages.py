@@ -47,8 +47,8 @@ from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
 from ._weight import Weight, kernel_places, weight_owners
 
-# By path: one layer's gathered weights, as arrays or codes; and the slots, whose gradients are those of the weights
-# that have a slot.
+# By path: one layer's gathered weights, as arrays or codes; and its slots, arrays that receive the gradients of some of
+# these weights.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
@@ -128,7 +128,7 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     module = quantized_in_scope(link.module, length) if stacked else link.module
     template = _Template(module, stacked)
     if not stacked:
-        alone = x is not None and isinstance(module, Weight)  # otherwise, `x` is not its own input
+        alone = x is not None and isinstance(module, Weight)  # if so, `x` is the weight's own input
         groups = {path: owner.group_for(x) if alone else owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
@@ -393,11 +393,11 @@ def _scaling(owners: dict[Any, Weight]) -> tuple[dict[Any, jax.Array], dict[Any,
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Splits stacked arrays into consecutive stretches of layers, of which each after the first begins at a layer in
-    `at`.
+    """Splits stacked arrays into stretches of consecutive layers. `at` has the first layer of each stretch, except of
+    the first stretch.
 
-    Floating-point arrays are split by `jnp.split`: the gradient of each slice would be padded to the whole stack, and
-    all would be added.
+    Floating-point arrays are split by `jnp.split` and not by slicing: JAX would pad the gradient of each slice to the
+    whole stack, and add all of these.
     """
     if not at:
         return [tree]

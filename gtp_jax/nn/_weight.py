@@ -182,8 +182,9 @@ def _sharded(value: jax.Array, spec: PartitionSpec, kind: type[nnx.Param] = nnx.
 
 def placed_once[P: nnx.Variable](variable: P) -> P:
     """Changes a variable's metadata so that NNX does not place arrays according to them, and returns the variable. Its
-    own array is already placed, and optimizer state with the same metadata must not be placed like it. Also adds the
-    hooks that refuse unsafe writes to a weight.
+    own array is already placed, and optimizer state with the same metadata must not be placed like it. A weight also
+    gets hooks that raise errors: if an array would be broadcast to fill it; and, if it is stored padded, if an
+    `nnx.Optimizer` or Linen would store a variable like it.
 
     `nnx.Optimizer` copies a parameter's metadata to its own variables. It would otherwise shard Adafactor's factors,
     which have fewer dimensions, like the parameter. Moments still get the parameter's sharding, because `zeros_like`
@@ -243,7 +244,7 @@ class Weight(abc.ABC):
 
     @property
     def array(self) -> ArrayLayout | None:
-        """The layout of an array of any shape; `None` for kernels, which are matrices."""
+        """The layout of the array, for a weight of any shape; `None` for kernels, which are matrices."""
         return None
 
     @property
@@ -253,7 +254,7 @@ class Weight(abc.ABC):
 
     @property
     def value(self) -> Any:
-        """The value of the first kernel's variable."""
+        """The value of the first kernel's variable, as `value_of` returns it."""
         return value_of(self.weights()[0])
 
     @property
@@ -272,7 +273,7 @@ class Weight(abc.ABC):
 
     @property
     def built_group(self) -> WeightGroup:
-        """The weight group of the kernels as the owner was built, whatever the recipe in scope."""
+        """The weight group of the kernels before the recipe in scope is applied."""
         kept = self.frozen
         trained = self.weights() if kept is None else ()
         return WeightGroup(
@@ -433,7 +434,7 @@ def apply_gathered(
     groups: Sequence[WeightGroup] | None = None,
 ) -> Any:
     """Returns `function(*weights, *operands)`. Gathers the weights, and gathers them again in backward, unless a chain
-    has already gathered them.
+    has already gathered them. If no weight is sharded, nothing is gathered again.
 
     Args:
         owners: the owners of the weights.
