@@ -22,7 +22,7 @@ from ._movement import own_part
 from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import path_of
-from ._placement import Placement
+from ._placement import Placement, placement_of
 from ._scope import hook_is_off
 from ._step import run
 from ._trace import traced, written_while_quantized
@@ -69,9 +69,10 @@ def call_unit(
         TypeError: if the call is differentiated in forward mode.
     """
     _refuse_parts(unit)
-    if hook_is_off():
-        return method(unit, *args, **kwargs)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
+    if hook_is_off():
+        _refuse_shards(unit, nodes)
+        return method(unit, *args, **kwargs)
     _refuse_stripped(unit, nodes, placements)
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
@@ -98,10 +99,11 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
         ValueError: for the same reasons as `call_unit`.
         TypeError: if the call is differentiated in forward mode.
     """
+    variables = own_variables(holder)
     if hook_is_off():
+        _refuse_shards(holder, variables)
         return method(holder, *args, **kwargs)
     _refuse_parts(holder)
-    variables = own_variables(holder)
     _refuse_stripped(holder, variables, placements)
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
@@ -154,6 +156,20 @@ def _refuse_parts(owner: nnx.Module) -> None:
                 "`min_size` of `gtp_jax.shard`, `specs` leaves it whole, or it is not a floating-point `nnx.Param`. In "
                 f"local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
                 "Pass a smaller `min_size`, leave it out of `specs`, or use the global view."
+            )
+
+
+def _refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
+    """In local view, raises an error if any of a module's weights is sharded, for a call that gathers none. Each rank
+    would compute with its shard."""
+    local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
+    for path, node in nodes.items() if local else ():
+        placement = placement_of(node)
+        if placement is not None and placement.gathered:
+            raise ValueError(
+                f"`gtp_jax.without_hook` is in scope in local view, where nothing else gathers the weight "
+                f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
+                f"shape {node.get_raw_value().shape}. Use the global view, or call the model without `without_hook`."
             )
 
 

@@ -17,8 +17,8 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
     gather their weights.
 
     Use it, in global view, for what the hook does not support, such as forward-mode differentiation. In local view,
-    nothing would gather the weights, and each rank would compute with its shards. The setting is part of the cache key
-    of `jax.jit`. The context also works as a decorator.
+    where XLA gathers nothing, calls are refused. The setting is part of the cache key of `jax.jit`. The context also
+    works as a decorator.
     """
     return _off(True)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
 from ..recipes import Recipe, check_recipe
-from ._gradients import Request, View, gradients, mean_gradients
+from ._gradients import Request, View, check_microbatches, check_view, gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._padding import paddings
 from ._state import TrainState
@@ -63,10 +63,13 @@ def check(
 
     Raises:
         TypeError: if `loss` is not callable, or `recipe` is not a recipe.
-        ValueError: if there is no mesh in scope, if the loss on the mesh is not finite, or if a tensor differs by more
-            than `tolerance`; the message names the first such tensor.
+        ValueError: if `view` or `microbatches` has a value that `train_step` would refuse, if there is no mesh in
+            scope, if the loss on the mesh is not finite, or if a tensor differs by more than `tolerance`; the message
+            names the first such tensor.
     """
     check_loss(loss)
+    check_view(view)
+    check_microbatches(microbatches)
     check_recipe(recipe)
     mesh = jax.sharding.get_mesh()
     if mesh.empty:

@@ -13,7 +13,7 @@ import optax
 
 from ..mesh import degrees, of_all_processes
 from ..recipes import Recipe, recipe_of_call
-from ._gradients import Request, View, gradients, mean_gradients
+from ._gradients import Request, View, check_view, gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
 from ._probes import Probes
@@ -89,12 +89,13 @@ def diagnose(
     compiled at most twice.
 
     Raises:
-        ValueError: if the number of rows is not a multiple of the number of ranks that shard the batch, or differs
-            between leaves; if the batch holds an empty array, a list of numbers or no array with rows; if the state's
-            arrays were donated to a step, or the state has no values.
+        ValueError: if `view` is neither 'global' nor 'local'; if the number of rows is not a multiple of the number of
+            ranks that shard the batch, or differs between leaves; if the batch holds an empty array, a list of numbers
+            or no array with rows; if the state's arrays were donated to a step, or the state has no values.
         TypeError: if `loss` is not callable.
     """
     check_loss(loss)
+    check_view(view)
     check_values(state)
     flags, names = _finite_leaves(state.params)
     if not flags.all():

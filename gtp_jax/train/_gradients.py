@@ -39,7 +39,19 @@ from ._zero import ReduceOverDp, placeholders, sum_shards
 
 Tree = Any
 View = Literal["global", "local"]
-VIEWS: tuple[View, ...] = ("global", "local")
+_VIEWS: tuple[View, ...] = ("global", "local")
+
+
+def check_view(view: Any) -> None:
+    """Raises `ValueError` unless `view` is a view."""
+    if view not in _VIEWS:
+        raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, _VIEWS))}.")
+
+
+def check_microbatches(microbatches: Any) -> None:
+    """Raises `ValueError` unless `microbatches` is a whole number of at least 1."""
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
 
 
 class Request(NamedTuple):

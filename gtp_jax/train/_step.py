@@ -13,7 +13,16 @@ import optax
 from .._foreign import brief
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
-from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
+from ._gradients import (
+    Computed,
+    Request,
+    View,
+    check_microbatches,
+    check_view,
+    gradients,
+    losses,
+    mean_gradients,
+)
 from ._jit import Jitted
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
@@ -124,8 +133,7 @@ def train_step(
     """
     check_loss(loss)
     check_optimizer(optimizer)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
+    check_microbatches(microbatches)
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a number above 0, or `None` for no limit."
@@ -219,9 +227,9 @@ def loss_and_gradients(
     example, would count the padding.
 
     Raises:
-        ValueError: if `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step` would refuse, if
-            the recipe has delayed scaling, if the state was donated to a step or has no values, or if the batch is
-            empty or cannot be divided.
+        ValueError: if `microbatches`, `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step`
+            would refuse, if the recipe has delayed scaling, if the state was donated to a step or has no values, or if
+            the batch is empty or cannot be divided.
         TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, or `loss` returns
             anything other than `train_step` allows.
     """
@@ -229,6 +237,7 @@ def loss_and_gradients(
     _check_state(state)
     check_values(state)
     check_recipe(recipe)
+    check_microbatches(microbatches)
     _check_pregathered_layers(pregathered_layers)
     _check_view(view, has_aux=False)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
@@ -254,8 +263,7 @@ def _metrics(computed: Computed, state: TrainState, view: View, has_aux: bool) -
 
 
 def _check_view(view: Any, has_aux: bool) -> None:
-    if view not in VIEWS:
-        raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
+    check_view(view)
     if has_aux and view == "local":
         raise ValueError(
             "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part."

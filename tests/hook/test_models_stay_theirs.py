@@ -146,3 +146,15 @@ def test_without_the_hook_a_model_takes_forward_mode(x64):
         np.testing.assert_allclose(along, wanted, rtol=1e-12)
         with pytest.raises(TypeError, match=r"forward mode.*gtp_jax\.without_hook"):
             jax.jvp(function, (state,), (ones,))
+
+
+def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_with_its_shard():
+    with scope(MESHES["gtp 8"]):
+        layers = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)]
+        state = gtp.TrainState.create(gtp.shard(nnx.Sequential(*layers), nnx.Linear, min_size=64), optax.sgd(0.1))
+        step = gtp.train_step(lambda model, x: (jnp.sum(model(x)), x.shape[0]), optax.sgd(0.1), view="local")
+        step.lower(state, jnp.ones((8, 16)))
+        with gtp.without_hook(), pytest.raises(ValueError) as refused:
+            step.lower(state, jnp.ones((8, 16)))
+    assert "in local view, where nothing else gathers the weight kernel of Linear" in str(refused.value)
+    assert "of shape (2, 16). Use the global view, or call the model without `without_hook`" in str(refused.value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,17 @@ def test_views_are_known_and_aux_is_for_global_view():
             make(next_token_loss, view="local", has_aux=True)
 
 
+def test_views_and_microbatches_are_checked_where_there_is_no_step():
+    view = r"`view` is 'ranks'; it must be one of 'global', 'local'"
+    with pytest.raises(ValueError, match=view):
+        gtp.check(lambda rngs: gtp.Dense(8, 8, rngs=rngs), next_token_loss, {}, view=cast(Any, "ranks"))
+    state = gtp.TrainState.create(gtp.Dense(8, 8, rngs=nnx.Rngs(0)), optax.sgd(1.0))
+    with pytest.raises(ValueError, match=view):
+        gtp.diagnose(next_token_loss, state, {}, view=cast(Any, "ranks"))
+    with pytest.raises(ValueError, match="`microbatches` is 0; it must be a whole number of at least 1"):
+        gtp.loss_and_gradients(next_token_loss, state, {}, microbatches=0)
+
+
 def step_on(loss, *shape: int, microbatches: int = 1, view="global", has_aux=False, mesh=None):
     with jax.set_mesh(gtp.make_mesh(**mesh or dict(gtp=8))):
         optimizer = optax.sgd(0.1)
@@ -291,7 +303,7 @@ def test_batch_that_does_not_divide_is_refused():
 def test_a_batch_without_rows_or_tokens_is_refused():
     for shape, view in (((0, 4), "local"), ((8, 0), "global")):
         with pytest.raises(
-            ValueError, match=rf"`batch`\['targets'\] has shape {re.escape(str(shape))}, and so holds no"
+            ValueError, match=rf"`batch`\['targets'\] has shape {re.escape(str(shape))}, so it has no elements"
         ):
             step_on(next_token_loss, *shape, view=view)
 
