@@ -61,7 +61,8 @@ class WeightFact:
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format in which it is gathered; empty if it is gathered in the dtype in which it is used.
         bytes: the number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight
-            is not quantized, all its elements in the dtype of the parameter.
+            is not quantized, all its elements in the dtype of the parameter. If a call casts the weight to a narrower
+            dtype before the gather, the gather moves fewer bytes than this.
         reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
             its patterns matches this one.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
@@ -163,7 +164,8 @@ class ShardedWeight:
     @property
     def bytes(self) -> int:
         """The number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight is
-        not quantized, all its elements in the dtype of the stored array."""
+        not quantized, all its elements in the dtype of the stored array. If a call casts the weight to a narrower dtype
+        before the gather, the gather moves fewer bytes than this."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.shape) * self.dtype.itemsize

@@ -3,7 +3,7 @@
 [Note: seen as a matrix]
 A weight of any number of dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
 layer. The leading dimensions are joined into the input features, and the others into the output features; `features_in`
-returns how many are leading. A block of a format that is not square runs along the input features.
+returns how many are leading. If the blocks of a format are not square, they run along the input features.
 """
 
 from __future__ import annotations

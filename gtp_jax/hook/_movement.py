@@ -50,11 +50,12 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
 
 
 def kept_whole(parameter: Any) -> Any:
-    """Returns a parameter that is whole on every rank. In global view, a traced one is constrained so that its gradient
-    is whole too.
+    """Returns its argument, a parameter that is whole on every rank. In global view, if the parameter is traced,
+    applies a sharding constraint that keeps its gradient whole too.
 
-    Otherwise, XLA would shard the gradient of a bias, and then also the updated bias that an optimizer returns. Because
-    the bias is an input of the next step, that step would be compiled again for the new sharding.
+    Without the constraint, XLA would shard the gradient of a bias, for example, and then also the updated bias that an
+    optimizer returns. Because the bias is an input of the next step, that step would be compiled again for the new
+    sharding.
     """
     if current_view() != "global" or not isinstance(parameter, Tracer):
         return parameter

@@ -56,13 +56,14 @@ def product(
     """Returns `x @ weight.T`, in the view in scope. Every rank computes its part from its own part of `x`.
 
     Args:
-        x: the input, `(..., input features)`. In global view, if it has two or more dimensions, the first is the batch;
-            it is sharded if the number of ranks of `batch` divides it.
+        x: the input, `(..., input features)`. If it has two or more dimensions, the first is the batch dimension. In
+            global view, this dimension is sharded if its size is a multiple of the number of ranks of `batch`.
         weight: the gathered weight, `(output features, input features)`; if it is quantized, the values of its codes.
             If its slot has an additional leading dimension, the slot receives one gradient for each rank of `batch`.
-        seen: how the weight is seen as a matrix; `ranks_know` must be true of it and `factor`.
-        operands: the formats to which operands are rounded; `None` unless `multiplies` is true of the product.
-        factor: the weight's place in the product.
+        seen: how the weight is seen as a matrix. `ranks_know(seen, factor)` must be true.
+        operands: the formats to which operands are rounded; `None` to round nothing, which is required if `multiplies`
+            returns false for the weight and `factor`.
+        factor: the weight as a factor of the product.
         batch: the mesh axes that shard the batch.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with different parts of the operands
             derive different keys from it.

@@ -35,8 +35,8 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
 
 
 def _coded(model: nnx.Module) -> Iterator[tuple[list[int], nnx.Variable, Coded]]:
-    """Yields each weight that is quantized, once, after the indices (in `nnx.iter_modules`) of the modules that gather
-    it."""
+    """Yields, for each quantized weight, the indices of the modules that gather it, its variable, and how it is
+    quantized. The index of a module is its position in `nnx.iter_modules`."""
     owners: dict[int, list[int]] = {}
     found: dict[int, nnx.Variable] = {}
     for number, (_, module) in enumerate(nnx.iter_modules(model)):

@@ -450,8 +450,8 @@ def _put_back[M: nnx.Module](model: M) -> M:
 
 
 def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns about each large weight that stays whole, or has fewer shards than the axes of the role `weights` have
-    ranks, unless a pattern of `specs` matches it."""
+    """Warns about each large weight that has fewer shards than there are ranks along the axes of the role `weights`,
+    for example because it stays whole. Does not warn about weights that a pattern of `specs` matches."""
     ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
     for paths, placement in placements.items():
         shape, asked = variables[paths].get_raw_value().shape, _pattern(specs, paths)

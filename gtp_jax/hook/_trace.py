@@ -201,17 +201,21 @@ class _Before:
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays within a value, and a function that rebuilds the value from other arrays. The rebuilt
-        value contains the originals instead of their copies."""
+        """Returns the arrays within a value, and a function that rebuilds the value from other arrays. Arrays within
+        the copies are left out. The rebuilt value contains the originals instead of the copies."""
         return taken_apart(value, self._known)
 
     def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
-        """Returns the arrays that the call has written; a function that writes such arrays to the originals; and pairs
-        `(index, number)` for arrays that this function does not write. The call wrote the array with this index to the
-        variable of the quantized weight with this number.
+        """Finds what the call has written to variables and attributes.
 
         Args:
             quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
+
+        Returns:
+            First, the arrays that the call has written. Second, a function that takes such arrays and repeats the
+            writes on the originals, except for the variables of quantized weights. Third, a pair `(index, number)` for
+            each quantized weight whose variable the call has written: the index of the written array among the arrays,
+            and the number of the weight.
         """
         arrays: list[Any] = []
         rewritten: list[tuple[int, int]] = []

@@ -39,8 +39,8 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The kind of a module that contains units. A call of its public methods begins a walk, the sequence of units
-    called within it, unless a walk is under way.
+    """The kind of a module that contains units. A call of one of its public methods begins a walk, or joins the walk
+    that is under way in the same trace.
 
     Attributes:
         placements: the placements of the weights that it holds itself, by their paths in the module.

@@ -99,8 +99,9 @@ class Weights:
         return found
 
     def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        """Gathers and decodes the weights that are quantized, and returns them by number. Their derivative is that of
-        unquantized weights. Otherwise, second derivatives, which differentiate a gather, would be zero."""
+        """Gathers and decodes the quantized weights, and returns them by number. Their derivatives with respect to the
+        shards are taken as if the weights were not quantized. Second derivatives need this, because they differentiate
+        a gather of codes, whose own derivative is zero."""
         dtypes = self._dtypes(shards)
         like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so the rule holds no arrays
         return straight_through(
