@@ -275,8 +275,8 @@ def _rounds(recipe: Recipe | None) -> bool:
 def _dropout_key(
     request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
 ) -> jax.Array | None:
-    """Returns the key of a microbatch for the dropout of adapters, uint32 `(2,)`. All ranks get the same key. `None` if
-    the model has no adapter with dropout."""
+    """Returns the key of a microbatch for the dropout of adapters, uint32 `(2,)`, or `None` if the model has no adapter
+    with dropout. All ranks of a mesh get the same key; replicas with separate meshes get different keys."""
     if not drops(state.model_def.variables):
         return None
     return rounding_key(request.seed, state.step if step is None else step, number, replica=request.replica)
@@ -359,10 +359,11 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
 
 
 def _sums(returned: Returned) -> Returned:
-    """Returns its argument; refuses a loss that is a mean, because in local view it would be the mean of one rank.
+    """Returns its argument, a sum over tokens. Refuses a mean, because in local view it would be the mean over the
+    tokens of one rank.
 
     Raises:
-        TypeError: if the loss is a mean, so that there is no number of tokens.
+        TypeError: if the loss returned one scalar, without a number of tokens.
     """
     if returned.tokens is None:
         raise TypeError(
@@ -448,7 +449,8 @@ def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
     """Splits examples into microbatches: microbatch m is `batch[m::count]`.
 
-    If each rank splits its own part of a batch, the ranks' microbatches m together are microbatch m of the whole batch.
+    If each rank splits its own part of a batch in this way, microbatch m of the whole batch consists of microbatch m of
+    every rank.
     """
     return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
 

@@ -153,7 +153,7 @@ def _float(value: Any) -> jax.Array:
 
 
 class NumberHasGradient(TypeError):
-    """Raised if the second scalar that a loss returned has a gradient, and therefore is not a number of tokens."""
+    """Raised if the second scalar that a loss returned, which should be the number of tokens, has a gradient."""
 
 
 @jax.custom_vjp

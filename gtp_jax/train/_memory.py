@@ -66,10 +66,11 @@ def shared(tree: Tree) -> dict[Path, Path]:
 
 
 def distinct(tree: Tree) -> Tree:
-    """Copies arrays until no two arrays of a tree share memory, because a step cannot donate one buffer twice.
+    """Copies every array that shares its memory with an earlier array of the tree, because a step cannot donate one
+    buffer twice.
 
-    Two parameters share memory after the same array was assigned to both, for example by
-    `nnx.update(target, nnx.state(model))`.
+    Two parameters share memory if the same array was assigned to both, for example by
+    `nnx.update(model.target, nnx.state(model.online))`.
     """
     copied = shared(tree)
     leaves = [jnp.copy(leaf) if path in copied else leaf for path, leaf in with_paths(tree)]

@@ -19,12 +19,15 @@ _PATH = "_path_in_model"
 
 
 class Probes:
-    """A context manager that adds probes to the modules of a model. A program that is traced within it has the probes.
+    """A context manager that adds probes to the modules of a model.
 
-    A probe checks one value while the program runs: an output of a module in forward, or its gradient in backward. It
-    returns the value unchanged. The callbacks of a program arrive in any order, so probes are numbered in the order in
-    which they are traced, which is the order of the computation. The layers of a `Stack` are unrolled, so that each
-    layer has its own probes.
+    Entering the context returns a state. A program has the probes if it is traced inside the context and makes its
+    model from that state.
+
+    A probe checks one value while the program runs: an output of a module in forward, or the gradient of that output in
+    backward. It returns the value unchanged. The callbacks of a program arrive in any order, so probes are numbered in
+    the order in which they are traced, which is the order of the computation. The layers of a `Stack` are unrolled, so
+    that each layer has its own probes.
 
     Args:
         state: the state of the model; it may be abstract.

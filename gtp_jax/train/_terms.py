@@ -52,9 +52,11 @@ class Value(NamedTuple):
     """A description of one array in an update: the function of the update's inputs that computes it.
 
     Attributes:
-        term: the term of the function. Equal terms are equal functions, whatever the shapes of the inputs. For a total,
-            the set of the terms of the arrays' own reductions.
-        owners: the parameters to which the elements of the array belong; empty for a scalar of the whole tree.
+        term: the term of the function. Equal terms identify equal functions, whatever the shapes of the inputs, with
+            one exception: all values that `_opaque` returns for several parameters, of which one or more are stacked,
+            have the same term. For a total, a set with the term of each reduction that is combined in it.
+        owners: the parameters to which the elements of the array belong; empty if they belong to none, as for a step
+            count or a norm of the whole tree.
         depends: the paths of all inputs on which the array depends.
         as_one: the stacked parameters whose layers are treated as one tensor to compute the array.
         random: whether the array depends on random numbers.
