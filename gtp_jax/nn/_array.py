@@ -158,8 +158,8 @@ def _placed(value: Any, array: ArrayLayout) -> jax.Array:
 def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:
     """Returns the kernel of a Flax module as a weight that is gathered where it is used.
 
-    The result is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one. A kernel that is
-    stored padded is a `PaddedParam`.
+    The result is a plain `nnx.Param`, so that Flax, especially its Linen bridge, treats it as one; or a `PaddedParam`
+    if the kernel is stored padded.
     """
     value = kernel.get_value()
     found = array_metadata(value, None, dtype, grad_reduce)

@@ -34,20 +34,22 @@ default_embedding_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """Looks up vectors in a table that has one row per token of the vocabulary. The vocabulary is sharded over tp, then
-    gtp.
+    """Looks up vectors in a table that has one row per token of the vocabulary. The vocabulary is usually sharded over
+    tp, then gtp.
 
     A token outside the vocabulary, such as a negative one, raises an error if its value is concrete (not traced), as in
     a call outside of `jax.jit`. In a traced program, its vector is NaN, and so is the loss; `gtp_jax.check_ids` finds
     the token.
 
-    If tp and gtp together do not divide the vocabulary evenly, the features are sharded instead; see
-    `gtp_jax.layout.Layout`.
+    If gtp does not divide the rows of each tp rank evenly, or if only shards along the features are whole blocks, gtp
+    shards the features instead. If tp does not divide the vocabulary evenly, both tp and gtp shard the features in
+    storage. See `gtp_jax.layout.layouts_of_kernels`.
 
-    A lookup usually gathers the table, or its codes, over gtp. It sends fewer bytes if the gtp ranks together look up
-    fewer tokens than the table has rows on a tp rank, and shards are whole rows that are not quantized. The ranks then
-    gather the tokens, look up the tokens that are in their own rows, and reduce-scatter the results. Backward gathers
-    the gradients of these results.
+    A lookup usually gathers the table, or its codes, over gtp. If the gtp ranks together look up fewer tokens than the
+    table has rows on a tp rank, they exchange the tokens and the rows instead, which takes fewer bytes: the ranks
+    gather the tokens, look up those that are in their own rows, and reduce-scatter the results. Backward gathers the
+    gradients of these results. This requires a table that is neither quantized nor frozen, and whose shards are whole
+    rows without padding.
 
     Args:
         num_embeddings: the number of rows.

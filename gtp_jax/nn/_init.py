@@ -106,8 +106,8 @@ def _shardings(mesh: Mesh, leaf: Any) -> Any:
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Checks that no module keeps an array in a plain attribute. Flax does not treat such an array as data if it was
-    made under a trace.
+    """Checks that no module keeps a traced array in a plain attribute. Flax treats a concrete array there as data, but
+    a traced one as part of the program.
 
     Raises:
         TypeError: if there is such an attribute. The message names the module and the attribute.

@@ -63,11 +63,11 @@ class ModelDef:
     largest_unit: int = 0
 
     def check_mesh(self) -> None:
-        """Checks that the model was built for a mesh with the degrees of the mesh in scope.
+        """Checks that the trained weights were laid out for the degrees of the mesh in scope.
 
         Raises:
-            ValueError: if it was built for other degrees, or if the mesh in scope cannot be used
-                (`check_mesh_in_scope`). The message names the degrees of both meshes.
+            ValueError: if they were laid out for other degrees; the message names both. Also if gtp_jax cannot use the
+                mesh in scope; see `check_mesh_in_scope`.
         """
         check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):

@@ -60,14 +60,16 @@ Ready = tuple[Wire | None, ...]
 # The weight groups of one layer, by path.
 Groups = Mapping[Any, WeightGroup]
 
-# The attribute that a module may have to give itself a name in `gtp_jax.chain.offloads_recorded`.
+# The attribute that names a module in the records of `gtp_jax.chain.offloads_recorded`. It is optional;
+# `gtp_jax.inspect` sets it on the layers of stacks.
 TRACED_AS = "traced_as"
 
 # One layer's keys of stochastic rounding, by path; its amaxes of delayed scaling, by path; and the arrays in its
 # variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], dict[Any, jax.Array], list[Any]]
 
-# The floating-point arrays in one layer's variables that are not gathered; and its slots of delayed scaling, by path.
+# The arrays of one layer that are differentiated but not gathered: the floating-point arrays in its variables, except
+# frozen ones; and its slots of delayed scaling, by path.
 Params = tuple[list[Any], dict[Any, jax.Array]]
 
 

@@ -249,7 +249,7 @@ class Weight(abc.ABC):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the kernels. An array of any shape has that of its matrix."""
+        """The layouts of the kernels. For a weight of any shape, the layout of its matrix; see `ArrayLayout`."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
 
     @property
