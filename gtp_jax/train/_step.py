@@ -144,8 +144,8 @@ def train_step(
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
     if replicas is not None and recipe is not None and recipe.delays:
         raise ValueError(
-            f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` of unequal "
-            "degree does not support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+            f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` does not "
+            "support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
         )
     request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
 

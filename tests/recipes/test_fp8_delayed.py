@@ -451,7 +451,7 @@ REFUSED = {
     "a sharded model": (sharded, r"`FP8Delayed`, whose amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"),
     "replicas": (
         lambda: gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, view="local", replicas=object()),
-        "FP8Delayed with delayed scaling, which a step over `replicas` of unequal degree does not support",
+        "FP8Delayed with delayed scaling, which a step over `replicas` does not support",
     ),
 }
 
