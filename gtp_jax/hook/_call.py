@@ -144,11 +144,15 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
         )
 
 
+def _on_parts() -> bool:
+    """Returns whether each rank computes on its own parts of arrays: in local view, on a mesh."""
+    return current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
+
+
 def _refuse_parts(owner: nnx.Module) -> None:
     """In local view, raises an error if a module, or one within it, has a variable that is partitioned by its author's
     annotation but that no call gathers. Each rank would compute with only its part of the variable."""
-    local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
-    for path, variable in nnx.iter_graph(owner) if local else ():
+    for path, variable in nnx.iter_graph(owner) if _on_parts() else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
                 f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
@@ -162,8 +166,7 @@ def _refuse_parts(owner: nnx.Module) -> None:
 def _refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
     """In local view, raises an error if any of a module's weights is sharded, for a call that gathers none. Each rank
     would compute with its shard."""
-    local = current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
-    for path, node in nodes.items() if local else ():
+    for path, node in nodes.items() if _on_parts() else ():
         placement = placement_of(node)
         if placement is not None and placement.gathered:
             raise ValueError(

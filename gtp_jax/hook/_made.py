@@ -86,5 +86,5 @@ def _renamed(wire: Any, numbers: Sequence[int]) -> Wire:
 
 
 def _made(variable: Any) -> Stored | None:
-    beside = variable.get_metadata().get("made")
-    return None if beside is None else beside.of(variable.get_raw_value())
+    made = variable.get_metadata().get("made")
+    return None if made is None else made.of(variable.get_raw_value())

@@ -14,21 +14,12 @@ from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.models import Llama, next_token_loss
 
-# Six query heads of three groups, 97 tokens, 100 hidden features; the width is prime times two.
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=26,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=3,
-    head_dim=6,
-    intermediate_size=100,
-    dtype="float64",
-)
-WIDER = dataclasses.replace(CONFIG, intermediate_size=102)
-EXPERTS = dataclasses.replace(CONFIG, num_experts=4, intermediate_size=34, num_layers=1)
+from .test_any_degree import ODD
+
+WIDER = dataclasses.replace(ODD, intermediate_size=102)
+EXPERTS = dataclasses.replace(ODD, num_experts=4, intermediate_size=34, num_layers=1)
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
     "muon": optax.contrib.muon(1e-2),
@@ -36,14 +27,14 @@ OPTIMIZERS = {
 }
 CASES = {
     # degrees, the model, the view, and the stored shapes of the kernels of the gate and of its output
-    "dp 3": (dict(dp=3), CONFIG, "local", (26, 102), (102, 26)),
-    "gtp 2 x dp 3": (dict(gtp=2, dp=3), CONFIG, "local", (26, 102), (102, 26)),
-    "gtp 2 x dp 3 in global view": (dict(gtp=2, dp=3), CONFIG, "global", (26, 102), (102, 26)),
-    "gtp 3 x dp 2": (dict(gtp=3, dp=2), CONFIG, "local", (26, 102), (102, 26)),
+    "dp 3": (dict(dp=3), ODD, "local", (26, 102), (102, 26)),
+    "gtp 2 x dp 3": (dict(gtp=2, dp=3), ODD, "local", (26, 102), (102, 26)),
+    "gtp 2 x dp 3 in global view": (dict(gtp=2, dp=3), ODD, "global", (26, 102), (102, 26)),
+    "gtp 3 x dp 2": (dict(gtp=3, dp=2), ODD, "local", (26, 102), (102, 26)),
     "gtp 2 x tp 2 x dp 2": (dict(gtp=2, tp=2, dp=2), WIDER, "local", (28, 102), (102, 28)),
-    "tp 3 x gtp 2": (dict(gtp=2, tp=3), CONFIG, "local", (26, 102), (102, 26)),
-    "tp 3 x gtp 2 in global view": (dict(gtp=2, tp=3), CONFIG, "global", (26, 102), (102, 26)),
-    "tp 3 x dp 2": (dict(dp=2, tp=3), CONFIG, "local", (26, 102), (102, 26)),
+    "tp 3 x gtp 2": (dict(gtp=2, tp=3), ODD, "local", (26, 102), (102, 26)),
+    "tp 3 x gtp 2 in global view": (dict(gtp=2, tp=3), ODD, "global", (26, 102), (102, 26)),
+    "tp 3 x dp 2": (dict(dp=2, tp=3), ODD, "local", (26, 102), (102, 26)),
     "experts, gtp 2 x dp 3": (dict(gtp=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 26, 36)),
     "experts, ep 2 x dp 3": (dict(ep=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 27, 34)),
 }
@@ -112,7 +103,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(("name", "view"), diagonal(SCHEDULES, ["local", "global"], every=2))
 def test_schedules_of_padded_weights_are_those_of_one_device(name, view, x64):
-    config = dataclasses.replace(CONFIG, num_heads=5, num_kv_heads=5, head_dim=2, **SCHEDULES[name])
+    config = dataclasses.replace(ODD, num_heads=5, num_kv_heads=5, head_dim=2, **SCHEDULES[name])
     wanted, losses, _ = trained(config, "adamw")
     found, own, padded = trained(config, "adamw", view, gtp=3)
     assert padded["blocks/layers/attention/out/kernel"] == (10, 27), "padded rows, of a matrix by itself"
@@ -122,8 +113,8 @@ def test_schedules_of_padded_weights_are_those_of_one_device(name, view, x64):
 
 @pytest.mark.parametrize("reduce_over_dp", ["each", "last"])
 def test_microbatches_of_padded_weights_are_those_of_one_device(reduce_over_dp, x64):
-    wanted, losses, _ = trained(CONFIG, "adamw")
-    found, own, _ = trained(CONFIG, "adamw", microbatches=2, reduce_over_dp=reduce_over_dp, gtp=2, dp=3)
+    wanted, losses, _ = trained(ODD, "adamw")
+    found, own, _ = trained(ODD, "adamw", microbatches=2, reduce_over_dp=reduce_over_dp, gtp=2, dp=3)
     np.testing.assert_allclose(own, losses, rtol=1e-13)
     same(found, wanted)
 
@@ -133,7 +124,7 @@ def test_a_checkpoint_moves_from_gtp_8_to_gtp_2_x_dp_3_to_tp_3_x_gtp_2_and_back(
     with Checkpoints(tmp_path) as checkpoints:
         for number, degrees in enumerate((dict(gtp=8), dict(gtp=2, dp=3), dict(gtp=2, tp=3), dict(gtp=8))):
             with jax.set_mesh(mesh_of(degrees)), gtp.even_shares():
-                state = state_of(CONFIG, OPTIMIZERS["adamw"], seed=number)
+                state = state_of(ODD, OPTIMIZERS["adamw"], seed=number)
                 if kept is not None:
                     state, _ = checkpoints.restore(state)
                     same(jax.tree.map(np.asarray, state.logical()), kept, atol=0)
