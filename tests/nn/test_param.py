@@ -206,7 +206,7 @@ def test_a_model_of_such_weights_alone_has_nothing_to_quantize():
 
 
 def test_errors_name_the_argument_and_the_remedy():
-    with pytest.raises(ValueError, match=r"`tensor_dim` of a weight of shape \(4, 4\) is 2; it must be the one of"):
+    with pytest.raises(ValueError, match=r"`tensor_dim` of a weight of shape \(4, 4\) is 2; it must be one of"):
         gtp.Param(jnp.ones((4, 4)), tensor_dim=2)
     with pytest.raises(ValueError, match=r"a weight has shape \(4, 0\); every dimension must be at least 1"):
         gtp.Param(jnp.ones((4, 0)))
