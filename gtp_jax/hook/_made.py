@@ -22,7 +22,6 @@ from flax import nnx
 
 from ..weights import Beside, CallKeys, Stored, Stretch, Wire, key_for
 from ._codes import Coded
-from ._path import path_of
 from ._placement import placement_of
 
 
@@ -39,7 +38,7 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
     for place, variable in nnx.iter_graph(model):
         if placement_of(variable) is None:
             continue
-        keys = None if key is None else CallKeys(key_for(key, path_of(variable)))
+        keys = None if key is None else CallKeys(key_for(key, place))
         name = place_name(place)
         if name in of_weights or keys is not None:
             made = Stored(variable.get_raw_value(), (), of_weights.get(name, ()), keys)

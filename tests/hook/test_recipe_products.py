@@ -165,6 +165,27 @@ def test_bits_differ_by_seed_and_step_and_are_the_same_if_both_are():
         assert all(np.abs(one - two).max() > 1e-3 * np.abs(one).max() for two in others)
 
 
+def test_weights_with_the_same_path_are_rounded_by_bits_of_their_own():
+    class Twins(nnx.Module):
+        def __init__(self, rngs):
+            copies = (nnx.Sequential(nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(1))) for _ in range(2))
+            self.twins = nnx.List([gtp.shard(one, nnx.Linear, min_size=64) for one in copies])
+
+        def __call__(self, x):
+            return sum(twin(x) for twin in self.twins)
+
+    def gradients(recipe):
+        loss = lambda model, x: (jnp.sin(3 * model(x)).sum(), jnp.float32(x.size))  # noqa: E731
+        with scope(MESHES["gtp 8"]):
+            state = gtp.TrainState.create(Twins(nnx.Rngs(0)), optax.sgd(1.0))
+            x = jax.random.normal(jax.random.key(0), (BATCH, 4, 64))
+            return list(flat(jax.jit(lambda s: gtp.loss_and_gradients(loss, s, x, recipe=recipe)[1])(state)).values())
+
+    np.testing.assert_array_equal(*gradients(gtp.NVFP4(matmuls=True, stochastic=False)))
+    one, other = gradients(gtp.NVFP4(matmuls=True))
+    assert np.abs(one - other).max() > 1e-3 * np.abs(one).max()
+
+
 def test_a_product_across_blocks_of_one_row_stays_as_it_is_and_is_reported():
     x = jax.random.normal(jax.random.key(0), (BATCH, 64))
     with scope(MESHES["gtp 8"]):
