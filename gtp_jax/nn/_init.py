@@ -106,8 +106,8 @@ def _shardings(mesh: Mesh, leaf: Any) -> Any:
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Checks that no module keeps a traced array in a plain attribute. Flax treats a concrete array there as data, but
-    a traced one as part of the program.
+    """Checks that no module keeps a traced array in a plain attribute, or in a plain container there. Flax treats a
+    concrete array there as data, but a traced or an abstract one as part of the program.
 
     Raises:
         TypeError: if there is such an attribute. The message names the module and the attribute.
@@ -115,9 +115,21 @@ def _refuse_tracers(model: nnx.Module) -> None:
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, Tracer):
-                raise TypeError(
-                    f"{type(module).__name__} at {'.'.join(map(str, path)) or 'the top'} has an array as its "
-                    f"attribute `{name}`. While `gtp_jax.init` or `Stack` traces the construction of a model, Flax "
-                    f"treats such an array as part of the program. Write `self.{name} = nnx.Variable(...)`, or "
-                    "`nnx.Param` if it is trained."
-                )
+                what = "an array"
+            elif isinstance(value, list | tuple | dict) and any(map(_is_array, _leaves(value))):
+                what = f"a {type(value).__name__} with an array"
+            else:
+                continue
+            raise TypeError(
+                f"{type(module).__name__} at {'.'.join(map(str, path)) or 'the top'} has {what} as its attribute "
+                f"`{name}`. While `gtp_jax.init` or `Stack` traces the construction of a model, Flax treats such an "
+                "array as part of the program. Wrap it in `nnx.Variable(...)`, or in `nnx.Param` if it is trained."
+            )
+
+
+def _leaves(container: Any) -> list[Any]:
+    return jax.tree.leaves(container, is_leaf=lambda node: isinstance(node, nnx.Variable | nnx.Pytree))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer | jax.Array | jax.ShapeDtypeStruct)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
+from gtp_jax.nn import abstract_model
 
 from .test_models_on_meshes import assert_equal, scope
 
@@ -98,6 +99,19 @@ class Traced(nnx.Module):
 def test_one_that_flax_does_not_see_under_a_trace_is_refused_by_name():
     with pytest.raises(TypeError, match=r"Traced at inner has an array as its attribute `mask`.*nnx\.Variable"):
         gtp.init(lambda rngs: nnx.Dict(inner=Traced(rngs)), nnx.Rngs(0))
+
+
+class Contained(nnx.Module):
+    def __init__(self, wrap):
+        self.dense = gtp.Dense(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.masks = nnx.data([wrap(jnp.tril(jnp.ones((LENGTH, LENGTH))))])
+
+
+@pytest.mark.parametrize("make", [gtp.init, lambda factory, rngs: abstract_model(factory)])
+def test_one_in_a_container_is_refused_by_name_unless_a_variable_holds_it(make):
+    assert make(lambda rngs: Contained(nnx.Variable), nnx.Rngs(0)).masks[0].shape == (LENGTH, LENGTH)
+    with pytest.raises(TypeError, match=r"Contained at the top has a list with an array as its attribute `masks`"):
+        make(lambda rngs: Contained(lambda array: array), nnx.Rngs(0))
 
 
 class Reading(nnx.Module):
