@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
-from ..recipes import Recipe, check_recipe
+from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import Request, View, check_microbatches, check_view, gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._padding import paddings
@@ -48,7 +48,7 @@ def check(
         rngs: the random streams, as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
         has_aux: as in `train_step`.
         microbatches: as in `train_step`.
-        recipe: the recipe of both steps, such as `gtp_jax.NVFP4()`.
+        recipe: the recipe of both steps, such as `gtp_jax.NVFP4()`; the recipe in scope by default.
         view: as in `train_step`.
         tolerance: the largest difference that is accepted in a tensor, relative to the largest magnitude in that
             tensor. The default suffices for a recipe that quantizes only weights, because both steps round each weight
@@ -71,6 +71,7 @@ def check(
     check_view(view)
     check_microbatches(microbatches)
     check_recipe(recipe)
+    recipe = recipe_of_call(recipe)
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(

@@ -62,3 +62,16 @@ def test_under_each_recipe_in_scope_one_step_computes_what_the_argument_does():
         message = "without a recipe there are no codes to gather in advance: no recipe was passed, and none is in"
         with pytest.raises(ValueError, match=message):
             ahead(state, x)
+
+
+def test_check_compares_steps_under_the_recipe_in_scope():
+    x = jax.random.normal(jax.random.key(0), (8, 4, 32), jnp.float32)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+
+        def errors(**options):
+            make = lambda rngs: gtp.MLP(32, 64, dtype="float32", rngs=rngs)  # noqa: E731
+            return gtp.check(squares, make, x, tolerance=1.0, **options)
+
+        with gtp.use_recipe(FP8):
+            scoped = errors()
+        assert scoped == errors(recipe=FP8) != errors()
