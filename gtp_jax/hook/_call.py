@@ -99,11 +99,11 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
         ValueError: for the same reasons as `call_unit`.
         TypeError: if the call is differentiated in forward mode.
     """
+    _refuse_parts(holder)
     variables = own_variables(holder)
     if hook_is_off():
         _refuse_shards(holder, variables)
         return method(holder, *args, **kwargs)
-    _refuse_parts(holder)
     _refuse_stripped(holder, variables, placements)
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):

@@ -1,5 +1,7 @@
 """Meshes with other axis names, and weights that a model's author has annotated, also for tensor parallelism."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,8 +186,9 @@ SMALL = [
 ]
 
 
+@pytest.mark.parametrize("hook", [contextlib.nullcontext, gtp.without_hook], ids=["hook", "without"])
 @pytest.mark.parametrize("factory, options, name", SMALL, ids=["in a block", "outside of blocks", "specs"])
-def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name):
+def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name, hook):
     message = f"the parameter {name} is partitioned over tp, as annotated, and no call gathers it"
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), hook(), pytest.raises(ValueError, match=message):
         gtp.check(summed, lambda rngs: factory(rngs, **options), jnp.ones((16, 32)), view="local")
