@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+_NO_ARGUMENTS = jax.tree.structure(((), {})).num_nodes
+
 
 class SharedInputs:
     """The arguments that follow the activation in a call of a layer or a `Stack`, split into arrays and other values.
@@ -43,7 +45,7 @@ class SharedInputs:
     @property
     def empty(self) -> bool:
         """Whether the call has no arguments after the activation."""
-        return not self._is_array
+        return self._tree.num_nodes == _NO_ARGUMENTS
 
     def without_arrays(self) -> SharedInputs:
         """Returns a copy without the arrays, for functions that JAX keeps after the trace of the arrays has ended."""

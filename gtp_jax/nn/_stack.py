@@ -197,19 +197,20 @@ def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
 
 def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Calls a chain in the view in scope. In global view, the chain runs within one `shard_map` if `_is_local` is true
-    of all modules, there are no shared inputs, and each module's output has the partition of the next module's
+    of all modules, no shared input contains an array, and each module's output has the partition of the next module's
     input."""
     check_mesh_in_scope()
-    if current_view() == "global" and shared.empty and all(_is_local(link.module) for link in links):
+    if current_view() == "global" and not shared.arrays and all(_is_local(link.module) for link in links):
         ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # an embedding turns ids into vectors
         chain = Chain(modules, schedule, tuple(link.remat for link in links), ndim)
+        args, kwargs = shared.arguments([])
         if chain.linked(jnp.ndim(x)):
             try:
-                return chain(x)
+                return chain(x, *args, **kwargs)
             except OtherDimensions as other:
                 chain.ndim = other.ndim
             if chain.linked(jnp.ndim(x)):
-                return chain(x)
+                return chain(x, *args, **kwargs)
     return run_links(links, x, schedule, shared)
 
 
@@ -252,12 +253,12 @@ class Chain(Layer):
     def title(self) -> str:
         return " + ".join(module.title for module in self.modules)
 
-    def local(self, x: Any) -> Any:
+    def local(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         links = [
             m._link(remat) if isinstance(m, Stack) else Link(m, remat)
             for m, remat in zip(self.modules, self.remat, strict=True)
         ]
-        y = run_links(links, x, self.schedule, SharedInputs((), {}))
+        y = run_links(links, x, self.schedule, SharedInputs(args, kwargs))
         ndim = max((array.ndim for array in jax.tree.leaves(y)), default=self.ndim)
         if ndim != self.ndim:
             raise OtherDimensions(ndim)
