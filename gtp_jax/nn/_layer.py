@@ -76,9 +76,9 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
 def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
     layout = variable.get_metadata()["layout"]
     raise ValueError(
-        f"the loss reads the array of a weight of shape {layout.shape} in a step with `reduce_over_dp='last'`, where "
-        "that array is a placeholder: gradients are taken of whole shards, of which this rank stores only a part. "
-        "Use `reduce_over_dp='each'`."
+        f"the loss reads the array of a weight of shape {layout.shape} in a step with `reduce_over_dp='last'`. "
+        "Such a step differentiates with respect to whole shards and puts placeholders in place of stored arrays, so a "
+        "loss cannot read them. Use `reduce_over_dp='each'`."
     )
 
 

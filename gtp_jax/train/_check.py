@@ -68,7 +68,7 @@ def check(
             names the first such tensor.
     """
     check_loss(loss)
-    check_view(view)
+    check_view(view, has_aux=has_aux)
     check_microbatches(microbatches)
     check_recipe(recipe)
     recipe = recipe_of_call(recipe)

@@ -95,7 +95,7 @@ def diagnose(
         TypeError: if `loss` is not callable.
     """
     check_loss(loss)
-    check_view(view)
+    check_view(view, has_aux=has_aux)
     check_values(state)
     flags, names = _finite_leaves(state.params)
     if not flags.all():

@@ -42,10 +42,14 @@ View = Literal["global", "local"]
 _VIEWS: tuple[View, ...] = ("global", "local")
 
 
-def check_view(view: Any) -> None:
-    """Raises `ValueError` unless `view` is a view."""
+def check_view(view: Any, *, has_aux: bool) -> None:
+    """Raises `ValueError` unless `view` is a view, and one that supports `has_aux` if that is true."""
     if view not in _VIEWS:
         raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, _VIEWS))}.")
+    if has_aux and view == "local":
+        raise ValueError(
+            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part."
+        )
 
 
 def check_microbatches(microbatches: Any) -> None:

@@ -136,11 +136,11 @@ def train_step(
     check_microbatches(microbatches)
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(
-            f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a number above 0, or `None` for no limit."
+            f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a finite number above 0, or `None` for no limit."
         )
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers)
-    _check_view(view, has_aux)
+    check_view(view, has_aux=has_aux)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
     if replicas is not None and recipe is not None and recipe.delays:
         raise ValueError(
@@ -194,7 +194,7 @@ def eval_step(
     """
     check_loss(loss)
     check_recipe(recipe)
-    _check_view(view, has_aux)
+    check_view(view, has_aux=has_aux)
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         _check_state(state)
@@ -239,7 +239,7 @@ def loss_and_gradients(
     check_recipe(recipe)
     check_microbatches(microbatches)
     _check_pregathered_layers(pregathered_layers)
-    _check_view(view, has_aux=False)
+    check_view(view, has_aux=False)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
     chosen = recipe_of_call(recipe)
     if chosen is not None and chosen.delays:
@@ -260,14 +260,6 @@ def _metrics(computed: Computed, state: TrainState, view: View, has_aux: bool) -
         roles = state.model_def.roles
         found["tokens"] = _token_count(computed.tokens, roles) if view == "local" else computed.tokens
     return {**found, "aux": computed.aux} if has_aux else found
-
-
-def _check_view(view: Any, has_aux: bool) -> None:
-    check_view(view)
-    if has_aux and view == "local":
-        raise ValueError(
-            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part."
-        )
 
 
 def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *args: Any) -> dict[str, Any]:

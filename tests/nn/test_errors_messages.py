@@ -127,7 +127,7 @@ WITHOUT_A_MESH = {
     ),
     "clipping": (
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=0),
-        "`max_grad_norm` is 0; it must be a number above 0, or `None` for no limit",
+        "`max_grad_norm` is 0; it must be a finite number above 0, or `None` for no limit",
     ),
     "experts": (
         lambda: dataclasses.replace(TINY, num_experts=-1),
@@ -269,9 +269,13 @@ def test_views_and_microbatches_are_checked_where_there_is_no_step():
     view = r"`view` is 'ranks'; it must be one of 'global', 'local'"
     with pytest.raises(ValueError, match=view):
         gtp.check(lambda rngs: gtp.Dense(8, 8, rngs=rngs), next_token_loss, {}, view=cast(Any, "ranks"))
+    with pytest.raises(ValueError, match=r"`has_aux` is for `view='global'`"):
+        gtp.check(next_token_loss, lambda rngs: gtp.Dense(8, 8, rngs=rngs), {}, view="local", has_aux=True)
     state = gtp.TrainState.create(gtp.Dense(8, 8, rngs=nnx.Rngs(0)), optax.sgd(1.0))
     with pytest.raises(ValueError, match=view):
         gtp.diagnose(next_token_loss, state, {}, view=cast(Any, "ranks"))
+    with pytest.raises(ValueError, match=r"`has_aux` is for `view='global'`"):
+        gtp.diagnose(next_token_loss, state, {}, view="local", has_aux=True)
     with pytest.raises(ValueError, match="`microbatches` is 0; it must be a whole number of at least 1"):
         gtp.loss_and_gradients(next_token_loss, state, {}, microbatches=0)
 
