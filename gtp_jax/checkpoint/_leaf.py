@@ -12,6 +12,8 @@ import tensorstore as ts
 
 from .._foreign import brief
 from .._random_keys import as_key, is_key, key_impl, key_words
+from ..formats import QuantizedArray
+from ..layout import layouts_of_codes
 from ..mesh import Path, of_parameter, with_paths
 from ._logical import LogicalArray
 
@@ -79,7 +81,7 @@ def leaves(state: Any, padded: Mapping[Path, Any] | None = None) -> list[Leaf]:
     """
     known: Mapping[Path, Any] = padded or getattr(getattr(state, "model_def", None), "padded", {})
     variables = with_paths(state, is_leaf=_is_variable)
-    layouts = [layout for _, one in variables for layout in [_layout(one)] * len(jax.tree.leaves(one))]
+    layouts = [layout for _, one in variables for layout in _layouts(one)]
     listed = [
         _leaf(path, array, of_parameter(path, known) if layout is None else layout)
         for (path, array), layout in zip(with_paths(state), layouts, strict=True)
@@ -146,10 +148,15 @@ def _is_variable(node: Any) -> bool:
     return hasattr(node, "get_metadata")
 
 
-def _layout(node: Any) -> Any:
-    """Returns the layout in the metadata of a variable, if there is one."""
+def _layouts(node: Any) -> list[Any]:
+    """Returns, for each array of a variable, the layout that its metadata contain, or `None`."""
     metadata = node.get_metadata() if _is_variable(node) else {}
-    return metadata.get("array") or metadata.get("layout")
+    layout, arrays = metadata.get("array") or metadata.get("layout"), with_paths(node)
+    value = node.get_raw_value() if layout is not None else None
+    if not isinstance(value, QuantizedArray):
+        return [layout] * len(arrays)
+    of_codes = layouts_of_codes(layout, value.format)
+    return [of_codes.get(path[-1]) for path, _ in arrays]
 
 
 def _leaf(path: Path, array: Any, layout: Any) -> Leaf:

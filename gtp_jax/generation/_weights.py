@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..formats import QuantizedArray
-from ..layout import ArrayLayout, Layout, cut
+from ..layout import ArrayLayout, Layout, PartLayout, cut
 from ..mesh import device_memory
-from ..nn import Layer, padded_layout, partition_of, weight_owners, with_gathered_weights
+from ..nn import Layer, padded_codes, padded_layout, partition_of, weight_owners, with_gathered_weights
 
 Gather = Literal["once", "each_token"]
 
@@ -141,11 +141,11 @@ def _make_whole(variables: list[tuple[nnx.Variable, Any]]) -> None:
     values = [v.get_raw_value() for v, _ in variables]
     targets: list[_Target] = []
     for variable, dtype in variables:
-        before, padded = _specs(variable), padded_layout(variable)
+        before, padded = _specs(variable), _paddings(variable)
         _lay_out_whole(variable)
         codes = isinstance(variable.get_raw_value(), QuantizedArray)
         kept = None if codes else np.dtype(dtype)
-        targets += [_Target(kept, *pair, padded) for pair in zip(before, _specs(variable), strict=True)]
+        targets += [_Target(kept, *one) for one in zip(before, _specs(variable), padded, strict=True)]
     ready = _whole(jax.tree.leaves(values), targets=tuple(targets))
     for (variable, _), value in zip(variables, jax.tree.unflatten(jax.tree.structure(values), ready), strict=True):
         variable.set_raw_value(value)
@@ -164,11 +164,20 @@ class _Target(NamedTuple):
     dtype: np.dtype | None
     before: PartitionSpec
     after: PartitionSpec
-    padded: Layout | ArrayLayout | None
+    padded: Layout | ArrayLayout | PartLayout | None
 
 
 def _specs(variable: nnx.Variable) -> list[PartitionSpec]:
     return jax.tree.leaves(partition_of(variable), is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+def _paddings(variable: nnx.Variable) -> list[Layout | ArrayLayout | PartLayout | None]:
+    """Returns the layout of each array that a variable holds; `None` for one that is not padded."""
+    value = variable.get_raw_value()
+    if not isinstance(value, QuantizedArray):
+        return [padded_layout(variable)]
+    padded = padded_codes(variable)
+    return [padded.get(name) for name in ("codes", "scales", "amax") if getattr(value, name) is not None]
 
 
 def _lay_out_whole(variable: nnx.Variable) -> None:

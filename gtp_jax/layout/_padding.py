@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._array import ArrayLayout
+from ._codes import PartLayout
 from ._layout import Layout
 
 
-def pad(array: Any, layout: Layout | ArrayLayout) -> Any:
+def pad(array: Any, layout: Layout | ArrayLayout | PartLayout) -> Any:
     """Returns an array as it is stored, given the logical one, with or without leading dimensions of a stack. An array
     on the host stays there."""
     more = [stored - size for stored, size in zip(layout.array_shape, layout.shape, strict=True)]
@@ -21,7 +22,7 @@ def pad(array: Any, layout: Layout | ArrayLayout) -> Any:
     return pad(array, [*ahead, *((0, size) for size in more)]) if any(more) else array
 
 
-def cut(array: jax.Array, layout: Layout | ArrayLayout) -> jax.Array:
+def cut(array: jax.Array, layout: Layout | ArrayLayout | PartLayout) -> jax.Array:
     """Returns the logical array, given the stored one, with or without leading dimensions of a stack."""
     if layout.array_shape == layout.shape:
         return array

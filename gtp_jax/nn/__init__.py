@@ -52,6 +52,7 @@ from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
 from ._frozen import Frozen as Frozen
 from ._frozen import freeze as freeze
+from ._frozen import padded_codes as padded_codes
 from ._init import abstract_model as abstract_model
 from ._init import init as init
 from ._layer import Layer as Layer

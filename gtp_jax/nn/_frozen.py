@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray
-from ..layout import cut
+from ..layout import Layout, PartLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..weights import (
@@ -33,7 +33,8 @@ class Frozen(GatheredOnUse):
     """A parameter that `freeze` made constant. It is not an `nnx.Param`: it has no gradient, and no optimizer sees it.
 
     A weight that was frozen as codes is stored as a `QuantizedArray` of its matrix, whose rows are the output features.
-    `gtp_jax.dequantize(kernel.get_value())` returns its values.
+    `gtp_jax.dequantize(kernel.get_value())` returns its values. If the codes are stored padded, `get_value` returns
+    those of the logical matrix, and `get_raw_value` the stored ones.
     """
 
     constant = True  # `gtp_jax.shard` recognizes frozen weights by this
@@ -50,7 +51,10 @@ class Frozen(GatheredOnUse):
                 f"{self.get_raw_value().format.name} codes. Read its values with "
                 "`gtp_jax.dequantize(kernel.get_value())`, whose first dimension is the output features."
             )
-        return super().get_value(**index)
+        value = super().get_value(**index)
+        if current_view() == "local" or not (padded := padded_codes(self)):
+            return value
+        return dataclasses.replace(value, **{name: _logical(getattr(value, name), own) for name, own in padded.items()})
 
     def set_value(self, value: Any, **index: Any) -> None:
         """Raises an error, because a frozen weight cannot be set.
@@ -64,6 +68,24 @@ class Frozen(GatheredOnUse):
         )
 
 
+def padded_codes(variable: nnx.Variable) -> dict[str, PartLayout]:
+    """Returns the layouts of the arrays of a weight that is stored as padded codes, by their names in `QuantizedArray`;
+    empty for any other variable."""
+    metadata = variable.get_metadata()
+    layout, frozen = metadata.get("layout"), metadata.get("frozen")
+    if layout is None or frozen is None or frozen.wire is None or layout.array_shape == layout.shape:
+        return {}
+    return layouts_of_codes(layout, frozen.wire)
+
+
+def _logical(array: Any, layout: PartLayout) -> Any:
+    """Returns an array without its padding, or the shape of an abstract one without a sharding, because JAX has no
+    uneven ones."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*array.shape[: array.ndim - len(layout.shape)], *layout.shape), array.dtype)
+    return cut(array, layout)
+
+
 def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: Any = nnx.LoRAParam) -> M:
     """Returns a copy of the model in which all parameters are constant, except those that `trained` matches, such as
     LoRA adapters.
@@ -73,9 +95,10 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     quantizes them again. The codes equal, bit for bit, those that `train_step(recipe=...)` would compute in every step
     from the same master weights. Other constant parameters, such as norms and biases, keep their values and dtypes.
 
-    The stored arrays have logical shapes, so that a checkpoint can be restored on any mesh. (Under
-    `gtp_jax.even_shares`, arrays may be padded.) Each rank stores the shard that it sends. The optimizer's axes (dp) do
-    not divide shards further, because there is no master copy or optimizer state.
+    The stored arrays have logical shapes, so that a checkpoint can be restored on any mesh. Each rank stores the shard
+    that it sends. The optimizer's axes (dp) do not divide shards further, because there is no master copy or optimizer
+    state. Under `gtp_jax.even_shares`, arrays may be padded: codes to shards of whole blocks, so that the codes of the
+    weight are those of one device. Checkpoints contain no padding.
 
     Inside `gtp_jax.init`, master weights never leave the program that computes them:
 
@@ -92,9 +115,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
         TypeError: if `recipe` is not a recipe.
         ValueError: if no parameter would be trained, or none would be frozen; if only some of the kernels of one module
             would be trained; if the recipe rounds gradients stochastically, has delayed scaling, sends weights in a
-            format that cannot be stored, or gives layers of one `Stack` different formats; if a weight to be stored as
-            codes is padded, or its shards are not whole blocks of the format; if the recipe names modules or layers
-            that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
+            format that cannot be stored, or gives layers of one `Stack` different formats; if the shards of a weight to
+            be stored as codes are not whole blocks of the format, and are not padded; if the recipe names modules or
+            layers that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()
@@ -117,7 +140,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     places = {path: own for path, own in kernel_places(graph, leaves, tree).items() if _all_frozen(path, own, frozen)}
     owners = weight_owners(model)
     groups = _groups(groups_of(model, recipe), {path: owners[path] for path in places})
-    kept = _kept([groups[path] for path in places], [_masters(owners[path]) for path in places])
+    kept = _kept([groups[path] for path in places], [owners[path] for path in places])
     put: dict[int, nnx.Variable] = {}
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
@@ -145,6 +168,19 @@ def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
 
 def _masters(owner: Weight) -> Shards:
     return tuple(variable.get_raw_value() for variable in owner.weights())
+
+
+def _in_blocks(group: WeightGroup) -> WeightGroup:
+    """Returns the group of a weight with shards that are whole blocks of its format, if padding can make them so."""
+    form = group.wire
+    if not isinstance(form, Format) or group.ranks == 1:
+        return group
+    padded = any(layout.shard_padding.size for layout in group.layouts)
+    if not padded and not (shares_are_even() and any(cuts_blocks(layout, form) for layout in group.layouts)):
+        return group
+    layouts = layouts_in_blocks(group.layouts, form)
+    same = layouts == tuple(layout.of_shards for layout in group.layouts)
+    return group if same else dataclasses.replace(group, layouts=layouts)
 
 
 def _is_variable(leaf: Any) -> bool:
@@ -213,35 +249,45 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
                 f"the recipe sends {name} in {form.name}, which cannot be stored. Freeze with one of gtp_jax's "
                 "recipes, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
             )
-        padded = [layout for layout in group.layouts if form is not None and layout.shard_padding.size]
-        if padded:
-            raise ValueError(
-                f"the weight of shape {padded[0].shape} of {name} is stored padded to {padded[0].array_shape}, and a "
-                "padded weight cannot be stored as codes. Create the model outside of `gtp_jax.even_shares()`, or name "
-                "the module in the recipe's `exclude`."
-            )
+        group = _in_blocks(group)
         cutting = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
         if cutting and form is not None:
+            padding = "" if shares_are_even() else "freeze under `gtp_jax.even_shares()`, which pads them, "
             raise ValueError(
                 f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
                 f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "
-                "Choose sizes or degrees that give whole blocks, name the module in the recipe's `exclude`, or use "
-                "`gtp_jax.FP8()`, which has no blocks."
+                f"Choose sizes or degrees that give whole blocks, {padding}name the module in the recipe's `exclude`, or "
+                "use `gtp_jax.FP8()`, which has no blocks."
             )
         found[path] = group
     return found
 
 
-def _kept(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
+def _kept(groups: Sequence[WeightGroup], owners: Sequence[Weight]) -> list[tuple[Any, ...]]:
     """Returns, for each weight to be frozen, the arrays or codes that are stored instead of its masters."""
     coded = [group for group in groups if group.wire is not None]
+    built = [owner.layouts for owner in owners]
 
     def run(masters: Sequence[Shards]) -> list[tuple[Any, ...]]:
-        pairs = list(zip(groups, masters, strict=True))
+        laid_out = [_laid_out(*one) for one in zip(masters, built, (group.layouts for group in groups), strict=True)]
+        pairs = list(zip(groups, laid_out, strict=True))
         codes = iter(quantize_frozen(coded, [mine for group, mine in pairs if group.wire is not None]))
         return [_cast(group, mine) if group.wire is None else next(codes) for group, mine in pairs]
 
-    return jax.jit(run)(masters)
+    return jax.jit(run)([_masters(owner) for owner in owners])
+
+
+def _laid_out(masters: Shards, before: Sequence[Layout], after: Sequence[Layout]) -> Shards:
+    """Returns masters as other layouts store them."""
+    if tuple(before) == tuple(after):
+        return masters
+    moved = tuple(pad(cut(x, one), other) for x, one, other in zip(masters, before, after, strict=True))
+    if current_view() != "global":
+        return moved
+    return tuple(
+        lax.with_sharding_constraint(x, stacked_spec(layout.spec, x.ndim))
+        for x, layout in zip(moved, after, strict=True)
+    )
 
 
 def _format(group: WeightGroup) -> Format | None:

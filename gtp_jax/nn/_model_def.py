@@ -11,9 +11,9 @@ from flax import nnx
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
 from ..hook import largest_unit
-from ..layout import ArrayLayout, Layout
+from ..layout import ArrayLayout, Layout, PartLayout
 from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
-from ._frozen import Frozen
+from ._frozen import Frozen, padded_codes
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
 from ._padded import padded_layout
 from ._update_rule import UpdateRule, update_rule_of
@@ -41,7 +41,8 @@ class ModelDef:
         roles: the roles of the mesh axes.
         frozen_specs: a nested dict of the partitions of frozen weights.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
-        padded: the layouts of the parameters and frozen weights whose stored arrays are padded, by path.
+        padded: the layouts of the stored arrays of parameters and frozen weights that are padded, by path. A weight
+            that is frozen as codes has a `PartLayout` for each of its arrays.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
         largest_unit: for the largest unit of `gtp_jax.shard` (a module whose weights are gathered together), the size
@@ -58,7 +59,7 @@ class ModelDef:
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     update_rules: dict[tuple[str, ...], UpdateRule] = dataclasses.field(default_factory=dict)
-    padded: dict[Path, Layout | ArrayLayout] = dataclasses.field(default_factory=dict)
+    padded: dict[Path, Layout | ArrayLayout | PartLayout] = dataclasses.field(default_factory=dict)
     layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     largest_unit: int = 0
 
@@ -162,9 +163,10 @@ def split_model(model: nnx.Module) -> Split:
             if isinstance(v, nnx.Param) and (rule := update_rule_of(v)) is not None
         },
         {
-            tuple(map(str, path)): layout
+            (*map(str, path), *name): layout
             for path, v in nnx.to_flat_state(variables)
-            if isinstance(v, nnx.Variable) and (layout := padded_layout(v)) is not None
+            if isinstance(v, nnx.Variable)
+            for name, layout in _padded(v).items()
         },
         layer_counts(model),
         largest_unit(model),
@@ -177,6 +179,13 @@ def _others(variables: Any) -> list[tuple[Any, Leaf]]:
     """Returns `(path, leaf)` for each variable of a state that is neither a parameter nor frozen, and for each array
     that is a plain attribute."""
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
+
+
+def _padded(variable: nnx.Variable) -> dict[Path, Layout | ArrayLayout | PartLayout]:
+    """Returns the layouts of those of a variable's arrays that are stored padded, by path within the variable."""
+    layout = padded_layout(variable)
+    of_codes = {(name,): own for name, own in padded_codes(variable).items()}
+    return of_codes if layout is None else {(): layout}
 
 
 def _partitions(leaf: Leaf) -> Any:

@@ -123,7 +123,7 @@ class PaddedParam(Padded, nnx.Param):
 
 
 def padded_layout(variable: nnx.Variable) -> Layout | ArrayLayout | None:
-    """Returns the layout of a weight that is stored padded; `None` for any other variable."""
+    """Returns the layout of a weight whose array is stored padded; `None` for any other variable, and for codes."""
     return _of_metadata(variable.get_metadata())
 
 
@@ -137,8 +137,9 @@ def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
 
 
 def _of_metadata(metadata: dict[str, Any]) -> Layout | ArrayLayout | None:
-    layout = metadata.get("array") or metadata.get("layout")
-    return None if layout is None or layout.array_shape == layout.shape else layout
+    layout, frozen = metadata.get("array") or metadata.get("layout"), metadata.get("frozen")
+    as_codes = frozen is not None and frozen.wire is not None  # see `Frozen`
+    return None if layout is None or as_codes or layout.array_shape == layout.shape else layout
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:

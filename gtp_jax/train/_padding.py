@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ..layout import ArrayLayout, Layout, cut, pad
+from ..layout import ArrayLayout, Layout, PartLayout, cut, pad
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import ModelDef
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A parameter or frozen weight whose array is padded.
+    """A parameter, a frozen weight, or one of the arrays of codes, that is stored padded.
 
     Attributes:
         layout: the layout of one layer's array.
@@ -36,7 +36,7 @@ class Padded:
             unequal parts.
     """
 
-    layout: Layout | ArrayLayout
+    layout: Layout | ArrayLayout | PartLayout
     shape: Shape
     stored: Shape
     spec: PartitionSpec

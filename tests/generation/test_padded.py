@@ -15,6 +15,19 @@ from .models import DENSE, greedy, model_of
 PROMPTS = [[5, 3, 8, 1, 90], [7, 7]]
 
 
+@pytest.mark.parametrize("gather", ["once", "each_token"])
+def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
+    found = []
+    for degrees in (dict(gtp=1), dict(gtp=7)):
+        devices = jax.devices()[: math.prod(degrees.values())]
+        with jax.set_mesh(gtp.make_mesh(**degrees, devices=devices)), gtp.even_shares():
+            model = gtp.freeze(model_of(DENSE), gtp.NVFP4(), trained=lambda path, _: "scale" in path[-1])
+            stored = model.blocks.layers.mlp.down.kernel.get_raw_value().codes.shape
+            found.append(gtp.generate(model, PROMPTS, max_new_tokens=6, gather=gather).tokens.tolist())
+    assert stored == (2, 32, 56), "2 layers of 48 columns, padded to a block of 16 per rank"
+    assert found[1] == found[0]
+
+
 MESHES = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
 
 

@@ -87,6 +87,16 @@ def test_codes_are_those_that_freezing_the_masters_makes(run):
         assert any(isinstance(v.get_raw_value(), gtp.QuantizedArray) for _, v in nnx.to_flat_state(nnx.state(found)))
 
 
+def test_padded_codes_are_those_of_one_device(run):
+    found = []
+    for degrees in (dict(gtp=1), dict(gtp=7)):
+        with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: degrees["gtp"]])), gtp.even_shares():
+            model = load(run, dtype="float32", recipe=gtp.MXFP8())
+            frozen = nnx.to_flat_state(nnx.state(model, gtp.Frozen))
+            found.append({path: jax.tree.map(np.asarray, v.get_value()) for path, v in frozen})
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 def test_what_is_no_checkpoint_is_refused_with_what_it_is(run, tmp_path):
     with pytest.raises(
         FileNotFoundError, match="hf download org/some-model --local-dir some-model`, and `gtp-jax conv"

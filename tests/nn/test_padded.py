@@ -245,22 +245,6 @@ def test_an_nnx_state_with_padded_weights_is_saved_in_logical_shapes(tmp_path, x
             same(model.embed.table[...], made().embed.table[...])
 
 
-def test_a_padded_weight_is_not_frozen_as_codes(x64):
-    class Adapted(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = gtp.Dense(26, 33, rngs=rngs)
-            self.adapter = nnx.LoRAParam(jnp.ones(3))
-
-    with (
-        on(7),
-        pytest.raises(
-            ValueError,
-            match=r"\(26, 33\) of dense is stored padded to \(26, 35\).*outside of `gtp_jax.even_shares\(\)`",
-        ),
-    ):
-        gtp.freeze(gtp.init(Adapted, nnx.Rngs(0)), gtp.FP8())
-
-
 def test_weights_that_the_core_and_a_replica_pad_differently_do_not_move(x64):
     with on(7):
         one = split_model(made())

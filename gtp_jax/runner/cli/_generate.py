@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     with _mesh(args.tp, config):
         began = time.perf_counter()
         recipe = RECIPES[args.recipe]() if args.recipe else None
-        with even_shares(recipe is None):  # codes cannot be stored padded
+        with even_shares():
             model = load(args.source, step=manifest["step"], dtype=dtype, recipe=recipe)
         kept, took = args.recipe or dtype, time.perf_counter() - began
         note(f"{where}: {config.param_count():,} parameters in {kept} on {_devices()}, restored in {took:.1f} s")

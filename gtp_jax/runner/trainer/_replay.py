@@ -174,7 +174,7 @@ def _twice(
     devices = np.asarray(ordinary.devices).reshape(-1)[place].reshape(ordinary.devices.shape)
     meshes = Meshes(Mesh(devices, ordinary.axis_names, axis_types=ordinary.axis_types))
     options: Any = _DETERMINISTIC if on_gpu() else None
-    with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares(config.pads):
+    with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares():
         like, optimizer = abstract_state(config, model)
         job = compile_step(config, model, meshes, corpus, like, optimizer, compiler_options=options)
         return [_run(job, like, checkpoints, begin, step) for _ in range(2)]

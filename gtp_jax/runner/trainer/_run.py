@@ -146,7 +146,7 @@ def _start(
     with use_roles(config.parallelism.roles):
         meshes = make_meshes(planned, degrees, lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     check_terms(model, corpus)
-    pads = config.pads and meshes.replicas is None  # unequal replicas would pad a weight differently
+    pads = meshes.replicas is None  # unequal replicas would pad a weight differently
     with even_shares(pads):
         check_fits(config, model, meshes.mesh)
     with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):

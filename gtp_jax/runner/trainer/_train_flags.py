@@ -333,11 +333,6 @@ class TrainConfig:
         """The recipe of the training step; `None` with adapters, whose frozen model is quantized only once."""
         return self.quantization.to_recipe() if self.adapters is None else None
 
-    @property
-    def pads(self) -> bool:
-        """Whether weights may be stored padded (`gtp_jax.even_shares`): not if they are frozen as codes."""
-        return self.adapters is None or not any(kind.wire for kind in self.quantization.to_recipe().kinds)
-
     def adapt[M: nnx.Module](self, model: M, rngs: nnx.Rngs) -> M:
         """Returns the model to train: with adapters, and frozen as the recipe says, if the run trains adapters."""
         if self.adapters is None:

@@ -1,0 +1,86 @@
+"""Lays out weights that are stored as codes: in shards of whole blocks, padded where the ranks divide no dimension."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from ..formats import Format, codes_shape, scales_shape
+from ._layout import Layout
+from ._pad_choice import Target, choose_padding
+from ._storage import UNDIVIDED, UNPADDED, Padding
+
+
+@dataclasses.dataclass(frozen=True)
+class PartLayout:
+    """How the codes of a weight, or its block scales, are stored.
+
+    Attributes:
+        shape: the logical shape, without the dimension of layers.
+        array_shape: the shape of the stored array, padding included.
+        spec: the partition spec of the stored array.
+    """
+
+    shape: tuple[int, ...]
+    array_shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PartLayout]:
+    """Returns the layouts of the arrays of codes, by their names in `QuantizedArray`; no amax is ever padded.
+
+    Args:
+        layout: the layout of the weight, whose shards are whole blocks.
+        form: the format of the codes.
+    """
+    lead, logical, stored = layout.shape[:-2], layout.matrix_of(layout.shape), layout.matrix_of(layout.array_shape)
+    found = {}
+    for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
+        own, padded = shape_of(form, logical, False), shape_of(form, stored, False)
+        if own is not None and padded is not None:
+            found[name] = PartLayout((*lead, *own), (*lead, *padded), layout.matrix_spec)
+    return found
+
+
+def layouts_in_blocks(layouts: Sequence[Layout], form: Format) -> tuple[Layout, ...]:
+    """Returns layouts of the same kernels in which the shards of a gather are whole blocks of a format, and are not
+    divided over the axes of the optimizer.
+
+    Shards are the parts of rows or of columns, unpadded if the ranks divide either into whole blocks. Otherwise, the
+    dimension is padded where that adds least. The given layouts are returned, without the optimizer's axes, if neither
+    dimension can be divided in this way: if tensor ranks divide one, and cut the blocks of the other.
+
+    Args:
+        layouts: the layouts of kernels that are gathered together, over more than one rank.
+        form: the format of the codes.
+    """
+    shards = [layout.of_shards for layout in layouts]
+    first, run = shards[0], dict(zip((shards[0].rows, shards[0].cols), form.run, strict=True))
+    of_tensor = first.tensor.dim if first.tensor.ranks > 1 else None
+    own = [_sizes_of_rank(layout) for layout in shards]
+    # a block of a gathered matrix never contains rows of two kernels
+    whole_rows = all(sizes[first.rows] % run[first.rows] == 0 for sizes in own)
+    dims = (first.rows, first.cols) if whole_rows else (first.rows,)
+    for dim in dims:
+        if all(sizes[dim] % (first.ranks * run[dim]) == 0 for sizes in own):
+            return _divided_along(shards, dim, [UNPADDED] * len(shards))
+    targets = [Target(dim, first.ranks * run[dim]) for dim in dims if dim != of_tensor]
+    dim, paddings = choose_padding([layout.shape for layout in shards], [], targets)
+    return tuple(shards) if dim is None else _divided_along(shards, dim, paddings)
+
+
+def _sizes_of_rank(layout: Layout) -> list[int]:
+    """Returns the sizes of the part of a weight that the ranks of a gather divide among them."""
+    ranks = {one.dim: one.ranks for one in (layout.tensor, layout.experts)}
+    return [size // ranks.get(dim, 1) for dim, size in enumerate(layout.shape)]
+
+
+def _divided_along(layouts: Sequence[Layout], dim: int, paddings: Sequence[Padding]) -> tuple[Layout, ...]:
+    return tuple(
+        dataclasses.replace(
+            layout, gather=layout.gather._replace(dim=dim), optimizer=UNDIVIDED, padding=padding
+        )
+        for layout, padding in zip(layouts, paddings, strict=True)
+    )
