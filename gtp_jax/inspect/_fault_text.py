@@ -9,9 +9,6 @@ from fractions import Fraction
 from ..hlo import columns, fact, quantity
 from ._faults import FaultReport
 
-_SHOWN = 6
-
-
 def fault_text(report: FaultReport, chip: str = "h200") -> str:
     """Returns tables of the replicas that continue, the bytes they move, times, memory use and the best throughput.
 
@@ -21,10 +18,6 @@ def fault_text(report: FaultReport, chip: str = "h200") -> str:
     """
     plan = report.plan
     parts = [_replicas(report), _transfers(report), _times(report, chip), _memory(report), _owners(report)]
-    named = {tp: names for tp, names in report.whole.items() if names}
-    for tp, names in sorted(named.items(), reverse=True):
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        parts.append(f"tp {tp} divides no dimension of {', '.join(names[:_SHOWN])}{more}: whole on every tp rank.")
     rows = [
         ("this plan", _percent(plan.throughput)),
         ("leave out hurt replicas", _percent(plan.throughput_if_dropped)),
@@ -86,7 +79,9 @@ def _memory(report: FaultReport) -> str:
             sizes = (use.masters, use.weights, use.gradients, use.transfer, use.activations, use.total)
             rows.append((_slots(some), *(quantity(n, "B") for n in sizes)))
     header = ("memory of devices", "masters, AdamW", "weights", "gradients", "transfer", "activations", "in total")
-    return columns(header, rows, right=range(1, 7))
+    own = max(use.masters for uses in report.memory for use in uses)
+    even = f"{quantity(report.even_masters, 'B')} ({own / report.even_masters - 1:+.1%})"
+    return columns(header, rows, right=range(1, 7)) + f"\nan even share of masters and AdamW's state is {even}"
 
 
 def _owners(report: FaultReport) -> str:

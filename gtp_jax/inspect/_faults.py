@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +13,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ..hlo import CHIPS, quantity
-from ..layout import Layout
-from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
+from ..layout import Layout, even_shares
+from ..mesh import AXES, DP, TP, Roles, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
 from ..nn import GRAD_REDUCE, GradReduce, ModelDef, Split
 from ..nonuniform import (
@@ -133,19 +134,19 @@ class FaultReport:
         unfold: for each replica, the moves that bring it its weights.
         fold: for each replica, the moves that bring its gradients to the core.
         memory: for each replica, the memory that each of its devices needs, row by row.
+        even_masters: the bytes of parameters and optimizer state that each device of the core would store if all of
+            them stored equal parts of the logical arrays.
         owners: for each weight that tp divides, the number of units that each rank owns, by tp degree.
         transferred: the bytes that the busiest device transfers in each part of a step, one after another.
-        whole: for each tp degree, the weights that its replicas store whole on every tp rank, because the degree
-            divides none of their dimensions.
     """
 
     plan: FaultPlan
     unfold: tuple[Moves, ...]
     fold: tuple[Moves, ...]
     memory: tuple[tuple[Use, ...], ...]
+    even_masters: float
     owners: dict[str, dict[int, tuple[int, ...]]]
     transferred: Transferred
-    whole: dict[int, tuple[str, ...]]
 
 
 def inspect_faults(options: FaultOptions) -> FaultReport:
@@ -156,12 +157,12 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     """
     plan = options.plan()
     config = dataclasses.replace(preset_of(options.preset), grad_reduce=options.grad_reduce)
-    with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
+    with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())), even_shares():
         if options.faults.core_tp is None:
             plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)
         core, params, *_ = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
         of_degree = {tp: _laid_out(config, 1, plan.gtp, tp).model_def for tp in {r.tp for r in plan.replicas}}
-        state = _state_bytes(core, params, plan)
+        state, even = _state_bytes(core, params, plan)
         sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
         with jax.sharding.use_abstract_mesh(_abstract(sizes)):
             wires = replica_dtypes_of(core, params, BF16(grad_wire=options.grad_wire))
@@ -181,10 +182,9 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         transfers = unfold[-1], fold[-1]
         activations = int(options.activations * _GB * share)
         memory.append(_memory(replica, leaves, transfers, sizes, state=state, activations=activations))
-    whole = {tp: _whole(model_def, tp) for tp, model_def in of_degree.items()}
     of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
     times = transferred(of_core[0], sent_back(of_core[1], coded), unfold, fold, sizes)
-    report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), times, whole)
+    report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), even, _owners(of_degree), times)
     _check_memory(report, options.memory)
     return report
 
@@ -198,14 +198,19 @@ def _abstract(sizes: dict[Any, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> int:
-    """Returns the bytes of parameters and of AdamW's state that each device of the core stores."""
+def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> tuple[int, float]:
+    """Returns the bytes of parameters and of AdamW's state that each device of the core stores, and would store if all
+    devices that share them stored equal parts of the logical arrays."""
     optimizer = optax.adamw(1e-3)
     specs = state_specs(core, optimizer, params)
     arrays = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
     partitions = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
     sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
-    return sum(_part_bytes(x.shape, x.dtype, spec, sizes) for x, spec in zip(arrays, partitions, strict=True))
+    own = sum(_part_bytes(x.shape, x.dtype, spec, sizes) for x, spec in zip(arrays, partitions, strict=True))
+    shapes = zip(core.logical_shapes(params).values(), jax.tree.leaves(params), strict=True)
+    logical = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in shapes]
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((logical, jax.eval_shape(optimizer.init, logical))))
+    return own, whole / math.prod(size for axis, size in sizes.items() if axis != DP or core.roles.over_optimizer)
 
 
 def _part_bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: PartitionSpec, sizes: dict[Any, int]) -> int:
@@ -223,10 +228,10 @@ def _memory(
 ) -> tuple[Use, ...]:
     stored, sent, sent_back = leaves
     here = core | {DP: 1, TP: replica.tp}
-    own = [_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in sent]
-    gradients = sum(_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in sent_back)
+    own = [_part_bytes(leaf.replica_shape, leaf.dtype, leaf.replica, here) for leaf in sent]
+    gradients = sum(_part_bytes(leaf.replica_shape, leaf.dtype, leaf.replica, here) for leaf in sent_back)
     folded, gathered = (
-        sum(_part_bytes(leaf.shape, leaf.dtype, without_replicas(leaf.core), core) for leaf in some)
+        sum(_part_bytes(leaf.core_shape, leaf.dtype, without_replicas(leaf.core), core) for leaf in some)
         for some in (sent_back, sent)
     )
     divided = any(without_replicas(leaf.core) != leaf.core for leaf in stored)
@@ -260,11 +265,6 @@ def _owners(of_degree: dict[int, ModelDef]) -> dict[str, dict[int, tuple[int, ..
             if layout.split is not None:
                 found.setdefault(name, {})[tp] = layout.split.owners
     return found
-
-
-def _whole(model_def: ModelDef, tp: int) -> tuple[str, ...]:
-    layouts = _layouts(model_def)
-    return tuple(name for name, layout in layouts if tp > 1 and layout.split and TP not in axes_of(layout.spec))
 
 
 def _layouts(model_def: ModelDef) -> list[tuple[str, Layout]]:

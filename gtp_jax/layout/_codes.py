@@ -79,8 +79,6 @@ def _sizes_of_rank(layout: Layout) -> list[int]:
 
 def _divided_along(layouts: Sequence[Layout], dim: int, paddings: Sequence[Padding]) -> tuple[Layout, ...]:
     return tuple(
-        dataclasses.replace(
-            layout, gather=layout.gather._replace(dim=dim), optimizer=UNDIVIDED, padding=padding
-        )
+        dataclasses.replace(layout, gather=layout.gather._replace(dim=dim), optimizer=UNDIVIDED, padding=padding)
         for layout, padding in zip(layouts, paddings, strict=True)
     )

@@ -256,8 +256,8 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
             raise ValueError(
                 f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
                 f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "
-                f"Choose sizes or degrees that give whole blocks, {padding}name the module in the recipe's `exclude`, or "
-                "use `gtp_jax.FP8()`, which has no blocks."
+                f"Choose sizes or degrees that give whole blocks, {padding}name the module in the recipe's `exclude`, "
+                "or use `gtp_jax.FP8()`, which has no blocks."
             )
         found[path] = group
     return found

@@ -184,8 +184,9 @@ def _others(variables: Any) -> list[tuple[Any, Leaf]]:
 def _padded(variable: nnx.Variable) -> dict[Path, Layout | ArrayLayout | PartLayout]:
     """Returns the layouts of those of a variable's arrays that are stored padded, by path within the variable."""
     layout = padded_layout(variable)
-    of_codes = {(name,): own for name, own in padded_codes(variable).items()}
-    return of_codes if layout is None else {(): layout}
+    if layout is not None:
+        return {(): layout}
+    return {(name,): own for name, own in padded_codes(variable).items()}
 
 
 def _partitions(leaf: Leaf) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ..mesh import AXES
 from ._faults import FaultPlan
 from ._layouts import plan_fold, plan_unfold
-from ._models import lay_out, leaf_specs, padded_differently
+from ._models import lay_out, leaf_specs
 from ._replica_dtypes import replica_dtypes_of
 from ._transferred import transferred
 
@@ -39,8 +38,6 @@ def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -
         with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
             warnings.simplefilter("ignore")
             core, params, _, frozen = lay_out(factory, mesh)
-            if any(padded_differently(core, replica) for replica in of_degree.values()):
-                return math.inf
             wires = replica_dtypes_of(core, params, None, frozen=frozen)
         of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
         unfold, fold = [], []

@@ -38,6 +38,11 @@ def intersect(one: Box, other: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def whole_of(shape: tuple[int, ...]) -> Box:
+    """Returns the part that is all of an array of this shape."""
+    return tuple((0, size) for size in shape)
+
+
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Returns the slices that select a part of an array from a larger part."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))

@@ -53,7 +53,7 @@ class FrozenWeights:
                     after = Transfer(moves, list(mesh.devices.flat), "unfold_frozen")(of_devices(stored, mesh))
                     found = [
                         jax.make_array_from_single_device_arrays(
-                            leaf.shape, NamedSharding(mesh, leaf.replica), list(part.values()), dtype=leaf.dtype
+                            leaf.replica_shape, NamedSharding(mesh, leaf.replica), list(part.values()), dtype=leaf.dtype
                         )
                         for leaf, part in zip(specs, after, strict=True)
                     ]
@@ -68,7 +68,7 @@ class FrozenWeights:
             jax.tree.unflatten(
                 structure,
                 [
-                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.replica))
+                    jax.ShapeDtypeStruct(leaf.replica_shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.replica))
                     for leaf in self._specs(state, place)
                 ],
             )

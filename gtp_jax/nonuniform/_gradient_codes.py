@@ -54,7 +54,9 @@ def coded_leaves(
     for replica, model_def in zip(plan.replicas, replicas, strict=True):
         sides = of_core, {DP: 1, GTP: plan.gtp, TP: replica.tp}
         for number, leaf in enumerate(leaf_specs(core, params, model_def)):
-            widths = [_width(leaf.shape, *one) for one in zip((leaf.core, leaf.replica), sides, strict=True)]
+            shapes = leaf.core_shape, leaf.replica_shape
+            widths = [_width(*one) for one in zip(shapes, (leaf.core, leaf.replica), sides, strict=True)]
+            widths += leaf.shape[-1:]
             if len(leaf.shape) < 2 or not needed <= axes_of(leaf.core) or any(width % _BLOCK for width in widths):
                 found.discard(number)
     return frozenset(found)
@@ -73,8 +75,12 @@ def sent_back(leaves: Sequence[LeafSpecs], coded: Collection[int]) -> list[LeafS
             found.append(leaf)
             continue
         byte = np.dtype(np.uint8)
-        scales = (*leaf.shape[:-1], leaf.shape[-1] // _BLOCK)
-        found += [dataclasses.replace(leaf, dtype=byte), dataclasses.replace(leaf, dtype=byte, shape=scales)]
+        scales = {
+            name: (*shape[:-1], shape[-1] // _BLOCK)
+            for name in ("shape", "core_shape", "replica_shape")
+            for shape in [getattr(leaf, name)]
+        }
+        found += [dataclasses.replace(leaf, dtype=byte), dataclasses.replace(leaf, dtype=byte, **scales)]
     return found
 
 

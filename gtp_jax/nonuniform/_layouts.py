@@ -19,30 +19,36 @@ class LeafSpecs:
     """An array, and how it is stored on the core and in a replica.
 
     Attributes:
-        shape: the shape of the array.
+        shape: the logical shape of the array.
         dtype: the dtype of the array.
         core: the array's partition on the core.
         replica: the array's partition in the replica.
+        core_shape: the shape of the array that the core stores, which may be padded (`even_shares`).
+        replica_shape: the shape of the array that the replica stores, which may be padded differently.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     core: PartitionSpec
     replica: PartitionSpec
+    core_shape: tuple[int, ...]
+    replica_shape: tuple[int, ...]
 
 
 def plan_unfold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
     """Plans how a replica's devices get arrays from those of them that belong to the core.
 
     Devices are numbered along the rows of the replica's grid. Arrays that replicas divide on the core must already have
-    been gathered over the replicas.
+    been gathered over the replicas. Padding does not move.
     """
-    return plan_moves([LeafBoxes(leaf.dtype, _on_core(replica, leaf), _on_replica(replica, leaf)) for leaf in leaves])
+    pairs = [(leaf, _on_core(replica, leaf), _on_replica(replica, leaf)) for leaf in leaves]
+    return plan_moves([LeafBoxes(leaf.dtype, core, own, leaf.shape) for leaf, core, own in pairs])
 
 
 def plan_fold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
     """Plans the way back: gradients that are summed within the replica go from all its devices to the core."""
-    return plan_moves([LeafBoxes(leaf.dtype, _on_replica(replica, leaf), _on_core(replica, leaf)) for leaf in leaves])
+    pairs = [(leaf, _on_replica(replica, leaf), _on_core(replica, leaf)) for leaf in leaves]
+    return plan_moves([LeafBoxes(leaf.dtype, own, core, leaf.shape) for leaf, own, core in pairs])
 
 
 def without_replicas(spec: PartitionSpec) -> PartitionSpec:
@@ -57,11 +63,11 @@ def without_replicas(spec: PartitionSpec) -> PartitionSpec:
 
 def _on_core(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:
     ranks = [replica.slots[0].index(slot) for slot in replica.core[0]]
-    return _boxes(leaf.shape, without_replicas(leaf.core), replica, ranks)
+    return _boxes(leaf.core_shape, without_replicas(leaf.core), replica, ranks)
 
 
 def _on_replica(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:
-    return _boxes(leaf.shape, leaf.replica, replica, range(replica.tp))
+    return _boxes(leaf.replica_shape, leaf.replica, replica, range(replica.tp))
 
 
 def _boxes(shape: tuple[int, ...], spec: PartitionSpec, replica: Replica, ranks: Sequence[int]) -> Mapping[int, Box]:

@@ -44,21 +44,8 @@ def leaf_specs(
         params: the parameters, or their shapes and dtypes.
         replica: the definition of the model in the replica.
         dtypes: the dtypes in which the arrays travel; by default those of the parameters.
-
-    Raises:
-        ValueError: if the core and the replica pad a parameter differently.
     """
-    if paths := padded_differently(core, replica):
-        name = ".".join(paths[0])
-        one, other = (model.padded.get(paths[0]) for model in (core, replica))
-        shapes = [known.array_shape for known in (one, other) if known is not None]
-        logical = next(known.shape for known in (one, other) if known is not None)
-        raise ValueError(
-            f"{name}, of shape {logical}, is stored padded to {' or '.join(map(str, shapes))}, but differently "
-            "on the core and in a replica of another degree, so it cannot move between them. Choose sizes that "
-            "gtp divides, or another gtp."
-        )
-    return _leaf_specs(params, core.specs, replica.specs, dtypes)
+    return _leaf_specs(params, (core, core.specs), (replica, replica.specs), dtypes)
 
 
 def frozen_leaf_specs(core: ModelDef, frozen: Tree, replica: ModelDef) -> list[LeafSpecs]:
@@ -69,22 +56,29 @@ def frozen_leaf_specs(core: ModelDef, frozen: Tree, replica: ModelDef) -> list[L
         frozen: the frozen weights, or their shapes and dtypes.
         replica: the definition of the model in the replica.
     """
-    return _leaf_specs(frozen, core.frozen_specs, replica.frozen_specs)
+    return _leaf_specs(frozen, (core, core.frozen_specs), (replica, replica.frozen_specs))
 
 
-def _leaf_specs(tree: Tree, core: Tree, replica: Tree, dtypes: Sequence[np.dtype] | None = None) -> list[LeafSpecs]:
-    specs = [jax.tree.leaves(one, is_leaf=_is_spec) for one in (core, replica)]
-    leaves = jax.tree.leaves(tree)
-    dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
-    rows = zip(leaves, dtypes, *specs, strict=True)
-    return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
+def _leaf_specs(
+    tree: Tree, core: tuple[ModelDef, Tree], replica: tuple[ModelDef, Tree], dtypes: Sequence[np.dtype] | None = None
+) -> list[LeafSpecs]:
+    found = []
+    specs = [jax.tree.leaves(one, is_leaf=_is_spec) for _, one in (core, replica)]
+    leaves = with_paths(tree)
+    dtypes = [np.dtype(x.dtype) for _, x in leaves] if dtypes is None else dtypes
+    for (path, x), dtype, *own in zip(leaves, dtypes, *specs, strict=True):
+        shape = _shape(core[0], path, x.shape, stored=False)
+        shapes = tuple(_shape(model_def, path, shape, stored=True) for model_def, _ in (core, replica))
+        found.append(LeafSpecs(shape, dtype, own[0], own[1], *shapes))
+    return found
 
 
-def padded_differently(core: ModelDef, replica: ModelDef) -> list[Path]:
-    """Returns the paths of the parameters and frozen weights whose stored arrays are padded differently on the core and
-    in a replica."""
-    shapes = [{path: one.array_shape for path, one in model.padded.items()} for model in (core, replica)]
-    return [path for path in {**shapes[0], **shapes[1]} if shapes[0].get(path) != shapes[1].get(path)]
+def _shape(model_def: ModelDef, path: Path, shape: tuple[int, ...], *, stored: bool) -> tuple[int, ...]:
+    """Returns the shape of the array at a path as it is stored, or its logical shape, given either of them."""
+    layout = model_def.padded.get(path)
+    if layout is None:
+        return shape
+    return (*shape[: len(shape) - len(layout.shape)], *(layout.array_shape if stored else layout.shape))
 
 
 def check_parameters_only(model_def: ModelDef) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ._boxes import Box, elements, intersect
+from ._boxes import Box, elements, intersect, whole_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,17 +16,24 @@ class LeafBoxes:
     """An array, and which part of it each device stores before and after the transfer.
 
     Devices are numbered from 0. The parts before the transfer together cover the whole array, and any two of them are
-    either the same or disjoint. Several devices may store the same part.
+    either the same or disjoint. Several devices may store the same part. Parts may extend beyond the logical array:
+    they are padded. Padding is not sent; after the transfer, it is zero.
 
     Attributes:
         dtype: the dtype of the array.
         before: the part that each device stores before the transfer.
         after: the part that each device stores after the transfer.
+        shape: the logical shape; `None` if no part is padded.
     """
 
     dtype: np.dtype
     before: Mapping[int, Box]
     after: Mapping[int, Box]
+    shape: tuple[int, ...] | None = None
+
+    def logical(self, box: Box) -> Box | None:
+        """Returns a part without its padding; `None` if it consists of padding."""
+        return box if self.shape is None else intersect(box, whole_of(self.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +163,8 @@ def plan_moves(leaves: Sequence[LeafBoxes]) -> Moves:
         for device, wanted in leaf.after.items():
             kept = []
             for box, who in holders.items():
-                piece = intersect(box, wanted)
+                shared = intersect(box, wanted)
+                piece = None if shared is None else leaf.logical(shared)
                 if piece is None:
                     continue
                 if device in who:

@@ -56,12 +56,12 @@ class ReplicaStep:
         core = state.model_def
         params = leaf_specs(core, state.params, model_def, wires.weights)
         gradients = leaf_specs(core, state.params, model_def, wires.gradients)
-        number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
+        number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec(), (), ())
         devices = list(mesh.devices.flat)
         self.unfold = Transfer(plan_unfold(replica, [*params, number]), devices, "unfold")
         self.fold = Transfer(plan_fold(replica, sent_back(gradients, wires.coded)), devices, "fold")
         # the number of updates made travels with the weights
-        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*params, number)]
+        self._shapes = [jax.ShapeDtypeStruct(leaf.replica_shape, leaf.dtype) for leaf in (*params, number)]
         self._stored = [np.dtype(x.dtype) for x in leaves]
         self._sent_back, self._coded = wires.gradients, wires.coded
         self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]

@@ -243,7 +243,7 @@ class NonuniformStep:
         leaves = leaf_specs(state.model_def, state.params, state.model_def, wires.gradients)
         for number, leaf in enumerate(leaves):
             coded = number in wires.coded
-            arrays = [of(one.core, one.shape, one.dtype) for one in sent_back([leaf], {0} if coded else ())]
+            arrays = [of(one.core, one.core_shape, one.dtype) for one in sent_back([leaf], {0} if coded else ())]
             gradients.append(tuple(arrays) if coded else arrays[0])
         tree = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
         return tree, [of(PartitionSpec(), x.shape, x.dtype) for x in sums]

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import moved_in_bits
 from ._boxes import Box, intersect, shape_of, within
-from ._moves import Moves
+from ._moves import LeafBoxes, Moves
 
 _AXIS = "device"
 
@@ -199,7 +199,20 @@ def _assembled(moves: Moves, number: int, own: dict[int, jax.Array], received: l
             for box in moves.local[leaf][number]:
                 assert before is not None and intersect(before, box) == box
                 pieces[leaf].append((box, own[leaf][within(box, before)]))
-    return {leaf: _joined(some) for leaf, some in pieces.items()}
+    made = {
+        leaf for leaf, boxes in enumerate(moves.leaves) if number in boxes.after and not _stays(moves, leaf, number)
+    }
+    return {leaf: _with_padding(moves.leaves[leaf], pieces[leaf], number) for leaf in sorted(made)}
+
+
+def _with_padding(leaf: LeafBoxes, pieces: list[tuple[Box, jax.Array]], number: int) -> jax.Array:
+    """Returns the part that a device stores after the transfer, assembled from its pieces and padded with zeros."""
+    box = leaf.after[number]
+    if not pieces:
+        return jnp.zeros(shape_of(box), leaf.dtype)
+    joined = _joined(pieces)
+    more = [size - own for size, own in zip(shape_of(box), joined.shape, strict=True)]
+    return jnp.pad(joined, [(0, size) for size in more]) if any(more) else joined
 
 
 def _joined(pieces: list[tuple[Box, jax.Array]], dim: int = 0) -> jax.Array:

@@ -85,4 +85,4 @@ def _reduced(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
 
 def _stored(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
     spec = leaf.core if DP in axes_of(leaf.core) else without_replicas(leaf.core)
-    return elements(box_of(leaf.shape, spec, sizes, dict.fromkeys(sizes, 0))) * leaf.dtype.itemsize
+    return elements(box_of(leaf.core_shape, spec, sizes, dict.fromkeys(sizes, 0))) * leaf.dtype.itemsize

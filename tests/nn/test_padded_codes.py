@@ -261,7 +261,8 @@ def test_blocks_that_tp_cuts_are_refused(x64):
 
     with on(gtp=3, tp=2):
         with pytest.raises(
-            ValueError, match=r"of mlp\.down has shards .* blocks of MXFP8.*whole blocks, name the module in the recipe's"
+            ValueError,
+            match=r"of mlp\.down has shards .* blocks of MXFP8.*whole blocks, name the module in the recipe's",
         ):
             gtp.init(lambda rngs: gtp.freeze(Cut(rngs), gtp.MXFP8()), nnx.Rngs(0))
         gtp.init(lambda rngs: gtp.freeze(Cut(rngs), gtp.FP8()), nnx.Rngs(0))

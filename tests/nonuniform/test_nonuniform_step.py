@@ -47,6 +47,11 @@ def named(tree):
     }
 
 
+def cut(tree, like):
+    """Arrays without padding, in the shapes of those of `like`."""
+    return jax.tree.map(lambda a, b: np.asarray(a)[tuple(map(slice, b.shape))], tree, like)
+
+
 def train(factory, loss, data, *, plan=None, degrees=None, devices=None, optimizer=OPTIMIZER, roles=None, **options):
     """First gradient, losses, norms, parameters at the end; and replicas' weights after each step.
 
@@ -63,16 +68,17 @@ def train(factory, loss, data, *, plan=None, degrees=None, devices=None, optimiz
         with jax.set_mesh(mesh):
             state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(3)), optimizer)
             step = gtp.train_step(loss, optimizer, **options)
-            found = {"losses": [], "norms": [], "weights": [], "start": named(state.params)}
+            found = {"losses": [], "norms": [], "weights": [], "start": named(state.logical().params)}
             for batch in data:
                 state, metrics = step(state, batch)
                 found["losses"].append(float(metrics["loss"]))
                 found["norms"].append(float(metrics["grad_norm"]))
-                found.setdefault("gradient", named(state.opt_state[0]))
+                logical = state.logical()
+                found.setdefault("gradient", named(logical.opt_state[0]))
                 if plan is not None and not plan.uniform:
-                    found["weights"].append([named(weights) for weights in step.weights(state)])
+                    found["weights"].append([named(cut(weights, logical.params)) for weights in step.weights(state)])
             return found | {
-                "end": named(state.params),
+                "end": named(logical.params),
                 "state": state,
                 "step": step,
                 "tokens": float(metrics["tokens"]),

@@ -22,14 +22,14 @@ class Everything(nnx.Module):
     """Each kind of leaf: what is sharded by columns, by rows, by heads, by experts, by the vocabulary, and what is not.
 
     Five groups of heads, 19 hidden features and 37 tokens: neither 4, 3 nor 2 divides them. The 24 features are divided
-    in storage.
+    in storage; 25 are not.
     """
 
-    def __init__(self, rngs, experts="features"):
+    def __init__(self, rngs, experts="features", features=FEATURES):
         shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
-        self.embed = gtp.Embed(VOCAB, FEATURES, **shared)
+        self.embed = gtp.Embed(VOCAB, features, **shared)
         self.attention = gtp.Attention(
-            FEATURES,
+            features,
             num_heads=10,
             num_kv_heads=5,
             head_dim=4,
@@ -39,9 +39,9 @@ class Everything(nnx.Module):
             use_bias=True,
             **shared,
         )
-        self.mlp = gtp.MLP(FEATURES, HIDDEN, use_bias=True, **shared)
-        self.moe = gtp.MoE(FEATURES, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)
-        self.even = gtp.MLP(FEATURES, FEATURES, gated=False, **shared)
+        self.mlp = gtp.MLP(features, HIDDEN, use_bias=True, **shared)
+        self.moe = gtp.MoE(features, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)
+        self.even = gtp.MLP(features, features, gated=False, **shared)
         self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
         self.temperature = nnx.Param(jnp.ones((), "float64"))
 

@@ -143,17 +143,16 @@ def _start(
     model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
-    with use_roles(config.parallelism.roles):
+    with use_roles(config.parallelism.roles), even_shares():
         meshes = make_meshes(planned, degrees, lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     check_terms(model, corpus)
-    pads = meshes.replicas is None  # unequal replicas would pad a weight differently
-    with even_shares(pads):
+    with even_shares():
         check_fits(config, model, meshes.mesh)
-    with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):
+    with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares():
         held = held_of(abstract_state(config, model)[0], meshes.mesh)
     check_held_fits(held)
     if supervision is not None and supervision.rehearse:
-        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares(pads):
+        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), even_shares():
             watch.doing("compile")
             compile_step(config, model, meshes, corpus, *abstract_state(config, model))
         return 0
@@ -175,7 +174,7 @@ def _start(
         peers.listen(watch.heard, interrupt.heard)
         alone = launch.processes == 1 and supervision is None
         roles = config.parallelism.roles
-        with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares(pads), _failures(watch, alone):
+        with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares(), _failures(watch, alone):
             return _train(
                 config,
                 model,

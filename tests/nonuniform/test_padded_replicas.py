@@ -1,0 +1,223 @@
+"""Replicas of unequal degree whose weights are stored padded train as one device does; padding does not move."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nonuniform import LeafBoxes, Transfer, plan_moves
+
+from ..gradients import keeps_gradient
+from .test_moves import boxes, grids
+from .test_nonuniform_step import assert_close, assert_replicas_agree, begin, named, train
+from .unequal import Everything, Tiny, batches, loss, with_b
+
+FOUR_AND_THREE = dict(dp=2, tp=4, failed=(5,), batch=14)
+TWO_AND_ONE = dict(dp=2, gtp=2, tp=2, failed=(1,), batch=12)
+# 25 features, 19 hidden ones, 37 tokens: 2, 3 and 4 divide none of them
+ODD = functools.partial(Tiny, features=25)
+ALL_ODD = functools.partial(Everything, features=25)
+
+
+def frozen_codes(rngs, recipe):
+    """Adapters on codes, which are padded at both degrees of a rank."""
+    return with_b(gtp.lora(ODD(rngs), 3, 6, recipe=recipe, rngs=rngs))
+
+
+@pytest.fixture(autouse=True)
+def even_shares():
+    with gtp.even_shares(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "a weight of shape .* stays whole")
+        yield
+
+
+def padded_on(plan, factory):
+    """Replicas; and the padded shapes on the core and in each replica, by path."""
+    replicas = gtp.Replicas(factory, plan, jax.devices()[: plan.slots])
+    with jax.set_mesh(replicas.core):
+        core = gtp.nn.split_model(gtp.nn.abstract_model(factory)).model_def
+    each = [{path: one.array_shape for path, one in model.padded.items()} for model in (core, *replicas.model_defs)]
+    return replicas, each
+
+
+CASES = {
+    "4 and 3": (ALL_ODD, FOUR_AND_THREE),
+    "4 and 3, core of 2, two microbatches": (ODD, FOUR_AND_THREE | dict(core_tp=2, microbatches=2)),
+    "4, 3 and 2 of three": (ODD, dict(dp=2, tp=4, failed=(0, 4, 5), batch=12)),
+    "gtp 2, 2 and 1": (ALL_ODD, TWO_AND_ONE),
+}
+QUICK = ("4 and 3", "gtp 2, 2 and 1")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_gradients_and_steps_are_those_of_one_device(name, x64):
+    make, degrees = CASES[name]
+    plan = gtp.plan_faults(**degrees)
+    _, padded = padded_on(plan, make)
+    assert all(padded) and len({tuple(sorted(one.items())) for one in padded}) > 1, "each side pads in its own way"
+    data, options = list(batches(plan.batch)), dict(microbatches=plan.microbatches)
+    wanted = train(make, loss, data, **options)
+    found = train(make, loss, data, plan=plan, devices=jax.devices()[: plan.slots], **options)
+    assert_close(found, wanted)
+    assert_replicas_agree(found)
+
+
+def test_an_optimizer_that_reads_whole_arrays_gets_logical_ones(x64):
+    data, optimizer = list(batches(14))[:3], keeps_gradient(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+    wanted = train(ODD, loss, data, optimizer=optimizer)
+    found = train(ODD, loss, data, plan=gtp.plan_faults(**FOUR_AND_THREE), optimizer=optimizer)
+    assert_close(found, wanted)
+
+
+def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(x64):
+    plan = gtp.plan_faults(**FOUR_AND_THREE)
+    replicas, _ = padded_on(plan, ODD)
+    with jax.set_mesh(replicas.core):
+        step = gtp.train_step(loss, optax.adamw(1e-2), view="local", replicas=replicas)
+        state = begin(ODD, optax.adamw(1e-2))
+        for batch in list(batches(14))[:2]:
+            state, _ = step(state, batch)
+        logical, seen = state.logical(), 0
+        for side in (state.params, *step.weights(state)):
+            for stored, own in zip(jax.tree.leaves(side), jax.tree.leaves(logical.params), strict=True):
+                outside = np.ones(stored.shape, bool)
+                outside[tuple(map(slice, own.shape))] = False
+                assert not np.asarray(stored)[outside].any()
+                seen += outside.sum()
+        moments = jax.tree.leaves(jax.tree.map(np.count_nonzero, (state.opt_state, logical.opt_state)))
+        assert moments[: len(moments) // 2] == moments[len(moments) // 2 :]
+    assert seen
+
+
+RECIPES = {
+    "FP8": gtp.FP8(exclude=("embed",)),
+    "NVFP4, 1 x 16": gtp.NVFP4(block=(1, 16), exclude=("embed", "*down")),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("FP8"), pytest.param("NVFP4, 1 x 16", marks=pytest.mark.slow)])
+def test_adapters_on_padded_codes_train_as_on_one_device(name, x64):
+    make = functools.partial(frozen_codes, recipe=RECIPES[name])
+    data = list(batches(12))[:3]
+    plan = gtp.plan_faults(**TWO_AND_ONE)
+    _, padded = padded_on(plan, make)
+    assert any("codes" in path for path in padded[1])
+    wanted = train(make, loss, data)
+    found = train(make, loss, data, plan=plan)
+    assert_close(found, wanted)
+
+
+@pytest.mark.slow
+def test_gradients_in_mxfp8_are_decoded_from_padded_shards():
+    """64 columns are 2 blocks, and 25 rows are padded: codes travel where blocks are whole."""
+    recipe = gtp.BF16(grad_wire="mxfp8")
+    make = functools.partial(Tiny, features=64, hidden=25, dtype="float32")
+    data = list(batches(14))[:2]
+    plan = gtp.plan_faults(**FOUR_AND_THREE)
+    wanted = train(make, loss, data)
+    found = train(make, loss, data, plan=plan, recipe=recipe)
+    for name, leaf in wanted["gradient"].items():
+        assert np.linalg.norm(found["gradient"][name] - leaf) <= 0.05 * np.linalg.norm(leaf), name
+
+
+def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(tmp_path, x64):
+    plan = gtp.plan_faults(**FOUR_AND_THREE)
+    replicas, _ = padded_on(plan, ODD)
+    with Checkpoints(tmp_path) as checkpoints:
+        with jax.set_mesh(replicas.core):
+            optimizer = optax.adamw(1e-2)
+            step = gtp.train_step(loss, optimizer, view="local", replicas=replicas)
+            state = begin(ODD, optimizer)
+            state, _ = step(state, next(batches(14)))
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            wanted = named(state.logical().params)
+        with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+            found, _ = checkpoints.restore(begin(ODD, optimizer, seed=4))
+            for name, leaf in named(found.params).items():
+                np.testing.assert_array_equal(leaf, wanted[name], err_msg=name)
+
+
+def padded_to(shape, spec, sizes):
+    """The shape that every axis of a partition divides."""
+    ways = [math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ())) for entry in spec]
+    ways += [1] * (len(shape) - len(ways))
+    return tuple(-(-size // parts) * parts for size, parts in zip(shape, ways, strict=True))
+
+
+SPECS = [
+    PartitionSpec(*entries)
+    for entries in [(), ("tp",), (None, "tp"), ("gtp",), ("gtp", "tp"), (("tp", "gtp"),), (None, ("tp", "gtp"))]
+]
+
+
+@st.composite
+def padded_moves(draw):
+    gtp_degree, tp = draw(st.sampled_from([(1, 4), (2, 2), (1, 5), (2, 4)]))
+    whole, core = grids(gtp_degree, tp, draw(st.integers(1, tp)))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+        sides = []
+        for spec, grid in zip(draw(st.tuples(*[st.sampled_from(SPECS)] * 2)), (whole, core), strict=True):
+            sizes = {"gtp": len(grid), "tp": len(grid[0])}
+            sides.append((padded_to(shape, spec, sizes), spec, grid))
+        found.append((shape, *(sides if draw(st.booleans()) else sides[::-1])))
+    return found
+
+
+@given(padded_moves())
+def test_logical_elements_arrive_and_padding_is_neither_sent_nor_kept(chosen):
+    leaves = [LeafBoxes(np.dtype("int32"), boxes(*before), boxes(*after), shape) for shape, before, after in chosen]
+    moves = plan_moves(leaves)
+    arrays = [np.arange(1, 1 + math.prod(shape), dtype=np.int32).reshape(shape) for shape, _, _ in chosen]
+    needed = 0
+    for number, (leaf, array, (shape, _, after)) in enumerate(zip(leaves, arrays, chosen, strict=True)):
+        for device, box in leaf.after.items():
+            found = np.zeros(after[0], int)
+            pieces = [*moves.local[number][device]]
+            for one in moves.rounds:
+                pieces += [p.box for m in one.messages for p in m.pieces if m.receiver == device and p.leaf == number]
+            for piece in pieces:
+                at = tuple(slice(*ends) for ends in piece)
+                assert all(stop <= size for (_, stop), size in zip(piece, shape, strict=True))
+                found[at] += array[at]
+            at = tuple(slice(*ends) for ends in box)
+            more = [(0, stored - size) for stored, size in zip(after[0], shape, strict=True)]
+            np.testing.assert_array_equal(found[at], np.pad(array, more)[at])
+            needed += found[at].astype(bool).sum()
+    assert moves.bytes_needed <= 4 * needed
+
+
+def test_padded_parts_are_assembled_with_zeros():
+    """5 x 3 elements, stored as 8 rows over tp 4, then as 6 columns over tp 2 and as 9 rows over 3 devices."""
+    array = np.arange(1, 16, dtype=np.float32).reshape(5, 3)
+    devices = jax.devices()
+    for before, after in [((4, 0, 8), (2, 1, 6)), ((4, 0, 8), (3, 0, 9)), ((2, 1, 6), (4, 0, 8))]:
+        sides = []
+        for ways, dim, size in (before, after):
+            spec = PartitionSpec("tp") if dim == 0 else PartitionSpec(None, "tp")
+            shape = (size, 3) if dim == 0 else (5, size)
+            sides.append((shape, spec, [list(range(ways))]))
+        moves = plan_moves([LeafBoxes(array.dtype, boxes(*sides[0]), boxes(*sides[1]), array.shape)])
+        stored = np.pad(array, [(0, a - b) for a, b in zip(sides[0][0], array.shape, strict=True)])
+        mesh = Mesh(np.array(devices[: before[0]]), ("tp",))
+        held = jax.device_put(stored, NamedSharding(mesh, sides[0][1]))
+        parts = [{shard.device: shard.data for shard in held.addressable_shards}]
+        (found,) = Transfer(moves, devices[:4])(parts)
+        whole = np.pad(array, [(0, a - b) for a, b in zip(sides[1][0], array.shape, strict=True)])
+        for number, box in moves.leaves[0].after.items():
+            np.testing.assert_array_equal(found[devices[number]], whole[tuple(slice(*ends) for ends in box)])
