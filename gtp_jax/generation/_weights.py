@@ -16,9 +16,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..formats import QuantizedArray
-from ..layout import ArrayLayout, Layout, PartLayout, cut
+from ..layout import AnyLayout, Layout, cut
 from ..mesh import device_memory
-from ..nn import Layer, padded_codes, padded_layout, partition_of, weight_owners, with_gathered_weights
+from ..nn import Layer, padded_codes, partition_of, weight_owners, with_gathered_weights
+from ..variables import padded_layout
 
 Gather = Literal["once", "each_token"]
 
@@ -164,7 +165,7 @@ class _Target(NamedTuple):
     dtype: np.dtype | None
     before: PartitionSpec
     after: PartitionSpec
-    padded: Layout | ArrayLayout | PartLayout | None
+    padded: AnyLayout | None
 
 
 def _specs(variable: nnx.Variable) -> list[PartitionSpec]:

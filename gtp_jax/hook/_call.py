@@ -85,7 +85,10 @@ def call_unit(
         options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
         outputs, token, products = run(*call[:3], take(unit), **made, **options)
     leave(token)
-    note_weights(call.names, [tuple(shard.shape) for shard in call.weights], products.multiplied, products.narrow)
+    whole = current_view() == "global"
+    pairs = zip(call.weights, call.program.placements, strict=True)
+    shapes = [own.without_padding(shard.shape) if whole else tuple(shard.shape) for shard, own in pairs]
+    note_weights(call.names, shapes, products.multiplied, products.narrow)
     return call.finish(outputs)
 
 
@@ -270,21 +273,22 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     with _explained(owner):
         gathered = gather_once(how, shards, wires)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
+        stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}
         try:
+            variable.set_metadata(**dict.fromkeys(stored))
             variable.set_raw_value(weight)
         except TraceContextError as error:  # the variable belongs to an outer trace, such as that around a scan
             if form is not None or current_view() != "global":
                 raise ValueError(_not_in_trace(variable, form is not None)) from error
             continue  # XLA gathers the weights that the inner trace reads
-        put.append((variable, shard, weight, placement, form, variable.get_metadata()["placement"]))
-        variable.set_metadata(placement=None)
+        put.append((variable, shard, weight, placement, form, stored))
     try:
         yield
     finally:
         written = []
-        for variable, shard, weight, placement, form, whole in put:
-            variable.set_metadata(placement=whole)
+        for variable, shard, weight, placement, form, metadata in put:
             now = variable.get_raw_value()
+            variable.set_metadata(**metadata)
             if now is not weight and form is not None:
                 written.append(variable)
             keep = now is weight or form is not None

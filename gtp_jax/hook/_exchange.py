@@ -143,7 +143,8 @@ def _of_rank(
     shards = scatter(groups, fused)
     found = {}
     for i in weights:
-        sizes = [size // degrees(placements[i].gathered_axes(dim)) for dim, size in enumerate(gradients[i].shape)]
+        whole = placements[i].with_padding(gradients[i].shape)
+        sizes = [size // degrees(placements[i].gathered_axes(dim)) for dim, size in enumerate(whole)]
         found[i] = jnp.reshape(shards[i,][0], sizes)
     return found
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from ..mesh import Roles
 from ..recipes import Recipe
+from ..variables import logical_shape
 from ..weights import bytes_on_wire
 from ._choice import name_of, names_of, own_variables
 from ._codes import Coded, decide
@@ -190,7 +191,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         if (placement := placement_of(variable)) is None:
             continue
         value, shape = variable.get_raw_value(), _gathered_shape(variable, seen)
-        placement, slices = placement.of_slice(shape), math.prod(value.shape) // math.prod(shape)
+        placement, slices = placement.of_slice(shape), math.prod(logical_shape(variable)) // math.prod(shape)
         paths = paths_of(variable)
         coded = decide(recipe, paths, shape, placement)
         kind = within.get(id(variable))
@@ -251,7 +252,7 @@ def _shapes(calls: Sequence[UnitCall]) -> dict[str, tuple[int, ...]]:
 
 
 def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    return seen.get(name_of(path_of(variable)), tuple(variable.get_raw_value().shape))
+    return seen.get(name_of(path_of(variable)), logical_shape(variable))
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..layout import UNDIVIDED, Division, Layout, Split
+from ..layout import UNDIVIDED, UNPADDED, Division, Layout, Padding, Split
 from ..mesh import current_view
 from ._placement import Placement, features_in
 from ._products import Factor, Runs
@@ -76,18 +76,20 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     gathered = sorted((divided(dim, own) for dim, (_, own) in axes.items() if own), key=lambda one: -one.ranks)
     gather, optimizer, *_ = (*gathered, UNDIVIDED, UNDIVIDED)
     (tensor,) = tensor or [UNDIVIDED]
-    layout = Layout(sizes, gather, optimizer, tensor, rows=1, split_dim=tensor.dim, split=split)
+    padding = UNPADDED
+    if placement.padding.dim is not None:  # the rest of a run of dimensions that are joined is whole
+        dim, more = placement.padding
+        padding = Padding(starts[dim], more * (sizes[starts[dim]] // shape[dim]))
+    layout = Layout(sizes, gather, optimizer, tensor, padding=padding, rows=1, split_dim=tensor.dim, split=split)
     return Matrix(inputs=inputs, layout=layout)
 
 
 def logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
     """Returns the logical shape of a weight, given its array; in local view, the array is a shard."""
-    if current_view() == "global":
-        return tuple(array.shape)
-    degrees = dict(placement.degrees)
-    return tuple(
-        size * math.prod(degrees[axis] for axis in placement.axes(dim)) for dim, size in enumerate(array.shape)
-    )
+    shape = tuple(array.shape)
+    if current_view() != "global":
+        shape = tuple(size * placement.parts(dim) for dim, size in enumerate(shape))
+    return placement.without_padding(shape)
 
 
 def in_order_of(seen: Matrix, factor: Factor) -> bool:

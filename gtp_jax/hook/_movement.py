@@ -15,7 +15,7 @@ from ._placement import Placement
 
 
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gathered weight.
+    """Returns the gathered weight, without padding.
 
     In global view, XLA inserts the gather between two sharding constraints. The first constraint, to the stored
     partition, keeps the gather after the arrays that the shard waits for ([Note: ties that hold]). Without it, XLA
@@ -23,11 +23,11 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
-        return lax.with_sharding_constraint(shard, placement.used)
+        return placement.cut(lax.with_sharding_constraint(shard, placement.used))
     for dim in range(shard.ndim):
         if axes := placement.gathered_axes(dim):
             shard = all_gather(shard, axes, dim=dim)
-    return shard
+    return placement.cut(shard)
 
 
 def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -35,12 +35,13 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
     sizes = shard.shape
     if current_view() != "global":
         sizes = [size * degrees(placement.gathered_axes(dim)) for dim, size in enumerate(sizes)]
-    return jax.ShapeDtypeStruct(tuple(sizes), shard.dtype)
+    return jax.ShapeDtypeStruct(placement.without_padding(sizes), shard.dtype)
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gradient of the stored array, given the gradient of the gathered weight. It is summed over the axes
     over which the weight is gathered, and partitioned like the stored array."""
+    gradient = placement.pad(gradient)
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
     for dim in reversed(range(gradient.ndim)):
@@ -65,6 +66,7 @@ def kept_whole(parameter: Any) -> Any:
 def own_part(weight: jax.Array, placement: Placement) -> jax.Array:
     """Returns the part of a gathered weight that this rank stores; in global view, the weight in its stored
     partition."""
+    weight = placement.pad(weight)
     if current_view() == "global":
         return lax.with_sharding_constraint(weight, placement.stored)
     for dim in range(weight.ndim):

@@ -69,9 +69,10 @@ def value_of(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def with_value(leaf: Any, value: Any) -> Any:
-    """Returns a copy of a variable with another value; if the leaf is an array, returns that value."""
-    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
+    """Returns a copy of a variable with another value and other metadata; if the leaf is an array, returns that
+    value."""
+    return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 
 def is_dynamic(value: Any) -> bool:

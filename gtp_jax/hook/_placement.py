@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..layout import BLOCK, BLOCK_ROWS, UNPADDED, PaddedLayout, Padding, Target, choose_padding, shares_are_even
 from ..mesh import Roles, axes_of, current_view, degree, degrees
 
 
@@ -23,7 +26,9 @@ class Placement:
         stored: the partition of the stored array.
         used: the partition of the gathered array, which names only axes over which the weight is not gathered.
         degrees: the mesh axes that `stored` names, each with its size.
-        ndim: the number of dimensions of the array.
+        shape: the logical shape of the weight.
+        padding: the zeros at the end of a dimension of the stored array, which no axis of `used` divides; `UNPADDED` if
+            there are none. The gathered array has no padding.
         kind: the class of the weight's variable. A variable of another class with this placement in its metadata has
             only copied it, as adapters do, and is not sharded.
     """
@@ -31,8 +36,28 @@ class Placement:
     stored: PartitionSpec
     used: PartitionSpec
     degrees: tuple[tuple[str, int], ...]
-    ndim: int
+    shape: tuple[int, ...]
+    padding: Padding = UNPADDED
     kind: type[nnx.Variable] = nnx.Param
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the array."""
+        return len(self.shape)
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, padding included."""
+        return self._with(self.shape, self.padding.size)
+
+    @property
+    def padded(self) -> PaddedLayout | None:
+        """How the stored array is padded; `None` if it is not. Leaves out the first dimension if it is whole, so that
+        the layout is also that of a slice."""
+        if not self.padding.size:
+            return None
+        first = 0 if _axes(self.stored, 0) else 1
+        return PaddedLayout(self.shape[first:], self.array_shape[first:], PartitionSpec(*tuple(self.stored)[first:]))
 
     @property
     def gathered(self) -> bool:
@@ -53,13 +78,43 @@ class Placement:
         return (*self.used_axes(dim), *self.gathered_axes(dim))
 
     def fits(self, shape: Sequence[int] | None) -> bool:
-        """Returns whether an array of this shape can be stored as `stored`; false if the shape is `None`."""
-        sizes = dict(self.degrees)
+        """Returns whether an array of this shape can be stored as `stored`; false if the shape is `None`. If the weight
+        is padded, the array may be the stored one or the logical one."""
+        if shape is not None and self.padding.size:
+            return tuple(shape) in (self.shape, self.array_shape)
         return (
             shape is not None
             and len(shape) == self.ndim
-            and all(size % math.prod(sizes[axis] for axis in self.axes(dim)) == 0 for dim, size in enumerate(shape))
+            and all(size % self.parts(dim) == 0 for dim, size in enumerate(shape))
         )
+
+    def parts(self, dim: int) -> int:
+        """Returns the number of parts into which dimension `dim` of the stored array is divided."""
+        sizes = dict(self.degrees)
+        return math.prod(sizes[axis] for axis in self.axes(dim))
+
+    def without_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the logical shape, given that of the stored array."""
+        return self._with(shape, -self.padding.size)
+
+    def with_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the stored array, given the logical one; or the shape of a part of it that has the whole
+        padded dimension, given that of the same part of the logical array."""
+        return self._with(shape, self.padding.size)
+
+    def cut(self, array: jax.Array) -> jax.Array:
+        """Returns the gathered array without padding, given the gathered stored array."""
+        dim = self.padding.dim
+        return array if dim is None else lax.slice_in_dim(array, 0, self.shape[dim], axis=dim)
+
+    def pad(self, array: jax.Array) -> jax.Array:
+        """Returns an array with the padding of the stored array, given one of logical shape."""
+        if self.padding.dim is None:
+            return array
+        return jnp.pad(array, [(0, self.padding.size if dim == self.padding.dim else 0) for dim in range(self.ndim)])
+
+    def _with(self, shape: Sequence[int], more: int) -> tuple[int, ...]:
+        return tuple(size + more * (dim == self.padding.dim) for dim, size in enumerate(shape))
 
     def check_mesh(self, owner: str) -> None:
         """Raises an error if an axis that shards the weight is missing from the mesh in scope, or has another size
@@ -101,7 +156,27 @@ class Placement:
                 "it, and shard that."
             )
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
-        return dataclasses.replace(self, stored=stored, used=used, ndim=len(shape))
+        padding = self.padding if self.padding.dim is None else Padding(self.padding.dim - 1, self.padding.size)
+        return dataclasses.replace(self, stored=stored, used=used, shape=self.shape[1:], padding=padding)
+
+    def check_padding(self, shape: Sequence[int], *, of_shard: bool) -> None:
+        """Checks that an array has the padding with which the weight was stored, because it is cut off by its size.
+
+        Args:
+            shape: the shape of the array that a variable holds.
+            of_shard: whether the array is a shard.
+
+        Raises:
+            ValueError: if it has another size in the padded dimension.
+        """
+        dim = self.padding.dim
+        if dim is not None and shape[dim] * (self.parts(dim) if of_shard else 1) != self.array_shape[dim]:
+            raise ValueError(
+                f"a weight of shape {self.shape}, which `gtp_jax.shard` stores padded to {self.array_shape}, holds an "
+                f"array of shape {tuple(shape)}. Assign an array of the weight's own shape, which is the logical one "
+                "on every mesh: `kernel[...] = array`. To hold an array of another shape, build the model again with "
+                "it, and shard that."
+            )
 
 
 def placement_of(variable: Any) -> Placement | None:
@@ -113,23 +188,29 @@ def placement_of(variable: Any) -> Placement | None:
     tensor ranks, so each rank must compute with the whole weight.
 
     Raises:
-        ValueError: for the same reasons as `Placement.of_slice`.
+        ValueError: for the same reasons as `Placement.of_slice` and `Placement.check_padding`.
     """
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     if placement is None or type(variable) is not placement.kind:
         return None
-    placement = placement if current_view() == "global" else dataclasses.replace(placement, used=PartitionSpec())
+    in_global = current_view() == "global"
+    placement = placement if in_global else dataclasses.replace(placement, used=PartitionSpec())
     shape = getattr(variable.get_raw_value(), "shape", None)
-    return placement if shape is None else placement.of_slice(shape)
+    if shape is None:
+        return placement
+    placement = placement.of_slice(shape)
+    placement.check_padding(shape, of_shard=current_view() == "local")
+    return placement
 
 
-def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
+def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    Tries three ways in turn. First, all axes of the roles `weights` and `optimizer` shard one dimension. Second, the
-    axes of `weights` shard one dimension, and those of `optimizer` another. Third, fewer of these axes shard one
-    dimension. Among the dimensions that the axes divide evenly, those that `used` leaves whole are preferred, then
-    those whose shards are also shards of a matrix (`features_in`), then the longest.
+    Tries four ways in turn. First, all axes of the roles `weights` and `optimizer` shard one dimension. Second, the
+    axes of `weights` shard one dimension, and those of `optimizer` another. Third, under `even_shares`, all axes shard
+    one dimension, which is padded. Fourth, fewer of these axes shard one dimension. Among the dimensions that the axes
+    divide evenly, those that `used` leaves whole are preferred, then those whose shards are also shards of a matrix
+    (`features_in`), then the longest.
 
     If no axis divides a dimension, the weight is stored as `used`. It has a placement nevertheless, so that a recipe
     quantizes it, and its values are the same on every mesh.
@@ -138,22 +219,48 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement 
         shape: the logical shape of the weight.
         roles: the roles of the mesh axes.
         used: the partition of the gathered array, which names only axes over which the weight is not gathered.
+        can_pad: whether the weight may be padded.
     """
-    taken = axes_of(used)
+    shape, taken = tuple(shape), axes_of(used)
     weights = _above_one(axis for axis in roles.weights if axis not in taken)
     further = _above_one(axis for axis in roles.over_optimizer if axis not in taken)
     all_axes = (*further, *weights)
-    for chosen in ((all_axes,), (weights, further), *((axes,) for axes in _fewer(all_axes, weights))):
-        stored = _divided(tuple(shape), used, chosen)
-        if stored is not None:
-            return placed(stored, used, len(shape))
+    for chosen in ((all_axes,), (weights, further)):
+        if (stored := _divided(shape, used, chosen)) is not None:
+            return placed(stored, used, shape)
+    if can_pad and shares_are_even() and (padding := _padding(shape, used, degrees(all_axes))).dim is not None:
+        entries = [_axes(used, dim) for dim in range(len(shape))]
+        entries[padding.dim] = all_axes
+        return placed(_spec(entries), used, shape, padding)
+    for axes in _fewer(all_axes, weights):
+        if (stored := _divided(shape, used, (axes,))) is not None:
+            return placed(stored, used, shape)
     return None
 
 
-def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
+def placed(
+    stored: PartitionSpec, used: PartitionSpec, shape: tuple[int, ...], padding: Padding = UNPADDED
+) -> Placement:
     """Returns a placement with these partitions on the mesh in scope."""
     axes = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes_of(stored)]
-    return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), ndim)
+    return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), shape, padding)
+
+
+def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding:
+    """Returns the padding of a weight so that this many ranks divide one dimension; `UNPADDED` if every dimension is
+    divided by axes of `used` already.
+
+    Prefers dimensions whose shards are also shards of a matrix (`features_in`), padded to whole blocks, or else to
+    equal shards, if that adds little. Otherwise, pads the dimension where that adds least.
+    """
+    inputs = features_in(shape)
+    free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]
+    ends = {inputs: (len(shape), BLOCK_ROWS), 0: (inputs, BLOCK)}
+    starts = {dim: block // math.gcd(block, math.prod(shape[dim + 1 : end])) for dim, (end, block) in ends.items()}
+    blocks = [Target(dim, ranks * own) for dim, own in starts.items() if dim in free]
+    equal = [Target(dim, ranks) for dim in sorted(free, key=lambda dim: dim not in starts)]
+    preferred = [*blocks, *(target for target in equal if target.dim in starts)]
+    return choose_padding([shape], preferred, equal)[1][0]
 
 
 def features_in(shape: Sequence[int]) -> int:

@@ -30,6 +30,7 @@ from ..mesh import (
     legacy_mesh_in_scope,
     use_roles,
 )
+from ..variables import make_padded
 from ..weights import ModulePath
 from ._call import Placements, lies, stripped
 from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
@@ -292,8 +293,16 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
     spec = _checked_spec(paths[0], shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
     used = PartitionSpec(*(_without(entry, gathered) for entry in spec))
     if pattern is None and not axes_of(spec) & gathered:
-        return place(shape, roles, used)
-    return placed(spec, used, len(shape)) if axes_of(spec) else None
+        return place(shape, roles, used, can_pad=_can_pad(variable))
+    return placed(spec, used, shape) if axes_of(spec) else None
+
+
+def _can_pad(variable: nnx.Variable) -> bool:
+    """Returns whether a parameter may be stored padded: only an `nnx.Param`, whose class becomes `PaddedParam`, without
+    hooks that would be given the padded array."""
+    metadata = variable.get_metadata()
+    hooks = any(metadata.get(name) for name in ("on_create_value", "on_get_value", "hijax", "ref", "linen_meta_type"))
+    return type(variable) is nnx.Param and not hooks
 
 
 def _annotation(variable: nnx.Variable) -> Any:
@@ -345,10 +354,12 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 
 def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
-    """Puts the value of a variable on the mesh. If there is a placement, records it and the variable's paths in the
-    metadata. Otherwise, if an annotation divides the value among ranks, records the axes of that annotation, unless the
-    variable belongs to one of gtp_jax's own layers."""
+    """Puts the value of a variable on the mesh, padded if its placement says so. If there is a placement, records it
+    and the variable's paths in the metadata. Otherwise, if an annotation divides the value among ranks, records the
+    axes of that annotation, unless the variable belongs to one of gtp_jax's own layers."""
     if placement is not None:
+        if placement.padded is not None:
+            make_padded(variable, placement.padded)
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
         names = tuple(tuple(map(str, path)) for path in paths)
@@ -363,7 +374,18 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
     if placement is None and parts and not own:
         variable.set_metadata(parted=parts)
     value = variable.get_raw_value()
+    if placement is not None:
+        value = jax.tree.map(lambda array: _padded(array, placement), value)
     variable.set_raw_value(jax.tree.map(lambda array: _on_mesh(array, spec), value))
+
+
+def _padded(value: Any, placement: Placement) -> Any:
+    """Returns an array of the stored shape, given one of the logical or the stored shape. Either may be abstract."""
+    if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(placement.array_shape, value.dtype)
+    return placement.pad(value)
 
 
 def _on_mesh(value: Any, spec: PartitionSpec) -> Any:

@@ -125,6 +125,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_weights = [i for i, placement in enumerate(placements) if placement is not None]
     at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
+    # the copies of these hold gathered weights, which have no padding
+    padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
     unwritten: list[tuple[int, int]] = []  # (output, weight) index pairs; such outputs would replace quantized weights
@@ -135,7 +137,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         put = list(values)
         for i, value in zip((*at_weights, *at_others), (*weights, *others), strict=True):
             put[i] = value
-        copies = [with_value(leaf, v) for leaf, v in zip(leaves, jax.tree.unflatten(of_values, put), strict=True)]
+        each = zip(leaves, jax.tree.unflatten(of_values, put), strict=True)
+        copies = [with_value(leaf, v, **({"padded": None} if id(leaf) in padded else {})) for leaf, v in each]
         merged = nnx.merge(graph, jax.tree.unflatten(structure, copies))
         given, own = list(flat), iter(merged[1:])
         for i, value in zip(at_arguments, arguments, strict=True):

@@ -13,7 +13,8 @@ from ..hlo import quantity
 from ..hook import roles_of
 from ..layout import listed
 from ..mesh import Roles, axes_of, current_roles
-from ..nn import layout_of, logical_shape, partition_of
+from ..nn import layout_of, partition_of
+from ..variables import logical_shape
 
 # a float32 master weight and the two moments of AdamW
 _BYTES = 12

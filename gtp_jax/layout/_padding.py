@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ._array import ArrayLayout
 from ._codes import PartLayout
 from ._layout import Layout
 
 
-def pad(array: Any, layout: Layout | ArrayLayout | PartLayout) -> Any:
+@dataclasses.dataclass(frozen=True)
+class PaddedLayout:
+    """The layout of an array that is stored padded, of a module that gtp_jax did not write.
+
+    Attributes:
+        shape: the logical shape, without a leading dimension that is neither sharded nor padded: a loop may slice it.
+        array_shape: the shape of the stored array, padding included, without that dimension too.
+        spec: the partition spec of the stored array, without that dimension too.
+    """
+
+    shape: tuple[int, ...]
+    array_shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+AnyLayout = Layout | ArrayLayout | PartLayout | PaddedLayout
+
+
+def pad(array: Any, layout: AnyLayout) -> Any:
     """Returns an array as it is stored, given the logical one, with or without leading dimensions of a stack. An array
     on the host stays there."""
     more = [stored - size for stored, size in zip(layout.array_shape, layout.shape, strict=True)]
@@ -22,7 +42,7 @@ def pad(array: Any, layout: Layout | ArrayLayout | PartLayout) -> Any:
     return pad(array, [*ahead, *((0, size) for size in more)]) if any(more) else array
 
 
-def cut(array: jax.Array, layout: Layout | ArrayLayout | PartLayout) -> jax.Array:
+def cut(array: jax.Array, layout: AnyLayout) -> jax.Array:
     """Returns the logical array, given the stored one, with or without leading dimensions of a stack."""
     if layout.array_shape == layout.shape:
         return array

@@ -16,8 +16,9 @@ from flax import nnx
 from ..checkpoint import Checkpoints, checkpoints_in
 from ..layout import pad
 from ..mesh import check_mesh_in_scope
-from ..nn import Frozen, abstract_model, freeze, layout_of, logical_shape, padded_layout
+from ..nn import Frozen, abstract_model, freeze, layout_of
 from ..recipes import Recipe
+from ..variables import logical_shape, padded_layout
 from ._adapters import Adapters
 from ._base import FROZEN, BaseArray, base_arrays
 from ._evaluation import EvaluationArray, evaluation_arrays

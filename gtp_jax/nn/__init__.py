@@ -67,8 +67,6 @@ from ._model_def import Split as Split
 from ._model_def import split_model as split_model
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
-from ._padded import logical_shape as logical_shape
-from ._padded import padded_layout as padded_layout
 from ._quantized import keys_of as keys_of
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups

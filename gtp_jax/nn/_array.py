@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import join_split
 from ..layout import ArrayLayout, cut, layout_of_array, pad
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
+from ..variables import Padded, PaddedParam
 from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
-from ._padded import Padded, PaddedParam
 from ._weight import ArrayWeight, placed_once
 
 

@@ -159,6 +159,8 @@ def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
     placement = kept.get("placement")
     if placement is not None and type(variable) is placement.kind:  # so that `gtp_jax.shard` still gathers it
         kept = {**kept, "placement": dataclasses.replace(placement, kind=Frozen)}
+    elif placement is not None:  # an adapter, which has copied the metadata
+        kept = {name: own for name, own in kept.items() if name != "padded"}
     found: Any = Frozen.from_metadata(value, {**kept, **metadata})
     if metadata:  # codes have another shape; `partition_of` returns their partitions
         of_array = None if isinstance(value, QuantizedArray) else tuple(partition_of(found))

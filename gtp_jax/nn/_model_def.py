@@ -11,11 +11,11 @@ from flax import nnx
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
 from ..hook import largest_unit
-from ..layout import ArrayLayout, Layout, PartLayout
+from ..layout import AnyLayout, Layout
 from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
+from ..variables import padded_layout
 from ._frozen import Frozen, padded_codes
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
-from ._padded import padded_layout
 from ._update_rule import UpdateRule, update_rule_of
 from ._weight import layer_counts
 
@@ -59,7 +59,7 @@ class ModelDef:
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     update_rules: dict[tuple[str, ...], UpdateRule] = dataclasses.field(default_factory=dict)
-    padded: dict[Path, Layout | ArrayLayout | PartLayout] = dataclasses.field(default_factory=dict)
+    padded: dict[Path, AnyLayout] = dataclasses.field(default_factory=dict)
     layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     largest_unit: int = 0
 

@@ -20,6 +20,7 @@ from ..layout import ArrayLayout, Layout, pad
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
 from ..recipes import Recipe, current_recipe
+from ..variables import PaddedParam, RefuseLinen, padded_layout, refuse_optimizer
 from ..weights import (
     CallKeys,
     FrozenAs,
@@ -45,7 +46,6 @@ from ..weights import (
     use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
-from ._padded import PaddedParam, RefuseLinen, padded_layout, refuse_optimizer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ..layout import ArrayLayout, Layout, PartLayout, cut, pad
+from ..layout import AnyLayout, cut, pad
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import ModelDef
 
@@ -36,7 +36,7 @@ class Padded:
             unequal parts.
     """
 
-    layout: Layout | ArrayLayout | PartLayout
+    layout: AnyLayout
     shape: Shape
     stored: Shape
     spec: PartitionSpec

@@ -20,7 +20,16 @@ PACKAGE = Path(__file__).parents[2] / "gtp_jax"
 # The library: what a step is made of. Models, reports on programs, the runner and benchmarks are beside it.
 CORE = (
     *("mesh", "native", "formats", "layout", "ops", "recipes", "collectives", "checkpoint"),
-    *("weights", "chain", "hook", "nn", "experts", "nonuniform", "train"),  # nn asks hook for what `shard` has sharded
+    *(
+        "weights",
+        "chain",
+        "variables",
+        "hook",
+        "nn",
+        "experts",
+        "nonuniform",
+        "train",
+    ),  # nn asks hook for what `shard` has sharded
 )
 OTHERS = ("models", "generation", "hlo", "inspect", "convert", "runner", "cli", "elastic", "trainer", "data")
 BENCHMARKS = ("bench", "benchmarks")  # and the command's own files of them, `_bench*.py`

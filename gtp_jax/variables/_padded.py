@@ -10,12 +10,15 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..layout import ArrayLayout, Layout, cut, pad
+from ..layout import AnyLayout, PaddedLayout, cut, pad
 from ..mesh import current_view, stacked_spec
 
 
 class Padded(nnx.Variable):
     """Provides the methods of variables that may hold a padded array; see `gtp_jax.layout.Storage`.
+
+    The layout of the array is in the metadata, under one of three keys: "array" or "layout", for a weight of gtp_jax's
+    own layers; "padded", for a weight of another module (`PaddedLayout`).
 
     `param[...]`, `param.shape` and `get_value` show the logical array. `param[...] = array`, `set_value` and
     `nnx.update` accept an array of logical shape, and pad it. `nnx.state` and `get_raw_value` return the stored array,
@@ -81,8 +84,8 @@ class _RefuseOptimizer:
         return "refuse_optimizer"
 
     def __call__(self, variable: nnx.Variable, value: Any) -> Any:
-        layout = padded_layout(variable)
-        if layout is not None and isinstance(variable, nnx.OptState):
+        layout = _of_metadata(variable.get_metadata())
+        if layout is not None and isinstance(variable, nnx.OptState) and _has_shape(value, layout.array_shape):
             raise _not_updated(layout)
         return value
 
@@ -102,7 +105,8 @@ class RefuseLinen:
         Raises:
             ValueError: always.
         """
-        layout = metadata.get("array") or metadata["layout"]
+        layout = _of_metadata(metadata)
+        assert layout is not None
         raise ValueError(
             f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables do not "
             "support. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "
@@ -110,7 +114,7 @@ class RefuseLinen:
         )
 
 
-def _not_updated(layout: Layout | ArrayLayout) -> ValueError:
+def _not_updated(layout: AnyLayout) -> ValueError:
     return ValueError(
         f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, and an `nnx.Optimizer` or a call "
         "of `nnx.update` does not know which elements are padding. Train with `gtp_jax.TrainState` and `train_step`, "
@@ -119,12 +123,26 @@ def _not_updated(layout: Layout | ArrayLayout) -> ValueError:
 
 
 class PaddedParam(Padded, nnx.Param):
-    """A layer's parameter that is stored padded."""
+    """A parameter that is stored padded."""
 
 
-def padded_layout(variable: nnx.Variable) -> Layout | ArrayLayout | None:
+def make_padded(param: nnx.Param, layout: PaddedLayout) -> None:
+    """Makes a parameter one that is stored padded, by changing its class. Does not change its value.
+
+    Args:
+        param: a parameter of the class `nnx.Param` or `PaddedParam`.
+        layout: how it is stored.
+    """
+    object.__setattr__(param, "__class__", PaddedParam)
+    param.set_metadata(padded=layout, on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+
+
+def padded_layout(variable: nnx.Variable) -> AnyLayout | None:
     """Returns the layout of a weight whose array is stored padded; `None` for any other variable, and for codes."""
-    return _of_metadata(variable.get_metadata())
+    metadata = variable.get_metadata()
+    if "padded" in metadata and not isinstance(variable, Padded):  # an adapter, which has copied the metadata
+        return None
+    return _of_metadata(metadata)
 
 
 def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
@@ -136,8 +154,9 @@ def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
     return (*shape[: len(shape) - len(layout.shape)], *layout.shape)
 
 
-def _of_metadata(metadata: dict[str, Any]) -> Layout | ArrayLayout | None:
-    layout, frozen = metadata.get("array") or metadata.get("layout"), metadata.get("frozen")
+def _of_metadata(metadata: dict[str, Any]) -> AnyLayout | None:
+    layout = metadata.get("array") or metadata.get("layout") or metadata.get("padded")
+    frozen = metadata.get("frozen")
     as_codes = frozen is not None and frozen.wire is not None  # see `Frozen`
     return None if layout is None or as_codes or layout.array_shape == layout.shape else layout
 
@@ -147,7 +166,7 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     return len(own) - len(shape) in (0, 1) and tuple(own[len(own) - len(shape) :]) == shape
 
 
-def _stored(value: Any, layout: Layout | ArrayLayout | None) -> Any:
+def _stored(value: Any, layout: AnyLayout | None) -> Any:
     """Returns what a variable stores when `value` is put into it. An array of logical shape is padded, and sharded on
     the mesh in scope. Other values, and all values in local view, are returned unchanged."""
     if layout is None or current_view() == "local" or not _has_shape(value, layout.shape):
