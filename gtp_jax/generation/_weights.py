@@ -172,7 +172,7 @@ def _specs(variable: nnx.Variable) -> list[PartitionSpec]:
     return jax.tree.leaves(partition_of(variable), is_leaf=lambda node: isinstance(node, PartitionSpec))
 
 
-def _paddings(variable: nnx.Variable) -> list[Layout | ArrayLayout | PartLayout | None]:
+def _paddings(variable: nnx.Variable) -> list[AnyLayout | None]:
     """Returns the layout of each array that a variable holds; `None` for one that is not padded."""
     value = variable.get_raw_value()
     if not isinstance(value, QuantizedArray):

@@ -181,7 +181,7 @@ def _others(variables: Any) -> list[tuple[Any, Leaf]]:
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
 
 
-def _padded(variable: nnx.Variable) -> dict[Path, Layout | ArrayLayout | PartLayout]:
+def _padded(variable: nnx.Variable) -> dict[Path, AnyLayout]:
     """Returns the layouts of those of a variable's arrays that are stored padded, by path within the variable."""
     layout = padded_layout(variable)
     if layout is not None:
