@@ -1,4 +1,4 @@
-"""Runs a sequence of layers, prefetching each layer's weights and reduce-scattering gradients in the background."""
+"""Runs layers in sequence. By default, weights are gathered and gradients are reduced while other layers compute."""
 
 from ._backward import Gradients as Gradients
 from ._backward import backward as backward

@@ -1,4 +1,4 @@
-"""The interpreter's backward pass."""
+"""Runs the backward pass of a chain by interpreting a plan's events."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ def backward(
         residuals: the residuals that `forward` returned.
         gradient: the gradient of the output.
         plan: the same plan as in `forward`.
-        shared: the same shared inputs as in `forward`, which were not saved. Floats have gradients, summed over layers
-            in float32 or wider; integers have none.
+        shared: the same shared inputs as in `forward`, which were not saved.
         scalars: the gradients of each stage's `Outputs.scalars`; may be omitted if no layer returns scalars.
+
+    Returns:
+        The gradients. Those of shards have the dtypes that `Stage.finish` returns. Those of shared floats are summed
+        over layers in float32 or wider, and have the dtypes of the floats; those of shared integers are zeros of dtype
+        `float0`.
     """
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
@@ -90,7 +94,7 @@ class _Backward:
         self.shared = shared
         self.scalars = scalars
         self.sent = residuals.sent
-        # the stages whose backward needs weights that were not kept; an embedding's backward, for example, needs none
+        # the stages whose backward needs weights that were not kept; for example, an embedding needs none
         self.regathers = {stage for (stage, _), closure in residuals.layers.items() if any(_marks(closure.args_res[0]))}
 
     def zeros(self) -> list[jax.Array]:
@@ -98,7 +102,7 @@ class _Backward:
         return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]
 
     def of_shared(self, sums: list[jax.Array]) -> Tree:
-        """Returns the summed gradients in the dtypes of the shared inputs."""
+        """Returns the summed gradients in the dtypes of the shared inputs, with `float0` zeros for integers."""
         leaves, tree = jax.tree.flatten(self.shared)
         summed = iter(sums)
         none = jax.dtypes.float0
@@ -132,8 +136,8 @@ class _Backward:
                     away = residuals.host[stage, layer]
                     fetched[stage, layer] = to_device(away if in_loop(origin) else together(away, entered)[0])
                 case Barrier():
-                    # ends the gather, the copy from the host and the reduction with this layer, and completes its
-                    # weight gradient before the next layer begins
+                    # before the next layer begins, the gather, the copy from the host and the reduction must end, and
+                    # this layer's weight gradients must be complete
                     gradient, pending, reduced, weights, shared, fetched = together(
                         gradient, pending, reduced, weights, shared, fetched
                     )
@@ -152,14 +156,14 @@ class _Backward:
         return _Carry(gradient, weights, pending, shared, fetched), done
 
     def _gather(self, stage: int, layer: int, number: Any, entered: Tree, turn: Turn) -> Tree:
-        """Gathers a layer's weights again, from what forward sent if that was kept."""
+        """Gathers a layer's weights again. If what forward sent was kept, it is sent again."""
         own = self.stages[stage]
         kept = self.sent.get((stage, layer))
         prepared = own.prepare_layer(number, entered) if kept is None else kept
         return own.gather_layer(number, prepared, entered, turn)
 
     def _finished(self, reduced: ByLayer) -> ByLayer:
-        """Returns the gradients of shards, each marked as that of a single layer."""
+        """Returns the gradients of shards, each with `False`, which means that it is not a stack of several layers."""
         return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
@@ -191,9 +195,9 @@ class _Backward:
         weights = _cut(stage, weights if any(_marks(kept)) else kept)
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
         to_weights, to_slots, params, gradient, to_shared, _, turn = closure((gradient, scalars))
-        if to_slots:  # gradients of weights with slots are zeros, which must not wait for the reduction
+        if to_slots:  # gradients of weights with slots are zeros, which must not be kept for the reduction
             to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
-        if stage.frozen:  # gradients of frozen weights must neither be computed nor wait for a reduction
+        if stage.frozen:  # gradients of frozen weights must neither be computed nor kept for the reduction
             to_weights, to_slots = (
                 {key: own for key, own in tree.items() if key not in stage.frozen} for tree in (to_weights, to_slots)
             )
@@ -215,7 +219,7 @@ def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:
 
 
 def _cut(stage: Stage, weights: Tree) -> Tree:
-    """Returns the weights of a layer, cut as the layer uses them; the marks of weights that are not needed stay."""
+    """Returns the weights of a layer after `Stage.cut`, with the marks of weights that are not needed unchanged."""
     if stage.cut is None:
         return weights
     found = stage.cut(jax.tree.map(lambda own: None if is_mark(own) else own, weights, is_leaf=is_mark))
@@ -223,17 +227,17 @@ def _cut(stage: Stage, weights: Tree) -> Tree:
 
 
 def _marks(residual: Tree) -> list[bool]:
-    """Returns, for each operand in a residual, whether it must be supplied again."""
+    """Returns, for each leaf of a residual, whether it is an operand that must be supplied again."""
     return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=is_mark)]
 
 
 def _chosen(residual: Tree, operands: Tree) -> list[Any]:
-    """Returns the operands that must be supplied again."""
+    """Returns the operands that must be supplied again, in order."""
     return [value for value, mark in zip(jax.tree.leaves(operands), _marks(residual), strict=True) if mark]
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """Returns the residual with its marks replaced by these operands."""
+    """Returns the residual with these operands, in order, instead of the marks of those that must be supplied again."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=is_mark)
     values = iter(operands)
     marks = _marks(residual)

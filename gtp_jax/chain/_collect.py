@@ -9,12 +9,17 @@ import jax.numpy as jnp
 
 Tree = Any
 
-# The index of the (first) layer, the values, and whether they have a leading dimension for several layers.
+# The index of the layer, or of the first of several; the values; and whether they have a leading dimension over layers.
 Piece = tuple[int, Tree, bool]
 
 
 def collect(pieces: list[list[Piece]], stacked: list[bool]) -> list[Tree]:
-    """Returns one pytree per stage, with its layers in order and, if the stage is stacked, with a leading dimension."""
+    """Returns one pytree per stage. If the stage is stacked, the values of its layers are stacked in order.
+
+    Args:
+        pieces: the pieces of each stage, in any order; exactly one for a stage that is not stacked.
+        stacked: for each stage, whether it is stacked.
+    """
     return [_join(of_stage, many) for of_stage, many in zip(pieces, stacked, strict=True)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """Starts to gather a layer's weights, but not before the current activation or gradient has arrived."""
+    """Gathers a layer's weights, starting no sooner than the current activation or gradient is available."""
 
     stage: int
     layer: int
@@ -20,7 +20,7 @@ class Compute:
 
     Attributes:
         keep: whether the layer keeps its gathered weights from forward to backward.
-        away: whether the activations that the layer saves spend the time between the passes in the host's memory.
+        away: whether the activations that the layer saves are kept in the host's memory between the passes.
     """
 
     stage: int
@@ -31,7 +31,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """Reduce-scatters the gradient of a layer's gathered weights back to its shards."""
+    """Reduces the gradients of a layer's gathered weights to those of its shards."""
 
     stage: int
     layer: int
@@ -39,7 +39,7 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Copies the activations that a layer saved to the host's memory."""
+    """Copies to the host's memory the activations that a layer saved."""
 
     stage: int
     layer: int
@@ -47,7 +47,10 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """Copies a layer's activations back from the host's memory, but not before the current gradient has arrived."""
+    """Copies a layer's activations back from the host's memory.
+
+    Outside loops, the copy starts no sooner than the current gradient is available; see `in_loop`.
+    """
 
     stage: int
     layer: int
@@ -55,7 +58,10 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Makes everything in flight end together with the layer that has just been computed; see [Note: ties]."""
+    """Makes everything in flight end before the next layer begins; see [Note: ties] in `_run.py`.
+
+    In a loop, copies to the host are not affected; see `in_loop`.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Loop:
     """Runs `body` for layers `start` to `stop` (exclusive) of a stage, in ascending order in forward and in descending
     order in backward.
 
-    In `body`, layers are relative to that of the iteration: 0 is the layer itself, 1 the next, -1 the previous.
+    In `body`, layer numbers are relative to the layer of the iteration: 0 is that layer, 1 the next, -1 the previous.
 
     Attributes:
         unroll: the number of iterations in one pass of the compiled loop.
@@ -81,13 +87,13 @@ Event = Gather | Compute | Reduce | Offload | Fetch | Barrier | Loop
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The events of both passes. Prints as the text that `describe` returns.
+    """The events of both passes. Converted to a string, it is the text that `describe` returns.
 
     Attributes:
         forward: the events of the forward pass.
         backward: the events of the backward pass.
-        keep_sent: whether what a layer sent in forward is kept and sent again in backward, instead of casting and
-            joining shards again.
+        keep_sent: whether a layer that does not keep its gathered weights keeps what it sent in forward, to send it
+            again in backward instead of casting and joining shards again.
     """
 
     forward: tuple[Event, ...]
@@ -98,10 +104,10 @@ class Plan:
         return self.describe()
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """Returns the plan as text. Every `Barrier` ends a line; with prefetching, the events of a line may overlap.
+        """Returns the plan as text. Every `Barrier` ends a line. With prefetching, the events of a line may overlap.
 
         Args:
-            names: the names of the stages; their numbers by default.
+            names: the names of the stages; by default, their numbers.
         """
         lines: list[str] = []
         for name, events in (("forward", self.forward), ("backward", self.backward)):

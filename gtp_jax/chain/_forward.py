@@ -1,4 +1,4 @@
-"""The interpreter's forward pass."""
+"""Runs the forward pass of a chain by interpreting a plan's events."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Residuals(NamedTuple):
         layers: the residuals of each layer. Those of a loop's layers are stacked, under the number of the first layer.
         sent: what was prepared for sending, for each layer whose gathered weights are not kept; empty unless
             `Plan.keep_sent`.
-        host: the activations in the host's memory, which `layers` lacks. A loop's are stacked, under the number of the
-            first layer that it moves.
+        host: the activations in the host's memory, which `layers` does not contain. Those that a loop moves are
+            stacked, under the number of the first layer that they belong to.
     """
 
     layers: ByLayer
@@ -41,7 +41,7 @@ class Forward(NamedTuple):
 
     Attributes:
         y: the last stage's output.
-        outputs: the further outputs of each stage.
+        outputs: the outputs of each stage in addition to its activation.
         residuals: the values that `backward` needs.
     """
 
@@ -95,8 +95,17 @@ class _Forward:
         self.sent: ByLayer = {}
 
     def run(self, events: Sequence[Event], carry: _Carry, origin: Any) -> tuple[_Carry, ByLayer, ByLayer]:
-        """Returns the carry; for each layer, its closure, its outputs, and whether these are a stack of several layers;
-        and what has been moved to the host."""
+        """Runs the events.
+
+        Args:
+            events: the events.
+            carry: the values before the events.
+            origin: 0; in a loop's body, the layer of the iteration, to which layer numbers in `events` are relative.
+
+        Returns:
+            The carry after the events. For each layer, a triple: its residual, its outputs, and whether both are
+            stacked over several layers. For each layer that was offloaded, the activations on the host.
+        """
         x, weights, saved = carry
         weights, saved, done, host, moving = dict(weights), dict(saved), {}, {}, {}
         for event in events:
@@ -122,7 +131,7 @@ class _Forward:
                 case Barrier():
                     if in_loop(origin):
                         x, weights = together(x, weights)
-                    else:  # a copy to the host ends with this layer, so that the device's copy is not kept any longer
+                    else:  # a copy to the host ends with this layer, so that the arrays on the device can be freed
                         x, weights, moving = together(x, weights, moving)
                     host |= moving
                     moving = {}
@@ -157,7 +166,7 @@ class _Forward:
         shared = self.shared if stage.takes_shared else ()
         own = weights if stage.cut is None else stage.cut(weights)
         operands = (own, stage.slots(own), params, x, shared, constants, turn)
-        # an operand that backward needs but that is not saved becomes a mark in the residual, to be supplied again
+        # in the residual, a mark replaces each operand that backward needs but that is not saved; it is supplied again
         saved = (keep, True, True, True, False, False, False)
         closure: Any
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)

@@ -15,7 +15,7 @@ _INPUT = 3  # the position of the layer's input among the operands of `Stage.app
 
 @jax.tree_util.register_static
 class _Away:
-    """Marks the place, in a residual, of an array that has been moved to the host."""
+    """Replaces, in a residual, an array that has been moved to the host."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Away)
@@ -25,9 +25,15 @@ class _Away:
 
 
 def without_activations(closure: Any) -> tuple[Any, list[jax.Array], int]:
-    """Returns the residual of a layer without its activations; the activations; and how many of them, the first ones,
-    are the layer's input. Activations are the input and the floats that depend on it. Weights and parameters stay in
-    the residual."""
+    """Splits a layer's residual for offloading.
+
+    Activations are the float arrays, except scalars, among the layer's input and the values computed in the layer. The
+    weights and parameters that the layer received stay in the residual.
+
+    Returns:
+        The residual without its activations; the activations, those of the layer's input first; and how many of them
+        belong to the input.
+    """
     leaves, tree = _leaves(closure)
     away = [isinstance(leaf, jax.Array) and np.ndim(leaf) > 0 and _is_float(leaf) for leaf in leaves]
     rest = [_Away() if moves else leaf for leaf, moves in zip(leaves, away, strict=True)]
@@ -43,7 +49,7 @@ def with_activations(closure: Any, arrays: list[jax.Array]) -> Any:
 
 
 def to_host(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns copies in pinned memory of the host. Programs for a CPU, which has one memory, copy nothing."""
+    """Returns copies in the host's pinned memory. Programs for CPUs copy nothing, because a CPU has only one memory."""
     return [jax.device_put(a, jax.memory.Space.Host) for a in arrays]
 
 

@@ -1,4 +1,4 @@
-"""Records what the layers of chains move to the host's memory, while a function is traced."""
+"""Records, while a function is traced, which arrays the layers of chains move to the host's memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..mesh import current_view
 
 
 class Moved(NamedTuple):
-    """The arrays that one layer moves, as they were traced.
+    """The shapes and dtypes of the arrays that one layer moves to the host's memory, as they were traced.
 
     Attributes:
         source: the name of the module that the layer belongs to.
         per_device: whether the shapes are those of one rank's part, instead of global ones.
-        x: the layer's input.
-        arrays: what is moved.
-        inputs: how many of these arrays, the first ones, are the input.
+        x: the arrays of the layer's input.
+        arrays: the arrays that are moved, those of the input first.
+        inputs: the number of `arrays` that belong to the input.
     """
 
     source: str
@@ -35,8 +35,9 @@ _RECORD: contextvars.ContextVar[list[Moved] | None] = contextvars.ContextVar("gt
 
 @contextlib.contextmanager
 def offloads_recorded() -> Iterator[list[Moved]]:
-    """Yields a list of what layers move. Every layer that is traced in this context, in a forward pass that is followed
-    by a backward pass, adds an entry. The layers of a loop are traced once for all of them."""
+    """Yields a list of what layers move. Every layer that moves its activations adds an entry when it is traced in this
+    context, in a forward pass that is followed by a backward pass. The layers of a loop are traced once for all of
+    them, so they share an entry."""
     found: list[Moved] = []
     token = _RECORD.set(found)
     try:
@@ -46,13 +47,13 @@ def offloads_recorded() -> Iterator[list[Moved]]:
 
 
 def record_offload(source: str, x: Any, arrays: list[jax.Array], inputs: int) -> None:
-    """Adds what a layer moves to the record in scope, if there is one.
+    """If `offloads_recorded` is in scope, adds to its list an entry for one layer.
 
     Args:
         source: the name of the module that the layer belongs to.
-        x: its input, a pytree of arrays.
-        arrays: the arrays that it moves.
-        inputs: how many of these, the first ones, are the input.
+        x: the layer's input, a pytree of arrays.
+        arrays: the arrays that the layer moves to the host's memory, those of the input first.
+        inputs: the number of `arrays` that belong to the input.
     """
     found = _RECORD.get()
     if found is not None:

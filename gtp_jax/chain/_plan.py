@@ -1,4 +1,4 @@
-"""The planner: turns the lengths of a chain's stages and a `Schedule` into lists of events."""
+"""Plans a chain: turns the lengths of its stages and a `Schedule` into lists of events."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ def plan(
 
     With prefetching, forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers
     in reverse: while layer k computes, it gathers the weights of layer k - 1 again unless they were kept, and reduces
-    the gradient of layer k + 1. Without prefetching, layers wait for each collective.
+    the gradient of layer k + 1. Without prefetching, each layer waits for its own collectives.
 
-    If a stage offloads, what layer k saves is copied to the host while layer k + 1 computes, and back while backward
-    processes layer k + 1. The chain's last layer keeps what it saves, because its backward directly follows.
+    If a stage offloads and there is prefetching, the activations that layer k saves are copied to the host while layer
+    k + 1 computes, and back while backward processes layer k + 1. Without prefetching, they are copied right after
+    layer k computes, and back right before its backward. The chain's last layer keeps its activations on the device,
+    because its backward directly follows.
 
     Args:
         lengths: the number of layers of each stage; 1 for a single module.
         schedule: the schedule to follow.
         travels: whether gathering any layer's weights involves communication or decoding.
-        offload: for each stage, whether what its layers save is moved to the host between the passes; by default, none.
+        offload: for each stage, whether the activations that its layers save are moved to the host between the passes.
+            By default, nothing is moved.
     """
     total = sum(lengths)
     kept = schedule.layers_kept(total, travels=travels)
@@ -70,7 +73,7 @@ class _Planner:
             segment = self.segments[number]
             stage = segment.stage
             if segment.loop:
-                # either all or none of a loop's layers keep their weights; the layer before the loop does the same
+                # all layers of a loop, and the layer before it, make the same choice of whether to keep their weights
                 keep = self._keeps(stage, segment.start)
                 body = self._backward(stage, 0, (stage, -1), (stage, 1), keep, keep)
                 events.append(Loop(stage, segment.start, segment.stop, segment.loop, tuple(body)))
@@ -121,7 +124,7 @@ class _Planner:
             *gather,
             *reduce,
             Barrier(),
-        ]  # gather and reduce wait for the layer's exchange of tokens
+        ]  # after compute, because gather and reduce wait for the layer's exchange of tokens
 
     def _regather(self, place: tuple[int, int]) -> list[Event]:
         return [] if self._keeps(*place) else [Gather(*place)]

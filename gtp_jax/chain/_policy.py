@@ -1,4 +1,4 @@
-"""Rematerialization policies: what a layer saves in its forward pass for its backward pass."""
+"""Defines the rematerialization policies: what a layer's forward pass saves for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
-    # A product with batch dimensions is unfused attention: sequence x sequence, which is never worth saving.
+    # Products with batch dimensions are not saved. They are mainly those of unfused attention, whose scores have
+    # sequence x sequence elements.
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
-    # For a row-parallel product, saves the sum over tp instead of the partial product. Products computed part by part
-    # (`collectives.gather_linear`) are opaque here, so their named results are saved.
+    # For a row-parallel product, the sum over tp is saved, so that backward does not need the partial product. Products
+    # computed part by part (`collectives.gather_linear`) are opaque here, so their named results are saved.
     if primitive.name == "name":
         return params["name"] in (SAVED, ROUTING)
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
@@ -37,24 +38,25 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
     "everything": None,
 }
 
-# Policies whose saved values a chain keeps in the host's memory between the passes, each with the policy that saves the
-# same values on the device.
+# Policies whose saved activations a chain keeps in the host's memory between the passes, each with the policy that
+# saves the same values on the device.
 OFFLOADED: Mapping[Remat, Remat] = {"offload": "nothing", "offload-matmuls": "matmuls"}
 
 
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Returns `function`, changed to save for backward only what the policy names.
+    """Returns `function`, changed to save for backward what the policy selects.
 
     - `nothing`: saves only the input; the forward pass is run again. Uses the least memory. As with every policy, the
       choices of experts are saved (`ops.save_routing`).
-    - `matmuls`: saves the outputs of matmuls, summed over tp where they are partial, and of fused attention, or the
-      values that replace them before norms and attention (`ops.save_for_backward`). Norms, activation functions and the
-      tp axis's gathers of activations are run again. The default.
-    - `activations`: also saves those inputs of matmuls that an activation function computed (`ops.save_activation`), so
-      that they are not recomputed. This costs one number per hidden feature and row.
-    - `everything`: saves all that backward needs; only the tp axis's gathers of activations are run again.
-    - `offload`, `offload-matmuls`: save what `nothing` and `matmuls` save. In a chain, it is kept in pinned memory of
-      the host between the passes (`OFFLOADED`).
+    - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls and of fused attention. Partial
+      products are summed over tp first. Where a norm or attention needs only a value computed from an output, that
+      value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of activations over tp
+      are run again.
+    - `activations`: saves what `matmuls` saves, and those inputs of matmuls that an activation function computed
+      (`ops.save_activation`), so that they are not recomputed. This costs one number per row and hidden feature.
+    - `everything`: saves all that backward needs. At most, gathers of activations over tp are run again.
+    - `offload`, `offload-matmuls`: save what `nothing` and `matmuls` save. Between the passes, a chain keeps the
+      activations among these values in the host's pinned memory, except those of its last layer (`OFFLOADED`).
 
     Raises:
         ValueError: if there is no such policy.
@@ -63,5 +65,6 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
         raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(REMAT)}.")
     if remat == "everything":
         return function
-    # The chain itself separates forward from backward ([Note: ties]); a second barrier would only prevent fusion.
+    # Callers separate backward from forward by barriers of their own ([Note: ties]). Those of `prevent_cse` would only
+    # prevent fusion.
     return jax.checkpoint(function, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=False)

@@ -1,27 +1,28 @@
-"""The chain: runs layers one after another, gathering the weights of each layer just in time.
+"""Runs layers one after another, gathering the weights of each layer just in time.
 
-Forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers in reverse, gathers
-again what was not kept, and reduce-scatters the gradient of layer k + 1 while layer k computes. Between the two passes,
-a weight exists only as a shard, unless it is kept. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized
-Tensor Parallelism (TransformerEngine #3005), expressed as one `custom_vjp` around two passes that interpret a list of
-events.
+With prefetching, forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers in
+reverse. While layer k computes, it gathers the weights of layer k - 1 again, unless they were kept or backward does not
+need them, and reduce-scatters the gradient of layer k + 1. Between the two passes, each rank has only its shards of the
+weights that are not kept. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
+(TransformerEngine #3005), expressed as one `custom_vjp` around two passes, each of which interprets a list of events.
 
 [Note: ties]
 XLA is free to run a gather as soon as its operands exist. Left alone, it merges the backward gathers with the forward
-gathers, which keeps every gathered weight alive, and starts others so early that nothing hides them. So optimization
-barriers tie each gather to the input and the output of the layer that computes meanwhile: the gather starts no sooner
-than that layer does, and ends with it. The scatters are tied in the same way. Since this prevents XLA from combining
-collectives of different layers, it may be told to combine all it can, which leaves one gather and one scatter per
-layer.
+gathers, which keeps every gathered weight alive, and starts other gathers so early that they overlap with no compute.
+Therefore, optimization barriers tie each prefetched gather to the input and the output of the layer that computes
+meanwhile: the gather cannot start before that layer, and must end before the next layer starts. The scatters are tied
+in the same way. Because XLA cannot combine collectives of different layers across these barriers, it can safely be told
+to combine as much as possible, which usually leaves one gather and one scatter per layer.
 
 The residuals of a layer are tied to the gradient that arrives at its backward pass. Otherwise XLA would notice that
 what is to be recomputed has already been computed in forward, and keep it. Shared inputs and constants, which are
 supplied to backward again, are tied there for the same reason.
 
 A layer may exchange tokens with other ranks, on the same stream as the gathers. Forward passes it a turn that follows
-the gather of the next layer's weights, and the layer's exchange waits for this turn. In backward, the turn's gradient
-follows the layer's last exchange, and the gather and the scatter wait for it (`gtp_jax.collectives.use_turn`). For
-layers without an exchange, the turn's gradient is a zero.
+the gather of the next layer's weights, if they are prefetched, and the layer's exchange waits for this turn. In
+backward, the turn's gradient follows the layer's last exchange, and the gathers and scatters that come after the layer
+in the plan wait for it (`gtp_jax.collectives.use_turn`). If a layer does not use its turn, the turn's gradient is a
+zero that nothing has to wait for.
 """
 
 from __future__ import annotations
@@ -52,22 +53,23 @@ def run(
     Args:
         stages: the stages to run; the output `y` of one is the input `x` of the next.
         x: the input, a pytree of arrays.
-        schedule: the schedule to follow. The result does not depend on it.
+        schedule: the schedule to follow. Except for rounding, the result does not depend on it.
         shared: a pytree of arrays that is passed to every layer of the stages with `takes_shared`, such as positions,
             masks or an encoder's output. They are supplied again in backward and never saved with a layer. What a layer
-            computes from them is saved according to its remat policy.
+            computes from them is saved according to its rematerialization policy.
 
     Returns:
-        The last stage's output, and the further outputs of each stage. Differentiable with respect to every stage's
-        `shards` and `params`, `x`, and the floats of `shared`, whose gradients are summed over layers in float32 or
-        wider. Both passes are differentiable with respect to the same arrays, so gradients can be differentiated again;
-        `shards` are residuals only for that purpose.
+        The last stage's output, and the further outputs of each stage. In reverse mode, they are differentiable with
+        respect to every stage's `shards` and `params`, `x`, and the floats of `shared`. The gradients of these floats
+        are summed over layers in float32 or wider, and then cast to the dtypes of the floats. The backward pass is
+        differentiable with respect to the same arrays, so gradients can be differentiated again. The values of `shards`
+        are residuals only for that purpose.
     """
     travels = any(stage.travels for stage in stages)
     lengths = [stage.length for stage in stages]
     events = plan(lengths, schedule, travels=travels, offload=[stage.offload for stage in stages])
-    alone = plan(lengths, schedule, travels=travels)  # saves nothing, so there is nothing to move
-    # JAX caches the rules below with the traces, so they take all arrays as arguments and close over none
+    alone = plan(lengths, schedule, travels=travels)  # without differentiation, nothing is saved or moved
+    # JAX caches the rules below along with traces, so they take all arrays as arguments and close over none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 
     def with_arrays(shards: Tree, params: Tree, given: Tree) -> list[Stage]:
@@ -89,9 +91,9 @@ def run(
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
         computed = backward(with_arrays(shards, params, given), residuals, gradient, events, shared, scalars)
-        # cast only here: the gradients of all layers were joined in the dtype in which they were summed
+        # cast only here, so that the gradients of all layers are stacked in the dtype in which they were summed
         of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
-        return of_shards, None, computed.params, computed.x, computed.shared  # straight-through for gather_inputs
+        return of_shards, None, computed.params, computed.x, computed.shared  # gradients of gather_inputs go to shards
 
     chain.defvjp(fwd, bwd)
     looped = {event.stage for event in events.forward if isinstance(event, Loop)}
@@ -103,6 +105,6 @@ def run(
 
 
 def _joined(inputs: Tree) -> Tree:
-    """Returns the inputs with `Apart` stacks joined, once for all iterations of a loop."""
+    """Returns the inputs with each `Apart` joined into one array, once for all iterations of a loop."""
     is_apart = lambda leaf: isinstance(leaf, Apart)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.joined() if is_apart(leaf) else leaf, inputs, is_leaf=is_apart)

@@ -10,20 +10,20 @@ KeepGathered = int | Literal["all", "auto"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a chain is run. It only affects when things happen and what is kept, not the results.
+    """How a chain is run. It affects when things happen and what is kept; results differ by rounding at most.
 
     Attributes:
         prefetch: whether to overlap communication with compute: gather the next layer's weights while a layer computes,
             in forward and backward, and reduce-scatter the previous gradient while a layer's backward computes.
-            Otherwise, layers wait for each collective.
+            Otherwise, each layer waits for its own collectives.
         unroll: the number of a stack's layers in one loop body; `"full"` unrolls all layers, which runs fastest.
         keep_gathered: the number of layers, counted from the end of the chain, that keep their gathered weights for
-            backward, or `"all"`; the other layers gather again. If layers are unrolled, the other layers keep what they
-            sent, which takes two bytes in bfloat16 for each parameter that a rank holds, instead of casting and joining
-            shards again; with `0`, they keep nothing. `"auto"`, the default, keeps the last layer's gathered weights,
-            because its backward directly follows its forward. If no weight of the chain is communicated or decoded and
-            layers are unrolled, it keeps those of all layers, because gathering again would only cast and join the same
-            shards again.
+            backward, or `"all"`; the other layers gather again. If no layer of the chain runs in a loop, the other
+            layers keep what they cast and joined for sending, in bfloat16 two bytes for each parameter that a rank
+            holds, so that they do not have to cast and join shards again; with `0`, they keep nothing. `"auto"`, the
+            default, keeps the last layer's gathered weights, because its backward directly follows its forward. If no
+            weight of the chain is communicated or decoded and `unroll` is `"full"`, it keeps those of all layers,
+            because gathering again would only cast and join the same shards again.
     """
 
     prefetch: bool = True
@@ -44,6 +44,8 @@ class Schedule:
     def layers_kept(self, total: int, *, travels: bool = True) -> int:
         """Returns how many layers, counted from the end of the chain, keep their gathered weights for backward.
 
+        This may exceed `total`; if so, all layers keep them.
+
         Args:
             total: the number of layers in the chain.
             travels: whether gathering any of their weights involves communication or decoding.
@@ -61,7 +63,8 @@ def _is_count(value: Any, least: int) -> bool:
 class Segment:
     """Layers `start` to `stop` (exclusive) of one stage.
 
-    `loop` is 0 if the layers are unrolled, otherwise the number of layers in the body of the loop that runs them.
+    If the layers are unrolled, `loop` is 0. Otherwise, it is the number of layers in the body of the loop that runs
+    them.
     """
 
     stage: int
@@ -73,10 +76,11 @@ class Segment:
 def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]:
     """Divides a chain into segments whose layers are either unrolled or run in a loop.
 
-    The first and the last layers of a looped stage are unrolled, because each iteration of a loop gathers the weights
-    of the next layer of its own stage (in backward, of the previous one). The last layers gather those of the next
-    stage instead; in backward, the first layer gathers those of the previous stage. Layers that keep their weights are
-    separated from those that do not, because a loop's body treats all its layers in the same way.
+    The first layer of a looped stage and its last layers, at least as many as share a loop body, are unrolled. One
+    reason is that each iteration of a loop gathers the weights of the next layer of its own stage (in backward, of the
+    previous one). The last layer gathers those of the next stage instead; in backward, the first layer gathers those of
+    the previous stage. The other reason is that a loop's body treats all its layers in the same way: layers that keep
+    their weights cannot share a loop with layers that do not.
 
     Args:
         lengths: the number of layers of each stage; 1 for a single module.

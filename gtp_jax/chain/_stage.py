@@ -1,4 +1,4 @@
-"""The stages of a chain, and the operations on their arrays that both passes use."""
+"""Defines the stages of a chain, and operations that both passes use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Tree = Any
 class Outputs(NamedTuple):
     """The outputs of a layer, or of all layers of a stage, in addition to the activation.
 
-    In a stacked stage, each array has a leading dimension of the stage's length.
+    The outputs of a stacked stage have a leading dimension over its layers.
 
     Attributes:
         state: the updated state, such as batch statistics. It has no gradient, and is computed only in forward.
-        scalars: floats that are differentiated, such as auxiliary losses. There is one per layer, not a sum, so that
-            the caller may weight them.
+        scalars: floats that are differentiated, such as auxiliary losses. They are not summed over layers, so that the
+            caller can weight them.
         metrics: values to report, which have no gradient.
     """
 
@@ -38,38 +38,45 @@ class Stage:
 
     Attributes:
         shards: a pytree of the weights' shards. If `stacked`, each leaf has a leading dimension of `length`.
-        gather_inputs: what is gathered: the shards themselves or their quantized form, with the same leading dimension.
-            May contain more layers than this stage has; see `first`.
+        gather_inputs: a pytree of what is gathered: the shards themselves or their quantized form. If `stacked`, each
+            leaf is an array with a leading dimension over layers, or an `Apart`, and may contain more layers than this
+            stage has; see `first`.
         params: a pytree of floats that are differentiated and used without gathering: parameters that are not sharded,
-            and slots whose gradients return values from backward. They have the same leading dimension.
+            and slots whose gradients return values from backward. If `stacked`, they have a leading dimension of
+            `length`.
         prepare: a function that computes from one layer's `gather_inputs`, without communication, what is sent instead
-            of some of them. Unrolled layers keep its result for backward.
+            of some of them. If `Plan.keep_sent`, a layer that does not keep its gathered weights keeps this result for
+            backward instead.
         gather: a function from one layer's shards, `gather_inputs` and result of `prepare` to its gathered weights;
             integers among these have no gradient. It is differentiated only if a gradient is differentiated again, and
             only with respect to the shards.
-        reduce: a function that sums the gradients of one layer's gathered weights and slots over the ranks.
+        reduce: a function that sums the gradients of one layer over the ranks. Its argument is a pair: the gradients of
+            the weights, except of those that have slots, and the gradients of the slots.
         finish: a function that computes the gradient of the layer's shards from the result of `reduce`, without
-            communication. It runs after the layer's barrier, so that XLA can write the result directly to where the
-            gradients of all layers are collected. Gradients may have a narrower dtype than the shards: the dtype in
-            which they were summed.
+            communication. It runs after the barrier that ends the reduction, if one follows it, so that XLA can write
+            the result directly to where the gradients of all layers are collected. The result may have a narrower dtype
+            than the shards: the dtype in which gradients were summed.
         apply: the layer's function, `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)`; for `turn`,
             see `gtp_jax.collectives.use_turn`.
-        length: the number of layers.
-        stacked: whether leaves have the leading dimension.
-        constants: a pytree of arrays without gradients, such as keys and integers, with the same leading dimension.
-        first: the index of the first layer in `gather_inputs`. Stages that are parts of one stack share
+        length: the number of layers; 1 unless `stacked`.
+        stacked: whether arrays have a leading dimension over the stage's layers.
+        constants: a pytree of arrays without gradients, such as keys and integers. If `stacked`, they have a leading
+            dimension of `length`.
+        first: the index of the stage's first layer in `gather_inputs`. It lets stages that are parts of one stack share
             `gather_inputs` without copying them.
-        slots: a function that returns, for one layer's gathered weights, arrays that represent some of them when
-            gradients are taken; their values are never read. If it returns any, both it and `gather` return dicts, and
-            a weight whose key has a slot has no gradient of its own.
+        slots: a function from the weights that `apply` takes to arrays that represent some of them when gradients are
+            taken; their values are never read. If it returns any, both it and `gather` return dicts, and a weight whose
+            key has a slot has no gradient of its own.
         takes_shared: whether `apply` receives the chain's shared inputs; otherwise it receives `()`.
         travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
-        offload: whether the activations that layers save are moved to the host's memory between the passes.
-        frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients.
+        offload: whether the activations that layers save are moved to the host's memory between the passes, except
+            those of the chain's last layer.
+        frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients. If there
+            are any, `gather` returns a dict.
         source: the name of the module that the layers belong to, for `offloads_recorded`.
         cut: a function from the result of `gather` to the weights that `apply` takes, whose gradients `reduce` takes;
             `None` if they are the same. Both passes call it where weights are used, so that XLA can read a part of a
-            gathered array in place. Some weights may be `None`.
+            gathered array in place. In backward, weights that are not needed are passed to it as `None`.
     """
 
     shards: Tree
@@ -93,7 +100,8 @@ class Stage:
     cut: Callable[[Tree], Tree] | None = None
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
-        """Returns one layer's part of a pytree. In a stacked pytree, layer 0 has the index `first`."""
+        """Returns one layer's part of a pytree. In a stacked pytree, `first` is the index of layer 0. If the stage is
+        not stacked, returns the whole pytree."""
         if not self.stacked:
             return tree
         index = place(layer, first)
@@ -104,13 +112,13 @@ class Stage:
         return jax.tree.map(part, tree, is_leaf=_is_apart)
 
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
-        """Prepares what a layer sends, but not before the values `after` are available."""
+        """Returns the result of `prepare` for a layer. It is not computed before the values `after` are available."""
         # tied before slicing the stack, so that forward's slice is not kept for backward
         inputs, _ = lax.optimization_barrier((self._read(layer), after))
         return self.prepare(self.of_layer(inputs, layer, self.first))
 
     def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
-        """Gathers the weights of a layer, but not before the values `after` and the turn are available."""
+        """Gathers the weights of a layer, but not before the values `after` and, if given, the turn are available."""
         inputs, prepared, _ = lax.optimization_barrier((self._read(layer), prepared, after))
         if turn is not None:
             inputs, prepared = tied((inputs, prepared), turn)
@@ -151,9 +159,9 @@ def place(origin: Any, layer: int) -> Any:
 def in_loop(origin: Any) -> bool:
     """Returns whether `origin` is the layer of a loop's iteration.
 
-    In a loop, copies to the host and back are not tied to the layer. They stay within the iteration anyway, because
-    each iteration reads and writes its own part of an array on the host; and XLA accepts no barrier between a copy and
-    that array.
+    In a loop, a copy to the host is not tied to the layer, nor is the start of a copy back; the barrier ties only its
+    end. The copies stay within the iteration anyway, because each iteration reads and writes its own part of an array
+    on the host. XLA accepts no barrier between a copy and that array.
     """
     return not isinstance(origin, int)
 
@@ -167,7 +175,7 @@ def is_mark(leaf: Any) -> bool:
     return type(leaf).__name__ in ("NotSaveable", "NotNeeded")
 
 
-# A value for each layer that is in flight or finished, by stage and layer.
+# Values of layers, by stage and layer number.
 ByLayer = dict[tuple[int, int], Tree]
 
 
