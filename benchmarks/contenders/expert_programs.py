@@ -154,7 +154,7 @@ def compiled(rows: list[Row], args: argparse.Namespace) -> dict[str, Program]:
                 row.compile_s, row.planned_bytes = programs[row.name].compile_s, programs[row.name].planned
             except Exception as error:
                 row.failure = said(error)
-            print(f"{time.monotonic() - START:.0f} s: compiled {row.name} {row.failure}", flush=True)
+            print(f"{time.monotonic() - START:.0f} s: {row.name}: {row.failure or 'compiled'}", flush=True)
     return programs
 
 
