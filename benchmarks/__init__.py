@@ -1,4 +1,4 @@
-"""The measurements of `gtp-jax bench`: fair comparisons within one run, printed as ratios."""
+"""Implements the measurements of `gtp-jax bench`, which compare contenders that do the same work."""
 
 from ._attention import PackedRow as PackedRow
 from ._attention import measure_packed_rows as measure_packed_rows

@@ -1,4 +1,4 @@
-"""`python -m benchmarks step ...` is `gtp-jax bench step ...`."""
+"""Makes `python -m benchmarks step ...` run `gtp-jax bench step ...`."""
 
 import sys
 

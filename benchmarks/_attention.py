@@ -1,4 +1,4 @@
-"""Compares attention over rows of several packed documents with attention over a row that is a single document."""
+"""Compares attention over rows of packed documents with attention without segment ids."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class PackedRow:
 
     Attributes:
         documents: the number of documents per row; 0 without segment ids.
-        lengths: "even"; "uneven": the first document is long, the others have 64 tokens, or fewer in a short row; or
-            "id comes back": the last document has the same id as the first.
+        lengths: "even"; "uneven": the first document is long, the others have 64 tokens, or fewer if the row has less
+            than 8,192 tokens; "id comes back": as "even", but the last document has the same id as the first; or empty
+            without segment ids.
         work: the number of unmasked scores, as a fraction of those of a row that is a single document.
         seconds: the time of forward and backward together, in seconds.
     """
@@ -34,7 +35,8 @@ class PackedRow:
 
 
 def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batch: int = 1) -> Iterator[PackedRow]:
-    """Times one layer's causal attention in bfloat16 on one device: without segment ids, then for each document count.
+    """Times one layer's causal attention in bfloat16 on one device: without segment ids, then for each number of
+    documents and each kind of row.
 
     Args:
         config: the configuration of a model, with `num_heads`, `num_kv_heads` and `head_dim`.
@@ -48,7 +50,8 @@ def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batc
     too_many = [n for n in documents if n > 1 and (n - 1) * _short(seq) >= seq]
     if too_many:
         raise ValueError(
-            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {seq // _short(seq) + 1}."
+            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {seq // _short(seq) + 1}. "
+            "Use smaller numbers, or a larger `seq`."
         )
     shapes = [
         (batch, seq, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -76,7 +79,7 @@ def _short(seq: int) -> int:
 
 
 def _rows(seq: int, count: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yields names and segment ids of rows with `count` documents of various lengths."""
+    """Yields the name and the segment ids, `(seq,)`, of each kind of row with `count` documents."""
     even = np.arange(seq) * count // seq
     yield "even", even
     if count > 1:

@@ -1,10 +1,10 @@
 """Compares checkpoints of gtp_jax with plain orbax and torch DCP: saving, restoring, and restoring on another mesh.
 
-Measurements are warm: for every contender, programs are compiled and files are in the page cache. All contenders write
-to the same directory, which is emptied in between. They flush their files to disk before a save counts as done. Only
-gtp_jax computes checksums of arrays and files; torch has only the checksums of its zip archives. gtp_jax and orbax use
-one process for all devices and compress (random numbers by 7 %); torch uses one process per device and does not
-compress.
+Except for the first round, measurements are warm: for every contender, programs are compiled and files are in the page
+cache. All contenders write to the same directory, which is emptied in between. They flush their files to disk before a
+save counts as done. Only gtp_jax computes checksums of arrays and files; torch has only the checksums of its zip
+archives. gtp_jax and orbax use one process for all devices and compress (random numbers by 7 %); torch uses one process
+per device and does not compress.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ._contenders import SCRIPTS
 from ._process import reason, run
 from .contenders.workload import MARK
 
-# The last report about each contender.
+# The text of the last report about each contender.
 ENDED = "ended"
 
 
-# Goals: the time of restoring on another mesh over that of restoring on the same mesh, and the fraction of a save spent
-# waiting for checksums.
+# The goals, both upper limits: the time to restore on another mesh, divided by the time to restore on the same mesh;
+# and the fraction of a save that is spent waiting for checksums.
 _RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class SavingContender:
-    """A program that saves and restores.
+    """A program that saves and restores checkpoints.
 
     Attributes:
         name: the name shown in tables.
-        variant: the variant passed to the script.
+        variant: the variant in the job that the script is given.
         script: the name of the script in the folder `contenders`.
     """
 
@@ -97,7 +97,8 @@ class CheckpointTimes:
         saved: the seconds from the start of a save until it is committed.
         restored: the seconds of a restore on the mesh that saved.
         moved: the seconds of a restore on another mesh; empty if there is no other mesh.
-        save_checksums, restore_checksums: the seconds of `saved` and of `restored` spent waiting for checksums.
+        save_checksums, restore_checksums: how many of the seconds of `saved` and of `restored` were spent waiting for
+            checksums; empty for torch.
     """
 
     who: str
@@ -119,7 +120,7 @@ class CheckpointTimes:
 
     def ratio(self, what: str, of: str) -> float | None:
         """Returns the median of `what` divided by the median of `of`, over the rounds that have both; the first round
-        counts only if it is the only one."""
+        counts only if it is the only one. Returns `None` without rounds, or if the divisor is 0."""
         part, whole = getattr(self, what), getattr(self, of)
         pairs = list(zip(part, whole, strict=False))
         pairs = pairs[1:] or pairs
@@ -151,23 +152,27 @@ def measure_checkpoints(
     within_s: float = math.inf,
     report: Callable[[CheckpointTimes, str], None],
 ) -> list[CheckpointTimes]:
-    """Runs the contenders one after another on all devices. Weights are sharded over gtp; the other mesh has half the
-    gtp degree and tp 2.
+    """Runs the contenders one after another on all devices. Weights are sharded over gtp. If the number of devices is
+    even, states are also restored on another mesh, with half the gtp degree and tp 2.
 
     Args:
         chosen: the contenders to run.
         model: the model whose parameters and AdamW moments are saved, filled with random numbers.
         directory: the directory for the files, which holds one state at a time.
         rounds: the number of rounds after the first one.
-        devices: the number of devices.
+        devices: the number of devices, which is the number of PyTorch's processes.
         platform: `gpu` or `cpu`.
         environment: the environment of the contenders' processes.
         timeout_s: the seconds that one contender may take, including its start and the first round; results up to then
             count.
         torch_python: the interpreter that has PyTorch.
-        within_s: the seconds for all contenders together; those whose turn comes later are not run.
+        within_s: the seconds for all contenders together. A contender that is still running then is ended, and those
+            after it are not run.
         report: called with a contender's times so far and what it has just done, at most `reports_of(rounds)` times per
             contender.
+
+    Returns:
+        The times of each contender, in the order of `chosen`.
     """
     deadline = time.monotonic() + within_s
     shapes = [list(shape) for shape in state_shapes(model)]
@@ -209,7 +214,8 @@ def reports_of(rounds: int) -> int:
 
 
 def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of the float32 arrays of a model's training state, without starting a JAX backend."""
+    """Returns the shapes of the float32 arrays in a model's training state, without starting a JAX backend. Scalars are
+    omitted."""
     like = TrainState.create(abstract_model(lambda rngs: build(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
@@ -229,10 +235,10 @@ def verdicts(done: Sequence[CheckpointTimes]) -> list[str]:
     ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
     restore = ours.ratio("restore_checksums", "restored")
     if ratio is not None:
-        lines.append(f"another mesh: {ratio:.2f} times the same mesh (goal: at most {_RESHARD_GOAL})")
+        lines.append(f"restoring on another mesh: {ratio:.2f} times the same mesh (goal: at most {_RESHARD_GOAL})")
     if save is not None:
         goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
-        lines.append(f"checksums: {save:.1%} of a save is spent waiting for them {goal}")
+        lines.append(f"waiting for checksums: {save:.1%} of a save {goal}")
     if restore is not None:
         lines[-1] += f"; {restore:.1%} of a restore"
     mine, theirs = ours.median("saved"), orbax and orbax.median("saved")

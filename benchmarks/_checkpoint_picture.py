@@ -12,15 +12,15 @@ _OTHER, _SUMS, _TEXT = "#dd8452", "#d1495b", "#333333"
 _PANELS = {
     "blocked": "training blocked",
     "saved": "saved (red: waiting for checksums)",
-    "restored": "restored (red: checksums)",
+    "restored": "restored (red: waiting for checksums)",
     "moved": "restored on another mesh",
 }
 _CHECKSUMS = {"saved": "save_checksums", "restored": "restore_checksums"}
 
 
 def draw_checkpoints(done: Sequence[CheckpointTimes], title: str, path: Path) -> None:
-    """Draws median seconds, one panel per operation. Whiskers extend from the fastest to the slowest round, without the
-    first round.
+    """Draws median seconds, one panel per operation. Whiskers extend from the fastest to the slowest round. The first
+    round counts only if it is the only one.
 
     Args:
         done: the times of the contenders; each has one bar per panel.
@@ -37,7 +37,7 @@ def draw_checkpoints(done: Sequence[CheckpointTimes], title: str, path: Path) ->
         for place, times in enumerate(done):
             median = times.median(what)
             if median is None:
-                axis.text(0, place, " no figure", va="center", fontsize=8, color=_TEXT)
+                axis.text(0, place, " no result", va="center", fontsize=8, color=_TEXT)
                 continue
             seconds = getattr(times, what)[1:] or getattr(times, what)
             axis.barh(place, median, color=_COLOURS.get(times.who, _OTHER), height=0.7)

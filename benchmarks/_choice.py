@@ -1,4 +1,4 @@
-"""Selects what to measure by words of the names."""
+"""Selects contenders and kernels by words of their names."""
 
 from __future__ import annotations
 

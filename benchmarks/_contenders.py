@@ -1,4 +1,4 @@
-"""The contenders of `gtp-jax bench step`: a table of scripts and their flags."""
+"""Lists the contenders of `gtp-jax bench`, each a script with flags, and selects and adapts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SCRIPTS = Path(__file__).with_name("contenders")
 
 OURS, STOCK, PARTITIONER, FSDP2, TE, BOUND = "gtp_jax", "stock", "partitioner", "fsdp2", "te", "bound"
 
-# Weights are gathered again in backward, or kept for it. The two are never compared with each other.
+# Weights are gathered again in backward, or kept for it. Contenders with different policies are compared only by
+# `gtp-jax bench suite`, and only if no weights are gathered.
 POLICIES = ("regather", "keep")
 _FLAGS_OF_POLICY = {"regather": (), "keep": ("--keep-gathered",)}
 
@@ -35,10 +36,10 @@ class Contender:
         script: the name of the script in the folder `contenders`.
         flags: the flags added to those of the workload.
         tp: the tensor-parallel degrees at which it takes part.
-        matmuls: the formats of the layers' matmuls, such as `bf16` or `fp8`; ratios only compare equal formats.
+        matmuls: the formats of the layers' matmuls, such as `bf16` or `fp8`. The rivals of a contender have the same.
         refused: why it cannot run what other flags ask for; empty if it can.
-        guards: whether the step computes the norm of all gradients and updates only if the norm is finite, as gtp_jax
-            does.
+        guards: whether the step computes the norm of all gradients, and updates only if the loss and the norm are
+            finite, as gtp_jax does.
     """
 
     family: str
@@ -64,7 +65,7 @@ class Contender:
 
 
 def _contenders() -> tuple[Contender, ...]:
-    # async TP only makes a difference if tp is above 1; torchao's FP8 all-gather supports sharding over one axis only
+    # async TP makes a difference only if tp is above 1; torchao's FP8 all-gather supports sharding over only one axis
     compiled = {
         "bf16": ((), "any", "bf16"),
         "bf16 async-tp": (("--async-tp",), "above 1", "bf16"),
@@ -102,14 +103,14 @@ def _contenders() -> tuple[Contender, ...]:
 
 
 def _matmuls(recipe: Recipe) -> str:
-    """Returns the formats of dense layers' matmuls under a recipe and its overrides, each named once."""
+    """Returns the formats of dense layers' matmuls under a recipe and its overrides, each named once, joined by `+`."""
     assert isinstance(recipe.override, tuple)
     recipes = (recipe, *(override for _, override in recipe.override))
     names = ("bf16" if r.operands is None else type(r).__name__.lower() for r in recipes)
     return "+".join(dict.fromkeys(names))
 
 
-# The contenders in the order in which they run. The most important run first, so that a short run omits the others.
+# The contenders in the order in which they run. The most important ones come first, so that a short run measures them.
 CONTENDERS: tuple[Contender, ...] = _contenders()
 
 
@@ -131,19 +132,22 @@ def _partitioners() -> tuple[Contender, ...]:
     )
 
 
-# Variants among which to find the partitioner's best: with or without combined collectives, with XLA's default options
-# or gtp_jax's, and with or without the norm and the guard of a gtp_jax step. `gtp-jax bench suite` selects from these.
+# Variants among which to find the partitioner's best: with or without combined collectives; with XLA's default options
+# or gtp_jax's; and without the norm and the guard of a gtp_jax step, or with them in two forms. `gtp-jax bench suite`
+# selects from these.
 PARTITIONERS: tuple[Contender, ...] = _partitioners()
 
-# A model of stock Flax layers sharded by `gtp_jax.shard`, in global view (the default) and in local view. Compared with
-# `gtp_jax bf16`, it shows what gtp_jax's own layers gain. `gtp-jax bench suite` runs it.
+# A model of stock Flax layers sharded by `gtp_jax.shard`: in global view (the default), in local view, and in global
+# view with the recipe `nvfp4`. Compared with gtp_jax's contenders, it shows what gtp_jax's own layers gain.
+# `gtp-jax bench suite` runs it.
 STOCK_MODELS: tuple[Contender, ...] = tuple(
     Contender(STOCK, variant, "regather", "stock.py", flags, tp="1", guards=True)
     for variant, flags in (("bf16", ()), ("bf16 local", ("--view=local",)), ("nvfp4", ("--recipe=nvfp4",)))
 )
 
 
-# The partitioner's step with FP8 matmuls of TransformerEngine, the norm, and the guard by a selection or a branch.
+# The partitioner's step with FP8 matmuls of TransformerEngine, and with the norm and the guard of a gtp_jax step. The
+# guard either selects between old and new values, or branches around the optimizer.
 ENGINES: tuple[Contender, ...] = tuple(
     Contender(
         TE,
@@ -194,7 +198,7 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
 def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
     """Returns the contenders, with gtp_jax's repeated for each way of reducing weight gradients and named after it.
 
-    They are unchanged if `names` is `bf16` alone, in which the other families reduce too.
+    They are unchanged if `names` is `bf16` alone, because the other families also reduce in bfloat16.
     """
     return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
 
@@ -218,12 +222,12 @@ def with_xla_options(contenders: Sequence[Contender], choices: Sequence[str]) ->
 def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
     """Returns the contenders, with flags about experts added to gtp_jax's, which are repeated for each token transport.
 
-    FSDP2 and the partitioner support only the default router, and refuse to run if the flags ask for another.
+    Except for bounds, other contenders support only the default router, and refuse to run if the flags ask for another.
 
     Args:
         contenders: the contenders to adapt.
         flags: flags as in `ExpertOptions.flags`; may include flags of the workload.
-        transports: the names of the transports; if empty, the default for the devices is used.
+        transports: the names of the transports; if empty, contenders use the default for their devices.
     """
     router = " ".join(flag for flag in flags if flag.startswith(("--router-", "--no-router-")))
     refused = f"supports only the default router, not {router}" if router else ""

@@ -51,7 +51,7 @@ class CurveSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CurveSettings:
-        """Returns the settings that a log begins with.
+        """Returns the settings in the first record of a log.
 
         Raises:
             ValueError: if their names are not those of these fields.
@@ -86,8 +86,8 @@ class CurveSettings:
 
 
 def curve_settings(platform: str, **asked: Any) -> CurveSettings:
-    """Returns settings in which `None` is replaced by the platform's default; `lr` defaults to that of the model's
-    width."""
+    """Returns settings in which `None` is replaced by the platform's default. The default of `lr` depends on the
+    model's width."""
     defaults = _DEFAULTS["gpu" if platform in ("gpu", "cuda") else "cpu"]
     chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
     chosen.setdefault("lr", default_lr(PRESETS[chosen["preset"]].hidden_size))

@@ -1,4 +1,4 @@
-"""Trains loss curves of several recipes, each in its own process, one process per GPU at a time."""
+"""Trains a model with several recipes, each in its own process and one at a time per GPU, and reads the loss curves."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def run_curves(
     within_s: float,
     report: Callable[[int], object],
 ) -> dict[str, str]:
-    """Trains each variant. Logs are written to `folder` as `NAME.jsonl`, and output as `NAME.txt`.
+    """Trains each variant, and writes its log to `NAME.jsonl` and its output to `NAME.txt` in `folder`.
 
     Args:
         variants: the variants, in the order in which they start. Existing logs of these variants are removed.
         settings: the settings that all variants share.
         folder: an existing folder.
         environment: the environment of the processes.
-        gpus: the GPU names for CUDA_VISIBLE_DEVICES, each of which runs one process at a time. If empty, one process at
-            a time runs on the CPU.
-        within_s: the seconds after which all runs are ended.
-        report: called with the total number of steps made so far.
+        gpus: the names of the GPUs for CUDA_VISIBLE_DEVICES. Each GPU runs one process at a time. If empty, one process
+            at a time runs on the CPU.
+        within_s: the seconds after which running variants are ended, and others are not started.
+        report: called repeatedly with the number of steps made so far by all variants.
 
     Returns:
         The reasons of the failures, by name of the variants that failed.
@@ -98,7 +98,7 @@ def run_curves(
                 code, output = run(command, {**environment, **shown}, left, printed.write, stop)
             if code != 0:
                 failures[variant.name] = (
-                    f"ended when the {within_s:.0f} s for all were over" if code is None else reason(code, output)
+                    f"ended when the {within_s:.0f} s for all runs were over" if code is None else reason(code, output)
                 )
 
     places = list(gpus) or [""]
@@ -118,7 +118,16 @@ def run_curves(
 
 
 def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
-    """Returns a variant's log, as far as it has been written."""
+    """Returns a variant's log, as far as it has been written.
+
+    Args:
+        variant: the variant.
+        folder: the folder of the log, which may be missing.
+        failure: why the run ended early; empty if it did not.
+
+    Raises:
+        ValueError: if another version wrote the settings in the log.
+    """
     path = folder / f"{variant.name}.jsonl"
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -142,7 +151,8 @@ def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | No
     """Returns the settings of the logs in a folder, ignoring the variants in `but`; `None` if there are no other logs.
 
     Raises:
-        ValueError: if the logs have different settings, naming two of them, or if one does not contain its settings.
+        ValueError: if two logs have different settings, or if a log does not contain its settings or has those of
+            another version.
     """
     settings_by_name: dict[str, CurveSettings] = {}
     for variant in VARIANTS.values():
@@ -167,7 +177,7 @@ def check_comparable(folder: Path, settings: CurveSettings, variants: Sequence[V
     """Checks that the logs in a folder have these settings, ignoring the logs of `variants`.
 
     Raises:
-        ValueError: if they do not; the message names what differs.
+        ValueError: if they do not, or if `settings_in` raises an error. The message names what differs.
     """
     before = settings_in(folder, but=variants)
     if before is not None and before != settings:
@@ -178,7 +188,8 @@ def check_comparable(folder: Path, settings: CurveSettings, variants: Sequence[V
 
 
 def slowest_first(variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the variants with the slow ones first, so that none of them runs alone at the end."""
+    """Returns the variants with the slow ones first, which are those with quantized matmuls, so that none of them runs
+    alone at the end."""
     return sorted(variants, key=lambda variant: variant.recipe.operands is None)
 
 

@@ -16,7 +16,8 @@ _TEXT, _GRID, _BASE, _OTHERS = "#333333", "#e5e5e5", "#222222", "#bbbbbb"
 
 def draw_curves(curves: Sequence[Curve], title: str, path: Path) -> None:
     """Draws the smoothed losses and, below, how far each is above the first curve in percent. Curves with a deliberate
-    omission or mistake are dashed. Of many curves, those in `HIGHLIGHTED` have colours and names; the others are gray.
+    omission or mistake are dashed. If there are many, only those in `HIGHLIGHTED` have colours and names; the others
+    are gray.
 
     Args:
         curves: the curves; the others are compared with the first.
@@ -55,7 +56,7 @@ def picture(curves: Sequence[Curve], title: str) -> Any:
         if curve is base:
             handles += above.plot(curve.steps[width - 1 :], smooth, **style)
             continue
-        # losses differ by less than the width of a line, so colours would not help
+        # gray: losses differ by less than the width of a line, so colours would not help
         above.plot(curve.steps[width - 1 :], smooth, color=_OTHERS, linewidth=1.0, zorder=2)
         both = min(len(smooth), len(base.losses) - width + 1)
         if both <= 0:

@@ -1,4 +1,4 @@
-"""Times generation per token, and compares it with the time to read the weights and the cache from memory."""
+"""Times the generation of a token, and compares it with the time to read the weights and the cache from memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtp_jax.generation import STEPS
 from gtp_jax.hlo import CHIPS, fact
 from gtp_jax.models import ModelConfig, build
 
-# The goal for the time per token over the time to read its weights and cache.
+# The goal: the time per token is at most this multiple of the time to read its weights and cache.
 GENERATE_GOAL = 2.0
 
 _ITEM = 2  # bytes of a weight, a key or a value in bfloat16
@@ -26,7 +26,7 @@ class Decode:
     """The time per token of one row, after the first token, and the bytes that a token must read.
 
     Attributes:
-        seconds: the seconds per token: the median over calls of the decoding program, each of which makes `STEPS`
+        seconds: the seconds per token: the median over calls of the decoding program, each of which generates `STEPS`
             tokens.
         low_s: the seconds per token in the fastest call.
         high_s: the seconds per token in the slowest call.
@@ -54,15 +54,15 @@ def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode
     Args:
         config: the model's configuration.
         prompt: the number of tokens in the prompt.
-        tokens: the number of new tokens. The prompt's program makes the first one. Only calls that make a full `STEPS`
-            tokens are timed.
+        tokens: the number of new tokens. The prompt's program generates the first one. Of the calls after it, only
+            those that generate a full `STEPS` tokens are timed.
 
     Raises:
         ValueError: if there are too few new tokens for one full call.
     """
     if tokens <= STEPS:
         raise ValueError(
-            f"`tokens` is {tokens}, but the prompt's program makes the first token, and at least {STEPS} more are "
+            f"`tokens` is {tokens}, but the prompt's program generates the first token, and at least {STEPS} more are "
             f"needed to time decoding. Use {STEPS + 1} or more."
         )
     model = gtp.init(lambda rngs: build(config, rngs=rngs), nnx.Rngs(0))

@@ -15,8 +15,8 @@ class Axis:
 
     Attributes:
         name: the name for `--axes`.
-        grows: what the values on the axis are.
-        stays: what all steps on the axis have in common.
+        grows: what the values on the axis count.
+        stays: what is the same in all steps on the axis.
         values: returns the default values, given the step that the axis goes through.
         at: returns the step at a value.
     """
@@ -63,7 +63,8 @@ def _strong(work: Workload, devices: int) -> Workload:
     gtp = _gtp(work, devices)
     if work.seq % (work.gtp * work.tp):
         raise ValueError(
-            f"sequences of {work.seq} tokens cannot be split evenly over {work.gtp} gtp ranks. Choose another --seq."
+            f"sequences of {work.seq} tokens cannot be split into {work.gtp} equal parts, each divisible by tp. Choose "
+            "another --seq."
         )
     return dataclasses.replace(work, gtp=gtp, seq=work.seq // work.gtp)
 
@@ -84,11 +85,11 @@ AXES: Mapping[str, Axis] = {
     axis.name: axis
     for axis in (
         Axis("weak", "devices", "tokens per device", _counts, _weak),
-        Axis("strong", "devices", "tokens per step: those of one rank, in shorter sequences", _counts, _strong),
+        Axis("strong", "devices", "tokens per step (those of one rank, in shorter sequences)", _counts, _strong),
         Axis(
             "depth",
             "layers",
-            "the layer",
+            "layer sizes",
             _multiples("num_layers", 1 / 2, 1, 2, 4),
             lambda work, num_layers: dataclasses.replace(work, num_layers=num_layers),
         ),
@@ -96,7 +97,7 @@ AXES: Mapping[str, Axis] = {
         Axis(
             "sequence",
             "tokens per sequence",
-            "sequences per step",
+            "number of sequences per step",
             _multiples("seq", 1 / 4, 1 / 2, 1, 2, 4),
             lambda work, seq: dataclasses.replace(work, seq=seq),
         ),
@@ -130,10 +131,10 @@ def growth_points(work: Workload, axes: Mapping[str, Sequence[int]]) -> list[Poi
 
     Args:
         work: the step that all axes except `strong` go through.
-        axes: the values by name of the axis, in ascending order; the axis's default values if empty.
+        axes: for the name of each axis, the values in ascending order; if empty, the axis's default values.
 
     Raises:
-        ValueError: if no step exists at a value.
+        ValueError: if a step cannot have one of the values.
     """
     lines = [
         [_point(work, name, value) for value in values or AXES[name].values(work)] for name, values in axes.items()
@@ -150,7 +151,7 @@ def _point(work: Workload, name: str, value: int) -> Point:
 
 
 def _ends_first(count: int) -> list[int]:
-    """Returns the indices in the order last, first, then repeated midpoints, breadth first."""
+    """Returns the indices below `count`: the last, the first, and then repeated midpoints, breadth first."""
     order = list(dict.fromkeys([count - 1, 0])) if count else []
     gaps = [(0, count - 1)]
     for low, high in gaps:  # the list grows during the iteration

@@ -32,7 +32,7 @@ class Cost:
         flops: the FLOPs per step, over all devices, as counted by `workload_flops`.
         step_s: the median seconds per step; modelled seconds if the step was only compiled; `None` without a result.
         low_s, high_s: the seconds of the fastest and the slowest step.
-        peak_bytes: the peak memory per device, in bytes.
+        peak_bytes: the peak memory per device, in bytes; the planned peak if the step was only compiled.
         compile_s: the seconds of compilation; if the step was only compiled, CPU seconds over all cores.
         collectives: the number of collectives launched, if the step was only compiled.
         failure: why there is no result; empty if there is one.
@@ -101,15 +101,16 @@ def measure_growth(
     within_s: float = float("inf"),
     logs: Path | None = None,
 ) -> Iterator[Cost]:
-    """Runs the points one after another. A step that lies on several axes runs only once.
+    """Runs the points one after another, and yields their costs. A step that lies on several axes runs only once.
 
     Args:
         runs: the pairs of points and contenders.
         environment: the environment of the processes.
         timeout_s: the seconds that one point may take, including its start and compilation.
         torch_python: the interpreter that has PyTorch.
-        within_s: the seconds for all points together; those whose turn comes later are not run.
-        logs: a folder for the output of each process; by default, output is not saved.
+        within_s: the seconds for all points together. A point that is still running then is ended, and those after it
+            are not run.
+        logs: an existing folder for the output of each process; by default, output is not saved.
     """
     deadline = time.monotonic() + within_s
     done: dict[object, Row] = {}
@@ -160,14 +161,15 @@ def over_memory(cost: Cost, chip: str) -> bool:
 
 
 def first_of(cost: Cost, costs: Sequence[Cost]) -> Cost | None:
-    """Returns the lowest point of a cost's axis at which the same contender has a result. The other points are compared
-    with it."""
+    """Returns the lowest point of a cost's axis at which the same contender has a result, with which the other points
+    are compared; `None` if there is none."""
     line = [c for c in costs if (c.axis, c.contender) == (cost.axis, cost.contender) and c.step_s]
     return min(line, key=lambda c: c.value, default=None)
 
 
 def efficiency(cost: Cost, costs: Sequence[Cost]) -> float | None:
-    """Returns the FLOP/s per device as a fraction of that at the axis's first point; 1 is ideal on every axis."""
+    """Returns the FLOP/s per device, divided by that at the point of `first_of`; `None` without a result. 1 is ideal on
+    every axis."""
     first = first_of(cost, costs)
     if first is None or cost.flops_rate is None:
         return None

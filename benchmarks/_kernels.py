@@ -4,8 +4,8 @@ Each program runs the operation on several arrays, one after another, so that th
 in a cache. It returns one number of each result. All results are in memory at its end, but the host does not have to
 receive hundreds of arrays, which would take longer than computing them. The copy is a program over the same arrays; it
 returns them, because XLA would otherwise remove the copy. The reference runs on four arrays, because it takes long to
-compile. Passing a thousand arrays also takes the host too long, so in that case the profiler measures the time in
-kernels instead.
+compile. Passing a thousand arrays takes the host too long as well. For such programs on a GPU, the profiler measures
+the time spent in kernels instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gtp_jax.ops import Implementation
 from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
-# The goals, as fractions of a copy's rate. CPU kernels have none: they are compared with XLA's code instead.
+# The goals, as fractions of a copy's rate. CPU kernels have no goal; they are compared with XLA's code instead.
 KERNEL_GOALS = {"gpu": 0.85}
 # The default size of an array in MiB, by platform.
 KERNEL_MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
@@ -48,8 +48,8 @@ class Kernel:
 
     Attributes:
         operation: `multi_amax`, `quantize`, `dequantize`, `pack` or `unpack`.
-        variant: the variant of the operation, such as `row`, `both` or `small`.
-        format: a name in `FORMATS`, or empty.
+        variant: the variant of the operation, such as `row`, `both` or `small`; empty if there is only one.
+        format: a name in `FORMATS`; empty for `multi_amax`.
     """
 
     operation: str
@@ -122,11 +122,11 @@ class Measurement:
 
     @property
     def of_reference(self) -> float | None:
-        """The speedup over the reference; `None` if the reference was not measured."""
+        """The time of the reference divided by that of the kernel; `None` if the reference was not measured."""
         return self.reference_microseconds and self.reference_microseconds / self.microseconds
 
     def record(self) -> dict[str, Any]:
-        """Returns all measurements in a form that can be written as JSON."""
+        """Returns the measurement as a dict that can be written as JSON."""
         return {
             **dataclasses.asdict(self.kernel),
             "dtype": self.dtype,
@@ -170,7 +170,7 @@ def measure(
 
     Args:
         chosen: the kernels to measure.
-        mebibytes: the size of the values of one array in MiB, rounded so that arrays consist of whole blocks.
+        mebibytes: the size of the values of one array in MiB. It is rounded so that arrays consist of whole blocks.
         dtype: the dtype of the values: float32, bfloat16 or float16.
         reference: whether to also time the reference.
     """
@@ -205,10 +205,10 @@ def _microseconds(clock: Callable[..., float], program: Callable[[Any], Any], op
 
 
 def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns the program, reduced to the first number of each of its results."""
+    """Returns a program that computes the same results, but returns only the first number of each."""
 
     def sampled(operands: Any) -> jax.Array:
-        # use the layout of results, because XLA might omit a transposition inside a program
+        # fix the layout of results; otherwise, XLA might omit a transposition inside the program
         laid = [ops.row_major(leaf) if leaf.ndim else leaf for leaf in jax.tree.leaves(program(operands))]
         made = jax.lax.optimization_barrier(laid)
         return jnp.stack([jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in made])

@@ -33,15 +33,15 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """A collective of one layer's weights over gtp.
+    """A collective over gtp: the gather of one layer's weights, or the sum of their gradients.
 
     Attributes:
         name: the name of the collective and its format.
         wire_bytes: the bytes that leave a device.
         seconds: the seconds of the collective alone.
         bound_s: the seconds to send the same bytes at the rate of a large message.
-        whole_s: the seconds from shards to weights in the compute dtype, including unpacking or casting; `None` for a
-            gradient.
+        whole_s: the seconds of the gather together with conversions: casting shards before it or, for codes that are
+            already packed, decoding them after it; `None` for a gradient.
         error: the error of a summed gradient relative to the sum in float32, in the L2 norm; `None` for a gather.
     """
 
@@ -75,6 +75,9 @@ class Links:
 
 def measure_links(mebibytes: float) -> Links:
     """Times a large all-gather and a large reduce-scatter over the gtp axis of the mesh in scope.
+
+    Args:
+        mebibytes: the approximate size of the whole message in MiB.
 
     Raises:
         ValueError: if gtp is 1, because nothing would be sent.
@@ -173,9 +176,10 @@ class _Block:
 
         Args:
             function: the function to jit, called as `function(shards by module path, *operands)`.
-            operands: example operands, whose first dimensions are sharded over all axes; only their structure is used.
-            cut_out: whether every rank has its own results, which are stacked along a first dimension sharded over all
-                axes; otherwise results are the same on all gtp ranks.
+            operands: example operands; only their number is used. The first dimensions of the arrays in the program's
+                operands are sharded over all axes.
+            cut_out: whether every rank has its own results, which are concatenated along the first dimension, sharded
+                over all axes. Otherwise, results are the same on all gtp ranks.
             without: whether to omit the parameters; the function's first argument is then `None`.
         """
         out = P(AXES) if cut_out else P(TP)

@@ -1,7 +1,7 @@
 """Compares two ways of sending a layer's sequence over tp: in parts that overlap with a matmul, or in one collective.
 
-Movements are timed as chains inside one program, because a program with a single movement would mostly measure its
-launch.
+Movements without a matmul are timed as chains inside one program, because a program with a single movement would mostly
+measure its launch.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class SequenceMatmul:
 
 def measure_rates(mebibytes: Sequence[float]) -> Iterator[Rate]:
     """Times movements of parts over the tp axis of the mesh in scope, for each size and each of `WAYS`.
+
+    Args:
+        mebibytes: the sizes of one rank's part in MiB.
 
     Raises:
         ValueError: if tp is 1, because nothing would be sent.
@@ -142,7 +145,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a program of the backward pass alone; forward computations that no residual needs are eliminated."""
+    """Returns a program of the backward pass. XLA removes those forward computations that backward does not need."""
 
     def run(x: jax.Array, w: jax.Array) -> Any:
         y, transpose = jax.vjp(function, x, w)

@@ -1,4 +1,4 @@
-"""Runs one training step with each contender, each in its own process with its own memory and flags."""
+"""Times a training step with each contender, each in a process of its own with its own memory and flags."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measure_steps(
     within_s: float = float("inf"),
     logs: Path | None = None,
 ) -> Iterator[Row]:
-    """Runs the contenders one after another.
+    """Runs the contenders one after another, and yields their results.
 
     Args:
         chosen: the contenders to run.
@@ -82,8 +82,9 @@ def measure_steps(
         environment: the environment of their processes.
         timeout_s: the seconds that one contender may take, including its start and compilation.
         torch_python: the interpreter that has PyTorch.
-        within_s: the seconds for all contenders together; those whose turn comes later are not run.
-        logs: a folder for the output of each process; by default, output is not saved.
+        within_s: the seconds for all contenders together. A contender that is still running then is ended, and those
+            after it are not run.
+        logs: an existing folder for the output of each process; by default, output is not saved.
     """
     deadline = time.monotonic() + within_s
     for contender in chosen:
@@ -110,7 +111,7 @@ def measure_step(
     torch_python: str = sys.executable,
     log: Path | None = None,
 ) -> Row:
-    """Runs one contender, which sees only as many GPUs as the step has ranks.
+    """Runs one contender, which sees only as many GPUs as the step has ranks, and returns its result.
 
     Args:
         contender: the contender to run.
@@ -139,7 +140,7 @@ def rival(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = Fals
         row: the row to compare.
         rows: all rows of the run.
         family: the rival's family.
-        any_policy: whether to ignore the policies, which do not matter if no weights are gathered.
+        any_policy: whether to ignore the policies, which make no difference if no weights are gathered.
     """
     alike = [
         r

@@ -17,8 +17,8 @@ def draw_steps(rows: Sequence[Row], flops_a_device: float, title: str, path: Pat
     """Draws FLOP/s per device, one panel per policy. Whiskers extend from the slowest to the fastest step.
 
     Args:
-        rows: the rows of a run; those that failed are named without a bar.
-        flops_a_device: the FLOPs per step on one device.
+        rows: the rows of a run; for those that failed, the reason replaces the bar.
+        flops_a_device: the FLOPs per step and device.
         title: the title of the picture.
         path: the PNG file to write.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from ._step import Row, ratio, workload_flops
 from .contenders.workload import Workload
 
-# Steps within one run vary by this much; machines of one kind differ by more.
+# The fraction by which steps within one run vary. Machines of one kind differ by more.
 TOLERANCE = 0.03
 
 _HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change the step itself
@@ -44,7 +44,7 @@ class Change:
 
 
 def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
-    """Returns a run as JSON."""
+    """Returns a run as a dict that can be written as JSON."""
     flops = workload_flops(work)
 
     def one(row: Row) -> dict[str, Any]:
@@ -76,8 +76,13 @@ def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
     """Returns a change for each figure that both runs have measured.
 
+    Args:
+        now: this run, as `record` returns it.
+        then: the saved run.
+
     Raises:
-        ValueError: if the runs differ in the step, the device, or the flags of a contender.
+        ValueError: if the runs differ in the step, the device, or the flags of a contender, or if `then` was not
+            written by `gtp-jax bench step --json`.
     """
     _check_alike(now, then)
     before = {row["name"]: row for row in then["contenders"]}
@@ -85,7 +90,7 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
         flags = before.get(row["name"], row)["flags"]
         if flags != row["flags"]:
             raise ValueError(
-                f"the run to compare with ran {row['name']} with {' '.join(flags)}, but this run uses "
+                f"the saved run started {row['name']} with {' '.join(flags)}, but this run uses "
                 f"{' '.join(row['flags'])}. Use the same flags."
             )
     differences = []
@@ -101,7 +106,9 @@ def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     try:
         was, then_device = _USUAL | then["workload"], then["device"]
     except (KeyError, TypeError):
-        raise ValueError("the file to compare with was not written by `gtp-jax bench step --json`.") from None
+        raise ValueError(
+            "the file of `--compare` was not written by `gtp-jax bench step --json`. Give one that was."
+        ) from None
     differing = [
         f"{name} {was[name]} there, {value} here"
         for name, value in now["workload"].items()
@@ -110,4 +117,4 @@ def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     if then_device != now["device"]:
         differing.append(f"{then_device} there, {now['device']} here")
     if differing:
-        raise ValueError(f"the run to compare with ran another step: {'; '.join(differing)}. Use the same settings.")
+        raise ValueError(f"the saved run timed another step: {'; '.join(differing)}. Use the same settings.")

@@ -25,13 +25,13 @@ class SuiteOptions:
         environment: the environment of the contenders' processes.
         rounds: how often each contender runs.
         contenders: words of the names of the contenders that take part; all contenders if empty.
-        steps: the number of steps timed per round, instead of the number in the table.
+        steps: the number of steps timed per round; `None` for the number in the table.
         timeout_s: the seconds that one process may take, including its start and compilation.
-        within_s: the seconds that the whole suite may take.
-        slower: by what fraction a rival may be slower than the fastest of its kind in the first round and still run
-            again; `None` runs all rivals again.
+        within_s: the seconds for the whole suite. A process that is still running then is ended without a result.
+        slower: the fraction by which a rival may be slower than the fastest of its kind in the first round and still
+            run again; `None` to run all rivals again.
         torch_python: the interpreter that has PyTorch.
-        logs: a folder for the output of each process; by default, output is not saved.
+        logs: an existing folder for the output of each process; by default, output is not saved.
     """
 
     platform: str
@@ -64,7 +64,10 @@ def run_suite(
         workloads: the workloads, in the order in which they run.
         file: the file that holds the results so far, and to which new ones are saved.
         options: how to run.
-        say: called with a message about results that are dropped and contenders that are not run.
+        say: called with a message when results are dropped, and when the time is over.
+
+    Raises:
+        ValueError: if the file has results of a contender with other flags.
     """
     deadline = time.monotonic() + options.within_s
     for workload in workloads:
@@ -79,7 +82,7 @@ def run_suite(
             left = deadline - time.monotonic()
             before = [r.wall_s for r in _of(file, workload, contender)]
             if left <= max(before, default=0):
-                say(f"the time is over; next would be {workload.name}, {contender.name}, round {number + 1}")
+                say(f"no time is left for {workload.name}, {contender.name}, round {number + 1}")
                 return
             begin = time.monotonic()
             log = None if options.logs is None else options.logs / _log_name(workload, contender, number)
@@ -91,7 +94,7 @@ def run_suite(
                 torch_python=options.torch_python,
                 log=log,
             )
-            if row.failure and time.monotonic() >= deadline:  # the suite's deadline ended it; it did not fail itself
+            if row.failure and time.monotonic() >= deadline:  # the deadline ended it; it did not fail on its own
                 say(f"the time is over; {workload.name}, {contender.name}, round {number + 1} was ended")
                 return
             wall_s, flags = time.monotonic() - begin, (*work.flags, *contender.flags)
@@ -118,7 +121,7 @@ def turns(contenders: Sequence[Contender], rounds: int) -> list[tuple[int, Conte
 def _open(
     workload: SuiteWorkload, chosen: Sequence[Contender], file: SuiteFile, options: SuiteOptions
 ) -> Iterator[tuple[int, Contender]]:
-    """Yields the runs that are left, in turns. Takes account of results that are added to the file meanwhile."""
+    """Yields the runs that are left, in turns. Takes into account results that are added to the file meanwhile."""
     for number, contender in turns(chosen, options.rounds):
         found = _of(file, workload, contender)
         if any(r.round == number or r.failure for r in found):
@@ -131,7 +134,7 @@ def _open(
 def _is_slower(
     workload: SuiteWorkload, contender: Contender, chosen: Sequence[Contender], file: SuiteFile, margin: float
 ) -> bool:
-    """Returns whether a rival was slower in the first round, by more than the margin, than the fastest of its kind."""
+    """Returns whether, in the first round, a rival was slower than the fastest of its kind by more than the margin."""
     if contender.family == OURS:
         return False
     kind = lambda c: (c.family, c.matmuls, c.guards, c.policy if workload.gathers else "")  # noqa: E731

@@ -1,4 +1,4 @@
-"""The results file of a suite: what has been measured, on which machine, and whether it can be continued here."""
+"""Reads and writes the results file of a suite, and checks whether a run can continue from it here."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SuiteFile:
         results: all results so far, in the order in which they were measured.
 
     Raises:
-        ValueError: if the file has results of another device, of other versions, or with other settings. Raised by the
-            constructor.
+        ValueError: if the file has results of another device, of other versions, or with other settings, or if
+            `read_suite` raises an error. Raised by the constructor.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SuiteFile:
         os.replace(beside, self._path)
 
     def drop(self, results: Iterable[Result]) -> None:
-        """Removes these results; the file changes when the next result is added."""
+        """Removes these results. The file changes only when the next result is added."""
         gone = set(map(id, results))
         self.results = [result for result in self.results if id(result) not in gone]
 
@@ -148,7 +148,7 @@ def settings_here(device: str, torch_python: str, *, steps: int | None) -> dict[
 
 
 def this_machine(is_gpu: bool) -> str:
-    """Returns a name for this machine: the UUIDs of its GPUs, or its host name."""
+    """Returns a name for this machine: the UUIDs of its GPUs or, without GPUs or nvidia-smi, its host name."""
     if is_gpu:
         try:
             ask = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -175,7 +175,7 @@ def _torch(python: str) -> dict[str, str | None]:
 
 
 def _source() -> str:
-    """Returns a digest of the source that contenders run: the package without its commands, and the scripts."""
+    """Returns a digest of the Python source that contenders run: the package without its commands, and the scripts."""
     package, digest = Path(gtp_jax.__file__).parent, hashlib.sha256()
     commands = package / "runner" / "cli"
     for root in (package, SCRIPTS):

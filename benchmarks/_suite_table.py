@@ -1,4 +1,4 @@
-"""The workloads of `gtp-jax bench suite`: a table of steps, their contenders, and gtp_jax's goals."""
+"""Lists the workloads of `gtp-jax bench suite`: steps, the contenders that run them, and gtp_jax's goals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Goal:
         ours: the family and variant of gtp_jax's contender; the goal applies to each policy that takes part.
         rival: the family of the rival, whose fastest contender that does the same work counts; or the family and
             variant of another gtp_jax contender.
-        ratio: the rival's time over gtp_jax's.
+        ratio: the ratio of the rival's time to gtp_jax's that must be reached.
     """
 
     ours: str
@@ -77,19 +77,19 @@ class SuiteWorkload:
 
         Args:
             platform: `"gpu"` or `"cpu"`.
-            steps: the number of steps timed per round, instead of the number in the table.
+            steps: the number of steps timed per round; `None` for the number in the table.
         """
         step = self.step if platform == "gpu" else _tiny(self.step)
         return step.workload(platform, self.devices, steps=steps or self.steps, experts=ExpertOptions())
 
     def on(self, platform: str) -> SuiteWorkload:
-        """Returns the workload with a title that fits the platform: the sizes in the table's titles are for GPUs."""
+        """Returns the workload with a title for the platform. The sizes in the table's titles are those on GPUs."""
         return self if platform == "gpu" else dataclasses.replace(self, title=f"{self.name} in small")
 
     def chosen(self, only: Sequence[str]) -> list[Contender]:
-        """Returns the contenders that take part and are asked for: all if `only` is empty. Otherwise, an entry that is
-        a contender's full name selects that contender; any other entry selects the contenders whose names contain all
-        of its words."""
+        """Returns the contenders that `only` selects; all that take part if it is empty. An entry that is a contender's
+        full name selects that contender. Any other entry selects the contenders whose names contain all of its
+        words."""
         every = [contender_named(name) for name in self.contenders]
         words = [set(asked.split()) for asked in only if asked not in _NAMES]
         return [c for c in every if not only or c.name in only or any(w <= set(c.name.split()) for w in words)]
@@ -100,7 +100,8 @@ def chosen_workloads(only: Sequence[str], contenders: Sequence[str], devices: Se
 
     Args:
         only: the names of workloads, or patterns such as `qwen3*`; all workloads if empty.
-        contenders: words of contenders' names; workloads without a matching contender are omitted.
+        contenders: entries that select contenders, as in `SuiteWorkload.chosen`. Workloads without a selected
+            contender are omitted.
         devices: the numbers of devices that a workload may run on.
 
     Raises:
@@ -114,7 +115,7 @@ def chosen_workloads(only: Sequence[str], contenders: Sequence[str], devices: Se
     if not fitting:
         needs = ", ".join(f"{w.name} {w.devices}" for w in named)
         raise ValueError(
-            f"no workload runs on {' or '.join(map(str, devices))} devices; they need: {needs}. "
+            f"no workload runs on {' or '.join(map(str, devices))} devices; those chosen need: {needs}. "
             "Choose others with --workloads, or another --devices."
         )
     taking_part = [w for w in fitting if w.chosen(contenders)]
@@ -137,7 +138,7 @@ def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tu
 
 
 _BF16 = _each(OURS, "bf16")
-_BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # policies do not differ if no weights are gathered
+_BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # without gathers, policies make no difference
 _FP8_ONCE = _each(OURS, "fp8-matmuls", policies=("regather",))
 _NVFP4_ONCE = _each(OURS, "nvfp4", policies=("regather",))
 _STOCK = _each(STOCK, "bf16", "bf16 local", policies=("regather",))

@@ -17,13 +17,13 @@ GOAL_TOLERANCE = 0.005
 
 
 def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequence[str] = ()) -> list[Row]:
-    """Returns a row for each contender that ran. The `seconds` of a row are the medians of the rounds, and its facts
-    those of the first successful round.
+    """Returns a row for each contender that ran. The `seconds` of a row are the medians of the successful rounds, and
+    its facts are those of the first of them.
 
     Args:
         workload: the workload.
         results: the results, which may include those of other workloads.
-        contenders: words of contenders' names; all contenders if empty.
+        contenders: entries that select contenders, as in `SuiteWorkload.chosen`.
     """
     rows = []
     for contender in workload.chosen(contenders):
@@ -37,8 +37,9 @@ def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequ
 
 
 def same_work(row: Row, rows: Sequence[Row], family: str, workload: SuiteWorkload) -> Row | None:
-    """Returns the row that a gtp_jax row is compared with: the fastest of a family with the same matmul formats and
-    policy. Rows of the partitioner must include the norm and the guard.
+    """Returns the row that a gtp_jax row is compared with: the fastest of a family with the same matmul formats and, if
+    weights are gathered, the same policy; `None` if there is none. Rows of the partitioner must include the norm and
+    the guard.
 
     Args:
         row: a row of gtp_jax.
@@ -92,7 +93,7 @@ def suite_verdicts(workload: SuiteWorkload, rows: Sequence[Row]) -> list[Verdict
 
 
 def ratio_spread(row: Row, other: Row) -> tuple[float, float]:
-    """Returns the smallest and the largest ratio of the times of two contenders within one round."""
+    """Returns the smallest and the largest ratio, within one round, of the time of `other` to that of `row`."""
     ratios = [theirs / ours for theirs, ours in zip(other.seconds, row.seconds, strict=False)]
     return min(ratios), max(ratios)
 
@@ -106,7 +107,7 @@ def _own(goal: Goal, row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def suite_summary(workloads: Sequence[SuiteWorkload], results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Returns the rows and verdicts of all workloads that have results, as JSON."""
+    """Returns the rows and verdicts of all workloads that have results, as values that can be written as JSON."""
     summary = []
     for workload in workloads:
         rows = rows_of(workload, results)

@@ -19,13 +19,14 @@ def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = 
     """Returns the median seconds per call, over rounds with enough calls to make the cost of starting and waiting
     negligible.
 
-    The calls of a round follow one another without waiting, so the device is idle only if the host cannot keep up.
+    Unless `one_by_one`, the calls of a round follow one another without waiting, so the device is idle only if the host
+    cannot keep up.
 
     Args:
         function: the compiled function; it runs a few times before timing starts.
         args: the arguments, arrays that are already on the device.
         one_by_one: whether to wait for each call. This is needed for collectives on virtual CPU devices: they share
-            threads, so concurrent calls deadlock.
+            threads, so concurrent calls may deadlock.
     """
 
     def run(calls: int) -> float:
@@ -43,17 +44,17 @@ def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = 
 
 
 def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
-    """Returns the median seconds per call that a GPU spends in kernels, according to the profiler; on CPUs, the result
-    of `seconds_a_call`.
+    """Returns the median seconds per call that a GPU spends in kernels and copies, according to the profiler; on CPUs,
+    the result of `seconds_a_call`.
 
     Meant for calls with so many arguments that the host takes longer to pass them than the GPU takes to compute.
 
     Args:
-        function: the compiled function.
+        function: the compiled function; it runs once before timing starts.
         args: the arguments, arrays that are already on the device.
 
     Raises:
-        RuntimeError: if the profiler recorded no GPU activity.
+        RuntimeError: if the profiler recorded no GPU activity in a round.
     """
     if jax.default_backend() == "cpu":
         return seconds_a_call(function, *args)
@@ -65,7 +66,9 @@ def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
                 jax.block_until_ready(function(*args))
             seconds.append(sum(_device_seconds(path) for path in Path(directory).rglob("*.xplane.pb")))
     if not all(seconds):
-        raise RuntimeError("the profiler recorded no kernels. Is another program profiling, or is CUPTI missing?")
+        raise RuntimeError(
+            "the profiler recorded no kernels. Check that CUPTI is installed, and that no other program is profiling."
+        )
     return statistics.median(seconds)
 
 

@@ -1,4 +1,4 @@
-"""The recipes whose loss curves are compared, and deliberate mistakes that show what each part of a recipe gains."""
+"""Lists the recipes whose loss curves are compared, and deliberate mistakes that show what parts of recipes gain."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _FOUND = [
     Variant("nvfp4-local-amax", RECIPES["bf16"](), mistake="local amax"),
     Variant("mxfp8-rounded-down", RECIPES["bf16"](), mistake="scales rounded down"),
 ]
-# bf16 comes first because the others are compared with it, followed by bf16 with another seed
+# The first is bf16, with which the others are compared, followed by bf16 with another seed.
 VARIANTS = {
     variant.name: variant for variant in sorted(_FOUND, key=lambda variant: not variant.name.startswith("bf16"))
 }
-# what each format costs, sent or multiplied, and the spread between seeds to compare it with
+# They show what sending or multiplying in each format costs, and the spread between seeds to compare it with.
 HIGHLIGHTED = ("bf16-seed1", "fp8-matmuls", "mxfp8-matmuls", "nvfp4", "nvfp4-matmuls")
 DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-e4m3", "nvfp4-matmuls-mxfp8-down"))
 
@@ -66,5 +66,5 @@ def chosen_variants(names: Sequence[str]) -> list[Variant]:
     """
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        raise ValueError(f"`recipes` has {', '.join(unknown)}; the known recipes are {', '.join(VARIANTS)}.")
+        raise ValueError(f"`recipes` contains {', '.join(unknown)}; the known recipes are {', '.join(VARIANTS)}.")
     return [VARIANTS[name] for name in dict.fromkeys(("bf16", *names))]

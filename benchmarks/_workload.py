@@ -27,7 +27,7 @@ _GROUP = "step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The options of the step to run. Defaults for `None` depend on the platform.
+    """The options of the step to run. Defaults for `None` depend on the platform or the preset.
 
     Raises:
         ValueError: if a value is out of range.
@@ -40,7 +40,10 @@ class StepOptions:
     vocab_size: int | None = knob(None, _GROUP, "size of the vocabulary (default: the preset's)", metavar="N")
     seq: int | None = knob(None, _GROUP, "tokens per sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
     tokens: int | None = knob(
-        None, _GROUP, "tokens per step and device (default: one sequence per rank and microbatch)", metavar="N"
+        None,
+        _GROUP,
+        "tokens per step and device (default: one sequence per microbatch for each rank of gtp and ep)",
+        metavar="N",
     )
     microbatches: int = knob(1, _GROUP, "microbatches per step", metavar="N")
     parallelism: Parallelism = piece(Parallelism)
@@ -108,7 +111,7 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
     needed = math.prod(degrees.values())
     if needed > count:
         words = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if axis != "dp" or degree > 1)
-        raise ValueError(f"{words} needs {needed} devices, but there are {count}.")
+        raise ValueError(f"{words} needs {needed} devices, but there are {count}. Use smaller degrees.")
     return degrees
 
 
@@ -125,8 +128,9 @@ def describe(work: Workload, device: str) -> str:
 
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
-    """Returns the environment of the contenders, with this package on the path, 92 % of a GPU's memory and, without a
-    GPU, virtual devices. Compiled programs are not cached, because contenders time compilation."""
+    """Returns the environment of the contenders: this one, with this package on Python's path and without a cache of
+    compiled programs, because contenders time compilation. Unless it says otherwise, JAX may use 92 % of a GPU's memory
+    and, without a GPU, the given number of virtual CPU devices."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)

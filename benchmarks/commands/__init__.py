@@ -1,4 +1,4 @@
-"""The topics of `gtp-jax bench`, one file for each."""
+"""Implements the topics of `gtp-jax bench`, each in a file of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that several topics take."""
+"""Adds flags that several topics take, and checks and converts their values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_torch_python(name: str) -> None:
 
 
 def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:
-    """Adds the flags of commands that run programs one after another, each in its own process.
+    """Adds the flags of topics that run programs one after another, each in its own process.
 
     Args:
         topic: the parser.
         timeout_s: the default time limit of one program, in seconds.
-        one: the word for one program, for the help.
+        one: what the help calls one program.
     """
     topic.add_argument(
         "--timeout",
@@ -39,7 +39,7 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
         "--within",
         type=positive,
         metavar="MIN",
-        help="time limit in minutes for the whole run; what has not been started by then is skipped",
+        help="time limit in minutes for the whole run; what is running then is ended, and the rest is skipped",
     )
     topic.add_argument(
         "--torch-python",

@@ -1,4 +1,4 @@
-"""`gtp-jax bench attention`: what documents packed into a row cost attention."""
+"""`gtp-jax bench attention`: times attention over rows of packed documents."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "attention",
-        help="attention over packed rows, compared with rows of one document",
+        help="attention over packed rows, compared with attention without segment ids",
         description="Times the forward and backward pass of one layer's causal attention on one device: without "
-        "segment ids, with an increasing number of documents per row, of equal and unequal length, and "
-        "with an id that occurs twice in a row.",
+        "segment ids, with several numbers of documents per row, of equal and unequal length, and with an "
+        "id that comes back at the end of a row.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -21,11 +21,15 @@ from gtp_jax.runner.cli import check_files, whole
 from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
-Saves and restores the float32 parameters and AdamW moments of a Llama on all devices, each contender in its own
-process. `blocks`: until training can continue; `saved`: until the step is committed and flushed to the disk;
-`restored`: onto the mesh that saved, with weights sharded over gtp; `moved`: onto half the gtp and tp 2. Times are
-medians of all rounds except the first. gtp_jax and orbax compress, torch DCP does not; only gtp_jax computes checksums
-of arrays and files. The synchronous save of gtp_jax is its `saved`. One such state must fit on the disk.
+Saves and restores the float32 parameters and AdamW moments of a Llama on all devices, one contender after another.
+
+  blocks    the time of a save until training can continue
+  saved     the time of a save until it is committed and flushed to the disk; also that of gtp_jax's synchronous save
+  restored  the time to restore on the mesh that saved, with weights sharded over gtp
+  moved     the time to restore on a mesh with half the gtp degree and tp 2, if the number of devices is even
+
+Times are medians of all rounds except the first. gtp_jax and orbax compress, torch DCP does not; only gtp_jax computes
+checksums of arrays and files. One such state must fit on the disk.
 """
 
 _EXAMPLES = """\
@@ -54,11 +58,9 @@ def add_topic(topics: Any) -> None:
     parser.add_argument(
         "--preset", choices=list(PRESETS), help="size of the model (default: 1b on GPUs, 100m on a CPU)"
     )
+    parser.add_argument("--num-layers", type=whole, metavar="N", help="number of layers, instead of the preset's")
     parser.add_argument(
-        "--num-layers", type=whole, metavar="N", help="number of layers, to measure a smaller part of the model"
-    )
-    parser.add_argument(
-        "--rounds", type=whole, default=3, metavar="N", help="number of rounds after a first one (default: 3)"
+        "--rounds", type=whole, default=3, metavar="N", help="number of rounds after the first one (default: 3)"
     )
     parser.add_argument(
         "--devices",
@@ -83,7 +85,9 @@ def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
     if not args.dir.is_dir():
-        raise ValueError(f"{args.dir.absolute()} is not a directory; create it first, or name another.")
+        raise ValueError(
+            f"`--dir` is {args.dir.absolute()}, which is not a directory. Create it first, or name another."
+        )
     environment = benchmarks.environment_of(args.devices)
     device, platform, count = benchmarks.probe(environment)
     preset = args.preset or _PRESET[platform]
@@ -133,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(done))
     failures = [f"  {times.who}: {times.failure}" for times in done if times.failure]
-    print("\n".join(["", "not all rounds of", *failures] if failures else []), end="\n" if failures else "")
+    print("\n".join(["", "did not complete all rounds:", *failures] if failures else []), end="\n" if failures else "")
     print("".join(f"\n{line}" for line in benchmarks.verdicts(done)))
     if args.png:
         benchmarks.draw_checkpoints(done, title, args.png)
@@ -154,7 +158,7 @@ def _table(done: list[benchmarks.CheckpointTimes]) -> str:
 
 
 def _line(times: benchmarks.CheckpointTimes) -> str:
-    """Returns a line to print when a contender ends, because the table is printed only after all have ended."""
+    """Returns the line to print when a contender ends. The table is printed only after all contenders have ended."""
     medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
     figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
     return f"{times.who}: {', '.join(figures) or 'nothing done'}" + (f" ({times.failure})" if times.failure else "")

@@ -39,9 +39,8 @@ def add_topic(topics: Any) -> None:
         help="the gather of a layer in each format and the sums of its gradient, compared with what the links carry",
         description="Times the gather of one layer's weights in the format of each recipe, alone and including the "
         "conversion to weights. Also times the sum of the layer's gradient: by a reduce-scatter, and by "
-        "an exchange in fewer bits that is added up in float32, with the resulting error. The bound is "
-        "the time in which the bytes that leave a device are sent at the rate of a large message in "
-        "this run.",
+        "exchanges in fewer bits that are summed in float32, with the resulting error. The bound is the "
+        "time to send the bytes that leave a device at the rate of a large message in this run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     device, gtp, tp = some[0].device_kind, degrees["gtp"], degrees["tp"]
     print(f"{len(some)} x {device}, gtp {gtp}, tp {tp}: one layer of {preset}; {native.describe()}")
     print(
-        f"a message of {links.mebibytes:.0f} MiB leaves at {quantity(links.gather_rate, 'B/s')} in a gather, "
+        f"a message of {links.mebibytes:.0f} MiB leaves a device at {quantity(links.gather_rate, 'B/s')} in a gather, "
         f"{quantity(links.scatter_rate, 'B/s')} in a scatter\n"
     )
     print(_table(movements))

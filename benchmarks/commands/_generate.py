@@ -1,4 +1,4 @@
-"""`gtp-jax bench generate`: the time to generate a token."""
+"""`gtp-jax bench generate`: times the generation of a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_topic(topics: Any) -> None:
     topic.add_argument("--num-layers", type=whole, metavar="N", help="number of layers, instead of the preset's")
     topic.add_argument("--vocab-size", type=whole, metavar="N", help="size of the vocabulary, instead of the preset's")
     topic.add_argument(
-        "--prompt", type=whole, default=128, metavar="N", help="number of tokens of the prompt (default: 128)"
+        "--prompt", type=whole, default=128, metavar="N", help="number of tokens in the prompt (default: 128)"
     )
     topic.add_argument(
         "--tokens", type=whole, default=256, metavar="N", help="number of new tokens, at least 17 (default: 256)"
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     if rate is not None and ratio is not None:
         verdict = "reached" if ratio <= benchmarks.GENERATE_GOAL else "MISSED"
-        print(f"memory gives     {quantity(rate, 'B/s')}")
+        print(f"memory bandwidth {quantity(rate, 'B/s')}")
         print(f"time / reading   {ratio:.2f}, goal at most {benchmarks.GENERATE_GOAL:g}: {verdict}")
     if args.json:
         sizes = {**changed, "prompt": args.prompt, "tokens": args.tokens, "parameters": config.param_count()}

@@ -1,4 +1,4 @@
-"""`gtp-jax bench growth`: how time, memory and compile time of a step grow with devices, depth, width and sequence."""
+"""`gtp-jax bench growth`: measures how a step's cost grows with devices, depth, width and sequence."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from gtp_jax.runner.flags import add_flags, from_settings, given
 from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
-Measures steps along five axes. All but `strong` include the step that the flags choose, that of `bench step`.
+Measures steps along five axes. By default, all axes except `strong` include the step that the flags describe, whose
+defaults are those of `bench step`.
 
-  weak      devices from 1 to all; the tokens per device stay the same
-  strong    devices from 1 to all; the tokens per step stay those of one rank, in proportionally shorter sequences
-  depth     layers, from half the model's to 4 times as many
-  width     from half the model's to twice; ffn and heads grow with it (reference: ffn 3.5 x width, heads width / 128)
-  sequence  tokens per sequence, from a quarter to 4 times; the number of sequences stays the same
+  weak      devices, from one gtp rank to all; the tokens per device stay the same
+  strong    devices, from one gtp rank to all; each step has the tokens of one gtp rank, in proportionally shorter
+            sequences
+  depth     layers, from half the model's to 4 times the model's
+  width     from half the model's to twice the model's; ffn and heads grow with it (reference: ffn 3.5 x width, heads
+            width / 128)
+  sequence  tokens per sequence, from a quarter of the step's to 4 times; the number of sequences stays the same
 
 `efficiency` is FLOP/s per device, relative to the first point of the axis: 1 if time grows in proportion to the
-operations per device. With --target nothing runs: `modelled` time is the time of matmuls and exposed communication
-only, and neither ranks nor predicts steps; memory is the planned peak; compile time is CPU seconds over all cores.
+operations per device. With --target, steps are compiled but not run. Then `modelled` time counts only matmuls and
+exposed communication, so it neither predicts the time of a step nor tells which step is faster; memory is the planned
+peak; and compile time is CPU seconds over all cores.
 """
 
 _EXAMPLES = """\
@@ -42,7 +46,7 @@ examples:
   gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s, without having them
 
 Select contenders by words of their names, as in `gtp-jax bench step`. Without a GPU and --target, a tiny model runs on
-virtual devices. The ends of an axis are measured before its middle, and a step on several axes is measured once.
+virtual devices. The ends of an axis are measured before its middle, and a step on several axes is measured only once.
 """
 
 
@@ -50,7 +54,7 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "growth",
-        help="how time, memory and compile time of a step grow with devices, depth, width and sequence",
+        help="growth of a step's time, memory and compile time with devices, depth, width and sequence",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,7 +75,7 @@ def add_topic(topics: Any) -> None:
         help="contenders to measure (default: gtp_jax bf16 regather)",
     )
     topic.add_argument(
-        "--scan", action="store_true", help="along the depth, also measure gtp_jax with its layers in a loop"
+        "--scan", action="store_true", help="on the axis `depth`, also measure gtp_jax with its layers in a loop"
     )
     topic.add_argument(
         "--target", metavar="CHIP:DEVICES", help="compile for GPUs that this machine does not have, such as h200:8"
@@ -99,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     work = step.workload(platform, count, steps=args.steps)
     runs = benchmarks.growth_runs(benchmarks.growth_points(work, axes), contenders, scan=args.scan, target=target)
     if target is not None:
-        topology_devices(target)  # now, for its message if packages are missing
+        topology_devices(target)  # raises an error now, before anything runs, if packages are missing
     settings: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
     costs: list[benchmarks.Cost] = []
     with tqdm(total=len(runs), unit="point", file=sys.stderr, disable=None) as progress:
@@ -128,9 +132,9 @@ def _run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(c.contender for c in costs))
     costs.sort(key=lambda c: (list(benchmarks.AXES).index(c.axis), names.index(c.contender), c.value))
     title = benchmarks.describe(work, device) + ("; compiled, not run" if target else "")
-    print(f"through {title}\n")
+    print(f"step: {title}\n")
     print(_table(costs, target))
-    print("\n" + "\n".join(f"{name}: what stays is {benchmarks.AXES[name].stays}" for name in axes))
+    print("\n" + "\n".join(f"{name}: all points have the same {benchmarks.AXES[name].stays}" for name in axes))
     for failure in dict.fromkeys(c.failure for c in costs if c.failure):
         print(f"\n{failure}")
         print("\n".join(f"  {c.contender}, {c.axis} {c.value}" for c in costs if c.failure == failure))
@@ -140,7 +144,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
-    """Returns for absent devices what `probe` returns for present ones, and keeps all processes on the CPU."""
+    """Returns for a target what `probe` returns for this machine, and keeps all processes on the CPU."""
     environment["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     return target.chip.upper(), "gpu", target.devices

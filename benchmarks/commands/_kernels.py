@@ -21,7 +21,7 @@ from ._arguments import add_file_flags
 _EXAMPLES = """\
 examples:
   gtp-jax bench kernels                             all kernels, on arrays of 256 MiB on a GPU, 16 MiB on a CPU
-  gtp-jax bench kernels --only pack --only unpack   the two that run every step
+  gtp-jax bench kernels --only pack --only unpack   the two that run in every step
   gtp-jax bench kernels --only "quantize NVFP4" --mebibytes 64 512 --dtype float32
   gtp-jax bench kernels --json kernels.json --png kernels.png
 """
@@ -32,9 +32,9 @@ def add_topic(topics: Any) -> None:
     topic = topics.add_parser(
         "kernels",
         help="quantization kernels, compared with a copy and with XLA",
-        description="Times every kernel. GB/s counts the bytes that must be read and written; `of copy` is its "
-        "ratio to a device-to-device copy; `x XLA` is the speed relative to XLA's own code for the "
-        "reference. All are measured in this run.",
+        description="Times every kernel. GB/s counts the bytes that must be read and written; `of copy` is this rate "
+        "relative to that of a device-to-device copy; `x XLA` is the speed relative to the jnp reference "
+        "as XLA compiles it. All are measured in this run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,14 +50,14 @@ def add_topic(topics: Any) -> None:
         type=positive,
         nargs="+",
         metavar="MIB",
-        help="sizes of an array (default: 256 on a GPU, 16 on a CPU)",
+        help="sizes of an array in MiB (default: 256 on a GPU, 16 on a CPU)",
     )
     topic.add_argument(
         "--dtype",
         nargs="+",
         default=["bfloat16"],
         choices=["bfloat16", "float32", "float16"],
-        help="dtype of the values (default: bfloat16)",
+        help="dtypes of the values (default: bfloat16)",
     )
     topic.add_argument("--no-reference", action="store_true", help="do not time the reference")
     add_file_flags(topic, json="also write the measurements to this file", png="draw the measurements to this file")

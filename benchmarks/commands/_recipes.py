@@ -1,4 +1,4 @@
-"""`gtp-jax bench recipes`: what each recipe costs in loss."""
+"""`gtp-jax bench recipes`: measures what each recipe costs in loss."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ._arguments import seconds_within
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in its own process, one at a time
-per GPU. Losses are logged during training (NAME.jsonl in --out). At the end, prints a table of final losses with their
-gaps to bf16, and draws a picture, recipes.png, of these runs and of earlier ones in --out with the same settings.
+per GPU. Losses are logged to NAME.jsonl in --out during training. At the end, prints a table of final losses with their
+gaps to bf16, and draws a picture, recipes.png. Both include earlier runs in --out, which must have the same settings.
 """
 
 _EXAMPLES = f"""\
 recipes: {", ".join(benchmarks.VARIANTS)}
 `bf16-seed1` is bf16 from other initial weights on the same text: a gap that is not larger than its gap means nothing.
-Recipes with `-no-`, `nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that
-the OCP specification suggests, for weights only) leave something out on purpose.
+Some recipes deliberately omit a part or contain a mistake: those with `-no-` in their names, `nvfp4-local-amax` (shards
+do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification suggests, for weights only).
 
 examples:
   gtp-jax bench recipes --out curves                    100m on GPUs; on a CPU tiny, for 50 steps
   gtp-jax bench recipes --recipes nvfp4-matmuls mxfp8-matmuls --steps 10000 --data books/ --out curves
-  gtp-jax bench recipes --recipes fp8 --out curves      one more, in addition to those in curves
-  gtp-jax bench recipes --draw --out curves             the table and the picture again
+  gtp-jax bench recipes --recipes fp8 --out curves      one more recipe, in addition to those in curves
+  gtp-jax bench recipes --draw --out curves             the table and the picture again, without training
 """
 
 
@@ -48,7 +48,12 @@ def add_topic(topics: Any) -> None:
     )
     topic.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for logs and the picture")
     topic.add_argument(
-        "--recipes", nargs="+", default=list(benchmarks.DEFAULT_VARIANTS), metavar="NAME", help="see below"
+        "--recipes",
+        nargs="+",
+        default=list(benchmarks.DEFAULT_VARIANTS),
+        metavar="NAME",
+        help="recipes to train, from the list below; bf16 is added if --out does not have it (default: all "
+        "except fp8-matmuls-e4m3 and nvfp4-matmuls-mxfp8-down)",
     )
     topic.add_argument("--preset", choices=PRESETS, help="the model (default: 100m on GPUs, tiny on a CPU)")
     topic.add_argument(
@@ -59,12 +64,15 @@ def add_topic(topics: Any) -> None:
     )
     topic.add_argument("--batch", type=whole, help="sequences per step (default: 16 on GPUs, 8 on a CPU)")
     topic.add_argument("--seq", type=whole, help="tokens per sequence (default: 512 on GPUs, 64 on a CPU)")
-    topic.add_argument("--lr", type=positive, help="highest learning rate (default: 0.003 * sqrt(128 / dim))")
+    topic.add_argument("--lr", type=positive, help="peak learning rate (default: 0.003 * sqrt(128 / width))")
     topic.add_argument(
         "--seed", type=int, default=0, help="seed of the weights and of the order of the text (default: 0)"
     )
     topic.add_argument(
-        "--within", type=positive, metavar="MIN", help="time limit in minutes for all runs, after which they are ended"
+        "--within",
+        type=positive,
+        metavar="MIN",
+        help="time limit in minutes for all runs together, which are then ended",
     )
     topic.add_argument("--draw", action="store_true", help="train nothing; show the logs in --out")
     topic.set_defaults(run=_run)
@@ -73,22 +81,22 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     variants = benchmarks.chosen_variants(args.recipes)
     if "bf16" not in args.recipes and (args.out / "bf16.jsonl").exists():
-        variants = variants[1:]  # it is there to compare with
+        variants = variants[1:]  # its log is there to compare with
     failures: dict[str, str] = {}
     if args.draw:
         settings = benchmarks.settings_in(args.out)
         if settings is None:
-            raise ValueError(f"{args.out} has no logs. Remove --draw to make some.")
+            raise ValueError(f"{args.out} has no logs. Remove --draw to train, or choose another --out.")
     else:
         settings, failures = _train(args, variants)
     shown = [v for v in benchmarks.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists() or v.name in failures]
     curves = [benchmarks.read_curve(v, args.out, failures.get(v.name, "")) for v in shown]
     print(f"{settings.title}\n\n{_table(curves)}")
     if failures:
-        print("\nnot to the end: " + "; ".join(f"{name} ({why})" for name, why in failures.items()))
+        print("\ndid not finish: " + "; ".join(f"{name} ({why})" for name, why in failures.items()))
     picture = args.out / "recipes.png"
     benchmarks.draw_curves(curves, settings.title, picture)
-    print(f"\nthe curves: {picture}")
+    print(f"\nthe picture of the curves: {picture}")
     return 1 if failures else 0
 
 

@@ -1,4 +1,4 @@
-"""`gtp-jax bench sequence`: a layer's matmuls while their sequence moves over tp."""
+"""`gtp-jax bench sequence`: times a layer's matmuls while their sequence moves over tp."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "sequence",
-        help="each matmul of a layer while its sequence moves over tp, in parts and at once",
-        description="Times movements of activations over tp by size: to the next rank, in halves in both "
-        "directions, and gathered. Then times each matmul of a layer, forward and backward: alone, with "
-        "the sequence moving in parts under it, and with one collective before or after it.",
+        help="each matmul of a layer while its sequence moves over tp, in parts or in one collective",
+        description="Times movements of activations over tp, by size: to the next rank, in halves to both neighbours, "
+        "and as an all-gather. Then times each matmul of a layer, forward and backward: alone, with the "
+        "sequence moving in parts during the matmul, and with one collective before or after it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +55,7 @@ def add_topic(topics: Any) -> None:
         type=positive,
         nargs="+",
         metavar="MIB",
-        help="sizes of the parts that only move (default: 1 to 256)",
+        help="sizes in MiB of the parts that are moved without a matmul (default: 1 4 16 64 256; 0.25 1 on a CPU)",
     )
     topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)

@@ -1,4 +1,4 @@
-"""`gtp-jax bench step`: one training step through gtp_jax and its rivals, in one run on one machine."""
+"""`gtp-jax bench step`: times a training step of gtp_jax and its rivals, in one run on one machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._arguments import add_file_flags, add_run_flags, check_torch_python, secon
 
 _EXAMPLES = """\
 examples:
-  gtp-jax bench step                                    the reference step through all, on this machine's GPUs
+  gtp-jax bench step                                    the reference step of all contenders, on this machine's GPUs
   gtp-jax bench step --contenders "gtp_jax regather" "fsdp2 bf16" --tokens 2048 --seq 2048
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls against FP8 matmuls of torchao
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" te --preset 1b --seq 4096 --tokens 8192 --gtp 1
@@ -40,13 +40,18 @@ examples:
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
-Select contenders by words of their names: a family (gtp_jax, partitioner, fsdp2, te, bound), a variant (a recipe; scan,
-unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; current
-grad-norm, current grad-norm-cond; bf16, fp8) and a policy (regather, keep). Flags about recipes apply to gtp_jax's
-contenders, in addition to the recipe in their name. Each is a script in benchmarks/contenders that can be run on its
-own. FSDP2 needs PyTorch, and its float8 contenders also need torchao. The contenders called te are the partitioner's
-with FP8 matmuls of TransformerEngine; they run if it is installed, as docs/benchmarks.md says, or if --contenders names
-te.
+Select contenders by words of their names, which consist of a family, a variant and a policy (regather or keep):
+
+  gtp_jax      a recipe
+  partitioner  scan, unrolled or combined
+  fsdp2        bf16; at tp 1, float8 tensorwise or float8 rowwise; at tp above 1, bf16 async-tp
+  te           at tp 1, current grad-norm or current grad-norm-cond
+  bound        bf16 or fp8, without a policy
+
+Flags about recipes apply to gtp_jax's contenders, in addition to the recipe in their names. Each contender is a script
+in benchmarks/contenders that can be run on its own. FSDP2 needs PyTorch, and its float8 contenders also need torchao.
+The contenders called te are the partitioner's with FP8 matmuls of TransformerEngine. They run if it is installed (see
+docs/benchmarks.md) or if --contenders names te.
 """
 
 _FORMULA = (
@@ -56,7 +61,8 @@ _FORMULA = (
 
 _LEGEND = (
     "grads: dtype in which weight gradients are sent and summed over the ranks. x fsdp2, x XLA, x te: times as fast "
-    "as the fastest of PyTorch FSDP2, of XLA's partitioner and of TransformerEngine with the same matmuls and weights"
+    "as the fastest contender of PyTorch FSDP2, XLA's partitioner and TransformerEngine with the same entries in the "
+    "columns `matmuls` and `weights`"
 )
 
 
@@ -64,10 +70,11 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "step",
-        help="a training step through gtp_jax, XLA's partitioner, PyTorch FSDP2, TransformerEngine, and the bound",
-        description="Runs the same Llama, batch, precision and optimizer through every contender, each in its own "
-        "process. Ratios compare contenders that make the same choice: to gather weights again in "
-        f"backward, or to keep them for it. {_FORMULA}.",
+        help="a training step of gtp_jax, XLA's partitioner, PyTorch FSDP2 and TransformerEngine, and a bound",
+        description="Runs a training step of the same Llama with the same batch size and optimizer in every "
+        "contender, each in its own process. Ratios compare contenders that multiply in the same formats "
+        "and make the same choice: to gather weights again in backward, or to keep them for it. "
+        f"{_FORMULA}.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -78,7 +85,7 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         choices=TRANSPORTS,
         default=[],
-        help="how tokens are sent over ep; give several to compare them (default: what suits the devices)",
+        help="how tokens are sent over ep; give several to compare them (default: the one that suits the devices)",
     )
     add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
@@ -101,16 +108,17 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         choices=COMMAND_BUFFERS,
         default=["default"],
-        help="what XLA records into command buffers (CUDA graphs) in gtp_jax's steps on GPUs: what it does by default, "
-        "nothing, or every kind of command; give several to compare them (default: default)",
+        help="what XLA records into command buffers (CUDA graphs) in gtp_jax's steps on GPUs: `default` leaves the "
+        "choice to XLA, `off` records nothing, `on` records every kind of command; give several to compare them "
+        "(default: default)",
     )
     topic.add_argument(
         "--xla-options",
         nargs="+",
         choices=XLA_OPTIONS,
         default=["gtp_jax"],
-        help="the options with which gtp_jax's steps are compiled on GPUs: those that `train_step` chooses, or XLA's "
-        "defaults, as in a plain `jax.jit`; give both to compare them (default: gtp_jax)",
+        help="the options with which gtp_jax's steps are compiled on GPUs: `gtp_jax` for those that `train_step` "
+        "chooses, `default` for XLA's defaults, as in a plain `jax.jit`; give both to compare them (default: gtp_jax)",
     )
     topic.add_argument(
         "--steps", type=whole, default=12, help="number of timed steps, after 3 warm-up steps (default: %(default)s)"

@@ -15,12 +15,13 @@ from gtp_jax.runner.cli import check_files, positive, whole
 from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
-Runs a table of training steps, each through gtp_jax, XLA's partitioner and PyTorch FSDP2. The contenders of a workload
-take turns, in rounds on one machine. A row is the median of its rounds' medians, with the smallest and the largest of
-them. The partitioner runs with and without combined collectives, and with XLA's default options and gtp_jax's. Ratios
-compare the same work: the same matmul formats, the same policy of gathering weights (any policy if none are gathered),
-and only those variants of the partitioner that compute the norm of all gradients and guard the update (`grad-norm`), as
-gtp_jax does. A goal counts as reached within 0.5 %.
+Runs a table of training steps (workloads), each with gtp_jax and its rivals, such as XLA's partitioner and PyTorch
+FSDP2. The contenders of a workload take turns, in rounds on one machine. The time of a contender is the median of its
+rounds' medians, with the smallest and the largest of them. The partitioner runs with and without combined collectives,
+and with XLA's default options and gtp_jax's. Ratios compare the same work: the same matmul formats, the same policy of
+gathering weights (any policy if none are gathered), and only those variants of the partitioner that compute the norm of
+all gradients and guard the update (`grad-norm`), as gtp_jax does. A goal counts as reached if it is missed by at most
+0.5 %.
 """
 
 _EXAMPLES = """\
@@ -33,9 +34,9 @@ examples:
   gtp-jax bench suite --workloads "qwen3*" --rounds 1 --steps 4    a first look
   gtp-jax bench suite --workloads 100m                             without a GPU: tiny steps on virtual devices
 
-A run continues from its file: results in it are not measured again. The file is refused on another kind of device, and
-if the versions or the source of contenders have changed. A workload that was begun on another machine of the same kind
-and not finished there is measured again as a whole.
+A run continues from the file of --json: results in it are not measured again. The file is refused on another kind of
+device, and if --steps, the versions or the source of contenders have changed. A workload that was started on another
+machine of the same kind, but not finished there, is measured again as a whole.
 """
 
 _LEGEND = (
@@ -50,7 +51,7 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "suite",
-        help="a table of training steps, compared with their rivals at their best, in rounds that can be continued",
+        help="a table of training steps, compared with the best of each rival, in rounds that can be continued",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,15 +80,15 @@ def add_topic(topics: Any) -> None:
         "--slower",
         type=positive,
         metavar="PERCENT",
-        help="do not repeat variants of a rival that were slower by this percentage in the first round than the "
-        "fastest one that does the same work (default: repeat all)",
+        help="do not repeat variants of a rival that, in the first round, were slower by more than this percentage "
+        "than the fastest one that does the same work (default: repeat all)",
     )
     topic.add_argument(
         "--cache",
         type=Path,
         metavar="DIR",
         help="keep compiled programs in this directory for later rounds. This saves minutes, but all rounds then "
-        "run the kernels that autotuning chose in the first (default: jax compiles anew in each)",
+        "run the kernels that autotuning chose in the first (default: JAX compiles again in each round)",
     )
     add_run_flags(topic, timeout_s=240, one="process")
     add_file_flags(
@@ -112,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
     environment = benchmarks.environment_of(max(every))
     device, platform, count = benchmarks.probe(environment)
     if args.devices is not None and args.devices > count:
-        raise ValueError(f"`--devices` is {args.devices}, but this machine has {count}.")
+        raise ValueError(f"`--devices` is {args.devices}, but this machine has {count}. Use at most that many.")
     devices = [n for n in every if n <= count] if args.devices is None else [args.devices]
     known = [workload.on(platform) for workload in benchmarks.WORKLOADS]
     workloads = [w.on(platform) for w in benchmarks.chosen_workloads(args.workloads, args.contenders, devices)]

@@ -1,6 +1,6 @@
-"""A bound for any schedule: only the matmuls of a step, at the rate measured here, and its attention, on one GPU.
+"""Computes a bound for any schedule: the time of a step's matmuls and attention, at rates measured on one GPU.
 
-`python bound.py --gtp 8 --sequences 8`: communication, norms, activations, loss and optimizer count as free.
+`python bound.py --gtp 8 --sequences 8`. Communication, norms, activations, loss and optimizer count as free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PER_PARAMETER = 6  # FLOPs per parameter and token: forward 2, backward 4
 
 
 def ceiling(side: int, dtype: Any) -> Callable[[], float]:
-    """Returns a function that measures the FLOP/s of a square matmul."""
+    """Returns a function that measures the FLOP/s of a matmul of two matrices `(side, side)`."""
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16).astype(dtype) for i in range(2))
     product = jax.jit(lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
     return lambda: 2 * side**3 / _seconds(product, a, b)
@@ -56,7 +56,7 @@ def _seconds(function: Callable[..., Any], *args: Any, calls: int = 10) -> float
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument(
-        "--precision", choices=PRECISION, default="bf16", help="dtype of the matmuls; attention is in bf16"
+        "--precision", choices=PRECISION, default="bf16", help="format of the matmuls; attention is in bf16"
     )
     flags.add_argument("--side", type=int, help="size of the square matmul (default: 8192 on a GPU, 512 on a CPU)")
     args = flags.parse_args()

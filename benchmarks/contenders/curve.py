@@ -1,6 +1,7 @@
 """Trains a Llama on text with one recipe: `python curve.py nvfp4-matmuls --log nvfp4.jsonl --steps 3000`.
 
-The log has one JSON object per line: the settings, the loss of each step, and the held-out loss at intervals.
+The log has one JSON object per line: the settings, the loss of each step, the held-out loss at intervals and, at the
+end, the seconds per step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import gtp_jax as gtp
 from gtp_jax.models import PRESETS, build, family_of
 from gtp_jax.runner.data import Loader, Windows, load_corpus, read_text
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout, before any other package `benchmarks`
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout comes before any other `benchmarks`
 from benchmarks import VARIANTS, CurveSettings  # noqa: E402
 
 _FETCH = 25  # the number of steps whose losses are fetched together, so that the device does not wait

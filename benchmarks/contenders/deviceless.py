@@ -1,4 +1,4 @@
-"""Compiles the step of a contender for absent GPUs: `--target h200`. Reports what was compiled, and runs nothing."""
+"""Compiles the step of a contender for absent GPUs, as in `--target h200`, and reports on it without running it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gtp_jax import hlo
 
 
 def add_target(flags: argparse.ArgumentParser) -> None:
-    """Adds the flag."""
+    """Adds the flag `--target`."""
     flags.add_argument("--target", choices=hlo.CHIPS, help="compile for this chip and run nothing; no GPU is needed")
 
 
@@ -26,10 +26,15 @@ def devices_of(chip: str | None, work: Workload) -> list[Any]:
 
 
 def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
-    """Compiles a step and reports its memory, its collectives and the times that `gtp_jax.hlo` models.
+    """Compiles a step and reports its memory, its collectives and the time that `gtp_jax.hlo` models.
 
-    `compile_cpu_s` is the CPU time of all threads and of the assembler's processes. Other load on the machine does not
-    affect it.
+    It reports `compile_cpu_s`, the CPU time of all threads and of the assembler's processes, because other load on the
+    machine hardly affects it.
+
+    Args:
+        lowered: the step.
+        chip: the name of the chip.
+        facts: other results to report.
     """
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))

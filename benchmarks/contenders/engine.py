@@ -1,4 +1,4 @@
-"""FP8 matmuls of the partitioner contender, by TransformerEngine. Needs only Python until `matmuls` is called.
+"""Provides TransformerEngine's FP8 matmuls for the partitioner contender. Until `matmuls` is called, needs only Python.
 
 Every linear layer of the blocks multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in E5M2,
 each with one scale per tensor. As in gtp_jax's recipe `fp8-matmuls`, embedding and head stay in high precision. Weights
@@ -39,14 +39,14 @@ def check(scaling: str | None, *, tp: int, experts: bool = False, cuda: bool = T
     if tp > 1:
         sys.exit(f"error: --te shards only over gtp, but tp is {tp}; remove --te or --tp")
     if experts:
-        sys.exit("error: --te multiplies only in dense layers; remove --te or the experts")
+        sys.exit("error: --te supports only dense layers; remove --te or the experts")
     if importlib.util.find_spec(PACKAGE) is None:
         sys.exit(
             "error: --te needs TransformerEngine, which this Python cannot import; run `pip install "
             "--no-build-isolation 'transformer_engine[jax,core_cu13]'`"
         )
     if not cuda:
-        sys.exit("error: TransformerEngine's matmuls are GPU kernels; remove --te")
+        sys.exit("error: --te needs NVIDIA GPUs, for TransformerEngine's matmuls; remove --te")
 
 
 def version() -> str:
@@ -60,7 +60,7 @@ class Matmuls:
 
     Attributes:
         multiply: returns the product of `(sequence, token, input features)` and a weight `(input features, ...)`.
-        saves: whether backward uses what forward computed with this primitive, given its parameters.
+        saves: a policy for `jax.checkpoint`: returns whether backward uses what forward computed with a primitive.
         context: the context in which the step is traced.
     """
 

@@ -1,4 +1,4 @@
-"""Checks that each transport of experts.py gives the same bits when it runs twice, and as the other transports."""
+"""Checks that each transport of experts.py gives the same bits when it runs twice, and the same bits as `gather`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = Path(__file__).with_name("experts.py")
 
 
 def run_checks(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the finding for each transport. Runs the checks in another process, because they may hang or crash."""
+    """Returns the finding for each transport. The checks run in another process, because they may hang or crash."""
     command = [sys.executable, str(EXPERTS), "--checks", f"--ranks={args.ranks}", *(["--cpu"] if args.cpu else [])]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -44,10 +44,11 @@ def run_checks(args: argparse.Namespace) -> dict[str, str]:
 
 
 def make_checks(args: argparse.Namespace) -> None:
-    """Compares the bits of metrics, optimizer states and new parameters, with random routers and with routers of zeros.
+    """Compares the bits of metrics, optimizer states and new parameters, with random routers and with routers of zeros,
+    and the losses with those of gathered experts. Prints a line `CHECK TRANSPORT: FINDING` for each comparison.
 
-    With routers of zeros, every token chooses the first experts, so one rank has all rows, in several rounds, and the
-    others have none.
+    With routers of zeros, every token chooses the first 8 of 32 experts. On up to four ranks, one rank therefore has
+    all rows, in several rounds, and the others have none.
     """
     jax = start_jax(args)
     args.preset, args.num_layers, args.vocab_size = "qwen3-30b-a3b", 2, 1024
@@ -99,7 +100,7 @@ def _step_of(program: Program, state: Any) -> Any:
 
 
 def _differing(a: Any, b: Any) -> str:
-    """Names the first arrays of two steps' results that differ in a bit."""
+    """Returns the names of the first arrays of two steps' results that differ in a bit; empty if there are none."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Compiles steps of a mixture of experts, for experts.py and expert_checks.py: gathered experts or exchanged tokens."""
+"""Compiles steps that gather experts or exchange tokens, for experts.py and expert_checks.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATHERED = "gathered"
 
 @dataclasses.dataclass
 class Row:
-    """The results of one contender."""
+    """One contender and its results."""
 
     name: str
     ep: int
@@ -128,12 +128,13 @@ class Program:
         return jax.device_put(batch, self.placed)
 
     def fitted(self, state: Any) -> Any:
-        """Returns the state of another contender with the same mesh, in the form that this program takes."""
+        """Returns the state of another contender with the same mesh in the form that this program takes."""
         return dataclasses.replace(state, model_def=self.like.model_def)
 
 
 def compiled(rows: list[Row], args: argparse.Namespace) -> dict[str, Program]:
-    """Returns the programs by name. Traces one contender after another, while threads compile those already traced."""
+    """Returns the programs by name. Traces one contender after another, while threads compile those already traced. If
+    a contender fails, sets `failure` of its row."""
     programs: dict[str, Program] = {}
     with concurrent.futures.ThreadPoolExecutor(args.compilers) as pool:
         started: dict[str, Any] = {}

@@ -3,9 +3,9 @@
     python experts.py --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --ranks 2 --tokens 16384 --seq 4096
 
 First, another process checks on a small mixture that each transport gives the same bits when it runs twice, and the
-same bits as the other transports; a transport that fails is not timed. Then all contenders are compiled in parallel,
-and take turns: each round runs all of them, every second round in reverse order. Contenders with the same mesh share
-a state.
+same bits as the transport `gather`. A transport that fails is not timed. Then all contenders are compiled in parallel
+and take turns: each round runs all of them, every second round in reverse order. Contenders with the same mesh share a
+state. With --target, contenders are only compiled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(code)
 
-    # ends a collective that hangs, and keeps what was measured before
+    # after --limit, saves what was measured and ends the whole run, even if a collective hangs
     watch = threading.Timer(
         max(1.0, args.limit - (time.monotonic() - START)), lambda: finish(3, f"ended after {args.limit:.0f} s")
     )
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _row(word: str, recipe: str, ranks: int) -> Row:
-    """Returns the row of a contender such as `gathered`, `gather` or `gather:2`: a transport and a number of chunks."""
+    """Returns the row of a contender such as `gathered`, `gather` or `gather:2` (a transport in two chunks)."""
     how, _, chunks = word.partition(":")
     return Row(f"{word} {recipe}", 1 if how == GATHERED else ranks, how, recipe, int(chunks or 1))
 
@@ -72,9 +72,12 @@ def _flags() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--preset", default="qwen3-30b-a3b")
     for name in ("num_layers", "vocab_size", "hidden_size", "intermediate_size", "num_experts", "top_k"):
-        flags.add_argument(f"--{name.replace('_', '-')}", type=int, help="number of layers, instead of the preset's")
+        flags.add_argument(f"--{name.replace('_', '-')}", type=int, help="value to use instead of the preset's")
     flags.add_argument(
-        "--ranks", type=int, default=2, help="number of devices: gtp of the gathered experts, ep of the others"
+        "--ranks",
+        type=int,
+        default=2,
+        help="number of devices: the degree of gtp if experts are gathered, of ep if tokens are exchanged",
     )
     flags.add_argument("--tokens", type=int, default=16384, help="tokens per step and device")
     flags.add_argument("--seq", type=int, default=4096)
@@ -86,7 +89,7 @@ def _flags() -> argparse.ArgumentParser:
         "--contenders",
         nargs="+",
         default=[GATHERED, "gather", "padded", "ragged"],
-        help="transports to measure; `gather:2` is gather in two chunks",
+        help="contenders: `gathered`, or the name of a transport; `gather:2` is the transport gather in two chunks",
     )
     flags.add_argument("--recipes", nargs="+", default=["bf16", "fp8-matmuls"])
     flags.add_argument("--rounds", type=int, default=2)
@@ -131,7 +134,7 @@ def _measure(rows: list[Row], args: argparse.Namespace, results: dict[str, Any])
     for turn in range(args.rounds):
         for degrees in meshes[:: -1 if turn % 2 else 1]:
             here = [row for row in rows if row.name in programs and programs[row.name].degrees == degrees]
-            # what may fail and take the state with it comes last
+            # a contender that fails may take the state with it; the next one then makes a new state
             for row in here[:: -1 if turn % 2 else 1]:
                 if row.failure:
                     continue

@@ -1,4 +1,4 @@
-"""FP8 matmuls of the FSDP2 contender, by torchao. Needs only Python until `convert` is called.
+"""Provides torchao's FP8 matmuls for the FSDP2 contender. Only `convert` and FP8 experts need torch and torchao.
 
 Every linear layer except the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in
 E5M2 (`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` also leaves embedding and head in high
@@ -39,7 +39,7 @@ def check(scaling: str | None, *, tp: int, experts: bool = False, cuda: bool = T
     if importlib.util.find_spec("torchao") is None:
         sys.exit("error: --float8 needs torchao, which this Python cannot import; run `pip install torchao`")
     if experts and not cuda:
-        sys.exit("error: torchao's grouped FP8 matmuls are GPU kernels; remove --float8 or the experts")
+        sys.exit("error: --float8 with experts needs NVIDIA GPUs; remove --float8 or the experts")
     if experts and not _has_grouped_matmul():
         sys.exit("error: --float8 with experts needs torchao's grouped FP8; run `pip install 'torchao>=0.17'`")
 
@@ -52,7 +52,7 @@ def _has_grouped_matmul() -> bool:
 
 
 def grouped_matmul() -> Callable[..., Any]:
-    """Returns the FP8 replacement of `torch._grouped_mm`; each group must have a multiple of 16 rows."""
+    """Returns an FP8 replacement of `torch._grouped_mm`. Each group must have a multiple of 16 rows."""
     multiply = getattr(importlib.import_module(_GROUPED), _TO_GROUPED)
 
     def rowwise(x: Any, kernels: Any, *, offs: Any) -> Any:
@@ -62,7 +62,9 @@ def grouped_matmul() -> Callable[..., Any]:
 
 
 def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
-    """Replaces the linear layers of a model by torchao's `Float8Linear`. Call this before `fully_shard`.
+    """Replaces the linear layers of a model, except the head, by torchao's `Float8Linear`.
+
+    Call this before `fully_shard`.
 
     Args:
         model: the model, on the meta device.
@@ -70,8 +72,8 @@ def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
         emulate: whether to multiply the dequantized values in float32, for hardware without FP8 matmuls.
 
     Returns:
-        A function to call once the weights are initialized, and after every update. With FP8 all-gather, it computes
-        the scales of all weights in one all-reduce.
+        A function to call once the weights are initialized, and after every update. If `tensorwise`, it computes the
+        scales of all weights with one all-reduce; otherwise it does nothing.
     """
     from torch import nn
     from torchao.float8 import (

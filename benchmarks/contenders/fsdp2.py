@@ -1,4 +1,4 @@
-"""The same Llama in PyTorch FSDP2, with every block compiled; with --tp above 1, also tensor and sequence parallel.
+"""Trains the same Llama with PyTorch FSDP2 and compiled blocks; with --tp above 1, also tensor and sequence parallel.
 
 Run it with `torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`. `--keep-gathered` sets
 `reshard_after_forward=False`; `--float8 tensorwise` and `--float8 rowwise` use torchao's FP8 matmuls. With
@@ -131,7 +131,7 @@ class Llama(nn.Module):
 
 
 def over_tp(model: Llama, mesh) -> None:
-    """Applies tensor parallelism, with sequence parallelism between the halves of a block."""
+    """Applies tensor parallelism to attention, MLPs, embedding and head, and sequence parallelism between them."""
     parallelize_module(
         model,
         mesh,
@@ -157,7 +157,7 @@ def over_tp(model: Llama, mesh) -> None:
 
 
 def compile_blocks(model: Llama, work: Workload) -> None:
-    """Compiles every block as a whole or, if tokens are exchanged, the parts around the exchanges."""
+    """Compiles every block as a whole or, if tokens are exchanged, the parts of it that exchange nothing."""
     for block in model.blocks:
         if not work.divides_experts:
             block.compile()
@@ -174,7 +174,7 @@ def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy,
         work: the sizes of the model.
         mesh: the mesh, with the axes `gtp`, `ep` and `tp`.
         policy: the dtypes of compute and of gradients.
-        keep_gathered: whether blocks and the embedding keep gathered weights for backward.
+        keep_gathered: whether blocks and the embedding keep gathered weights for backward. The head always does.
     """
     data = mesh["gtp"] if work.ep == 1 else mesh["gtp", "ep"]._flatten("data")
     options = {"mesh": data, "mp_policy": policy}
@@ -190,11 +190,9 @@ def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy,
             if mesh.device_type == "cpu" and work.gtp > 1:
                 experts.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
         fully_shard(block, **options, reshard_after_forward=not keep_gathered)
-    fully_shard(
-        [model.norm, model.head], **options, reshard_after_forward=False
-    )  # because their backward follows immediately
+    fully_shard([model.norm, model.head], **options, reshard_after_forward=False)  # their backward follows immediately
     fully_shard(model, **options)
-    if work.divides_experts:  # because the host waits for split sizes, it would prefetch the next block too late
+    if work.divides_experts:  # the host waits for split sizes, so it would prefetch too late
         units = [[block, block.moe.experts] for block in blocks]
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch([block.moe.experts, *(units[i + 1] if i + 1 < len(units) else [])])

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in rounding weights, instead of a recipe. Gradients pass to the master weights unchanged."""
+"""Rounds weights with deliberate mistakes, instead of a recipe. Gradients pass to the master weights unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_amax(kernel: jax.Array) -> jax.Array:
 
 
 def rounded_down(kernel: jax.Array) -> jax.Array:
-    """Returns weights rounded to MXFP8 with the scale that OCP suggests, with which the largest elements saturate."""
+    """Returns weights rounded to MXFP8 with the scales that OCP suggests, so that the largest elements may saturate."""
     rows, columns = MXFP8.run
     assert rows == 1
     *lead, features, out = kernel.shape
@@ -43,13 +43,21 @@ MISTAKES = {"local amax": local_amax, "scales rounded down": rounded_down}
 
 
 def make(model: Any, mistake: str) -> None:
-    """Replaces the weights in the blocks of a Llama by wrong ones; gradients pass through unchanged."""
+    """Replaces the weights in the blocks of a Llama by wrong ones. Gradients pass through unchanged.
+
+    Args:
+        model: the model, which is changed in place.
+        mistake: a key of `MISTAKES`.
+
+    Raises:
+        ValueError: if the model has experts.
+    """
     for path, variable in nnx.to_flat_state(nnx.state(model.blocks, nnx.Param)):
         value = variable.get_value()
         if "kernel" in path and value.ndim > 3:
             raise ValueError(
                 f"{'.'.join(map(str, path))} is a weight of experts, but mistakes can only be made in a "
-                "model without experts."
+                "model without experts. Use another preset."
             )
         if "kernel" in path:
             fixed = lax.stop_gradient(value)

@@ -1,4 +1,4 @@
-"""The training step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --keep-gathered all`."""
+"""Times the training step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --keep-gathered all`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gtp_jax.runner.flags import Execution, ExpertOptions, Quantization, add_fla
 
 # Options of experts that are part of the workload, even if the model has no experts.
 _OF_WORKLOAD = ("top_k", "aux_loss_coeff", "shared_hidden")
-# What results call the ways to sum weight gradients, by the value of --grad-reduce.
+# The names in results of the ways to sum weight gradients, by the value of --grad-reduce.
 _REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16": "bfloat16"}
 
 

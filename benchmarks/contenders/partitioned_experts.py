@@ -1,8 +1,8 @@
-"""A mixture of experts for the partitioner contender: gtp_jax's grouped matmul in a `shard_map` over the batch.
+"""Computes mixtures of experts for the partitioner contender: gtp_jax's grouped matmul in a `shard_map` over the batch.
 
 XLA compiles `jax.lax.ragged_dot` to dense matmuls, and the partitioner cannot divide a custom kernel. Therefore this
-part is written by hand: each rank gathers the experts of a layer just in time and multiplies its own tokens, and
-gradients are scattered. Even with ep above 1, experts are gathered over all ranks.
+part is written by hand: each rank gathers the experts of a layer just in time and multiplies its own tokens, and the
+gradients of experts are reduce-scattered. Even with ep above 1, experts are gathered over all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from gtp_jax.ops import (
     with_aux_loss,
 )
 
-# How weights are sharded. Routers, like norms, are not.
+# How the weights of experts are sharded. Routers, like norms, are not sharded.
 SHARDED = {"up": P("gtp", None, None), "down": P("gtp", None, None)}
 
-# Names of values that are kept for backward, in addition to outputs of matmuls: those of grouped matmuls, and choices.
+# The names of values that are kept for backward in addition to the outputs of ordinary matmuls: the outputs of grouped
+# matmuls, and the choices of experts.
 KEPT = (SAVED, ROUTING)
 
 
 def shapes(work: Workload) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a layer's parameters. Gate and up are side by side; the contracted dimension is last."""
+    """Returns the shapes of the parameters of a layer's mixture. For experts, gate and up are concatenated in `up`, and
+    the contracted dimension is the last one."""
     own = {
         "router": (work.hidden_size, work.num_experts),
         "up": (work.num_experts, 2 * work.intermediate_size, work.hidden_size),
@@ -54,7 +56,7 @@ def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str
 
     Args:
         work: the sizes.
-        h: normalized activations, with sequences sharded over gtp.
+        h: the normalized activations, with sequences sharded over gtp.
         weights: the sharded weights of one layer.
         gathered: the checkpoint name of gathered weights.
     """
@@ -79,7 +81,8 @@ def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str
 
 
 def _route(work: Workload, h: jax.Array, router: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns probabilities, choices and routing weights. Backward adds the balance term, a mean over `tokens`."""
+    """Returns probabilities, choices and routing weights. Backward adds the gradient of the load-balancing term, which
+    is a mean over `tokens`."""
     wide = jnp.promote_types(h.dtype, jnp.float32)
     logits = jnp.matmul(h.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
     probs = jax.nn.softmax(logits, axis=-1)

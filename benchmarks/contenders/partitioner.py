@@ -1,11 +1,11 @@
-"""The same Llama in plain JAX: XLA's partitioner shards and gathers its weights, as annotations say (FSDP and tp).
+"""Trains the same Llama in plain JAX. XLA's partitioner shards and gathers weights as annotations say (FSDP and tp).
 
 Run it with `python partitioner.py --gtp 8 --sequences 8 --combine`; `--keep-gathered` gathers weights only once. With
 `--num-experts`, blocks have experts (partitioned_experts.py), and the ranks of ep act as further ranks of gtp.
 
 `--grad-norm` makes the step do the same work as gtp_jax's: it also computes the norm of all gradients, and leaves the
 state as it is if the loss or the norm is not finite. `--gtp-options` compiles with the XLA options that gtp_jax sets.
-`--te current` multiplies in FP8 by TransformerEngine (engine.py).
+`--te current` multiplies in FP8 with TransformerEngine (engine.py).
 """
 
 from __future__ import annotations
@@ -206,10 +206,10 @@ def _multiplied(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(sharded: tuple[P, P], w: jax.Array) -> jax.Array:
-    """Returns the gathered weight. Its gradient is reduce-scattered, instead of all-reduced.
+    """Returns the gathered weight. Its gradient is reduce-scattered instead of all-reduced.
 
-    States the sharding before the gather, too. Otherwise propagation would move the gather before the barrier of
-    rematerialization, where the gathers of forward and backward are merged.
+    The sharding before the gather is constrained, too. Otherwise, propagation would move the gather before the barrier
+    of rematerialization, where the gathers of forward and backward are merged.
     """
     return _constrained(_constrained(w, sharded[0]), sharded[1])
 
@@ -253,8 +253,8 @@ def make_step(
     The state is `(params, optimizer state)`, and is donated. Tokens are `(microbatch, sequence, token)`.
 
     With `grad_norm`, the step also computes the norm of all gradients, and returns the state unchanged if the loss or
-    the norm is not finite: `"where"` selects between the old and the new value of each parameter, `"cond"` branches
-    around the optimizer.
+    the norm is not finite: `"where"` selects between the old and the new value of each array of the state, `"cond"`
+    branches around the optimizer.
     """
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     sharded = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(work), is_leaf=lambda s: isinstance(s, P))
@@ -315,8 +315,8 @@ def options(work: Workload, *, platform: str, combine: bool, of_gtp: bool) -> di
         work: the sizes.
         platform: the platform of the compiled step.
         combine: whether to combine the collectives of a layer.
-        of_gtp: whether to use the options that gtp_jax sets, except those for combining collectives, which depend on
-            `combine`: gtp_jax orders the collectives of layers itself and lets XLA combine as many as possible.
+        of_gtp: whether to use the options that gtp_jax sets, except those for combining collectives. gtp_jax orders the
+            collectives of layers itself and lets XLA combine as many as possible; here, this depends on `combine`.
     """
     ours = compile_options(platform, tp=work.tp) if of_gtp else {}
     return {
@@ -342,14 +342,15 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--unroll", type=int, default=0, help="number of layers in one loop body; 0 for no loop")
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
-    flags.add_argument("--combine", action="store_true", help="combine the gathers of a layer, and its scatters")
+    flags.add_argument("--combine", action="store_true", help="combine the gathers of a layer, and its reduce-scatters")
     flags.add_argument(
         "--grad-norm",
         choices=("where", "cond"),
-        help="compute the norm of all gradients, and update only if it is finite, by a selection or a branch",
+        help="also compute the norm of all gradients, and leave the state unchanged unless the norm and the loss are "
+        "finite: `where` selects between old and new values, `cond` branches around the optimizer",
     )
     flags.add_argument("--gtp-options", action="store_true", help="compile with the XLA options that gtp_jax sets")
-    flags.add_argument("--te", choices=engine.SCALINGS, help="multiply in FP8 by TransformerEngine, at tp 1")
+    flags.add_argument("--te", choices=engine.SCALINGS, help="multiply in FP8 with TransformerEngine; only at tp 1")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)

@@ -1,7 +1,7 @@
-"""The job of each contender of `gtp-jax bench checkpoint`, and how contenders report. Needs only Python.
+"""Defines the job of each contender of `gtp-jax bench checkpoint`, and how contenders report. Needs only Python.
 
-Each contender is a script that takes a `Job` as JSON, so that anyone can run it by itself. It reports each result
-immediately, so that the results of a contender that is killed for taking too long are not lost.
+Each contender is a script that takes a `Job` as JSON, so that anyone can run it on its own. It reports each result
+immediately, so that results are not lost if it is ended because it takes too long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Job:
         variant: the variant of the contender.
         directory: an empty directory for the files; the caller removes it.
         rounds: the number of rounds after the first one.
-        model: the fields of the `LlamaConfig` whose parameters and AdamW moments are saved.
+        model: the fields of the `LlamaConfig` of the model whose parameters and AdamW moments are saved.
         shapes: the shapes of these float32 arrays.
         platform: `gpu` or `cpu`.
     """
@@ -42,7 +42,7 @@ def job() -> Job:
 
 
 def tell(**facts: Any) -> None:
-    """Reports durations in seconds, by name, and other facts."""
+    """Reports durations in seconds and other facts, by name."""
     print(MARK + json.dumps(facts), flush=True)
 
 

@@ -1,6 +1,6 @@
 """Saves with gtp_jax's checkpoints, or with plain orbax: `python saving_jax.py JOB`.
 
-Weights are sharded over gtp. They are also restored on another mesh, with tp 2.
+Weights are sharded over gtp. If the number of devices is even, they are also restored on another mesh, with tp 2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ours:
 
 
 class Orbax:
-    """Plain orbax with its defaults, saving in the background as a training run does. It has no checksums."""
+    """Plain orbax with its defaults, which saves in the background and computes no checksums."""
 
     def __init__(self, directory: Path) -> None:
         self._manager = ocp.CheckpointManager(directory)
@@ -68,7 +68,7 @@ def shapes(model: LlamaConfig, **degrees: int) -> TrainState:
 
 
 def filled(like: TrainState) -> TrainState:
-    """Returns a state of random numbers, because zeros would compress to almost nothing."""
+    """Returns a state whose floats are random numbers, because zeros would compress to almost nothing."""
 
     @functools.cache
     def maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
@@ -84,7 +84,7 @@ def filled(like: TrainState) -> TrainState:
 
 
 def main() -> None:
-    """Saves, restores, and restores on another mesh, in rounds."""
+    """Saves, restores, and restores on another mesh if there is one, in rounds."""
     given = job()
     count = jax.device_count()
     model = LlamaConfig(**given.model)

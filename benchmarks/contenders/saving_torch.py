@@ -1,7 +1,7 @@
-"""Saves with PyTorch's distributed checkpoint: `torchrun --nproc-per-node N saving_torch.py JOB`, N devices.
+"""Saves with PyTorch's distributed checkpoint: `torchrun --nproc-per-node N saving_torch.py JOB` on N devices.
 
-Stacked layers are saved as one array per layer, as in a PyTorch model. Weights are sharded over fsdp. They are also
-restored on another mesh, with tp 2, which shards a second dimension.
+Stacks of matrices are saved as one array per layer, as in a PyTorch model. Weights are sharded over fsdp. If N is even,
+they are also restored on another mesh, with tp 2, which shards the second dimension of matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _KeptStager(DefaultStager):
 
 
 def state(given: Job, mesh: Any) -> dict[str, Any]:
-    """Returns the arrays on a mesh, filled with random numbers."""
+    """Returns the arrays by name, sharded over a mesh and filled with random numbers."""
     ranks = math.prod(mesh.shape)
     tensors = {}
     for index, stacked in enumerate(given.shapes):
@@ -54,7 +54,7 @@ def state(given: Job, mesh: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Saves, restores, and restores on another mesh, in rounds."""
+    """Saves, restores, and restores on another mesh if there is one, in rounds."""
     given = job()
     cuda, rank, ranks = given.platform == "gpu", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if cuda else "cpu"
@@ -63,7 +63,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("fsdp",))
     both = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("fsdp", "tp")) if ranks % 2 == 0 else None
-    # The fastest way for the caller: pinned memory that is kept between saves, and a background thread.
+    # On GPUs, the way that blocks the caller least: pinned memory that is kept between saves, and a background thread.
     options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=cuda, use_async_staging=False)
     staging = {"async_stager": _KeptStager(options)} if cuda else {}
     saved = state(given, mesh)

@@ -1,6 +1,7 @@
-"""The same Llama in stock Flax layers, sharded by `gtp_jax.shard`: `python stock.py --gtp 2 --sequences 2`.
+"""Trains the same Llama in stock Flax layers, sharded by `gtp_jax.shard`: `python stock.py --gtp 2 --sequences 2`.
 
-Its modules are stock Flax: `nnx.Linear`, `nnx.RMSNorm` and `nnx.Embed`. RoPE and attention are functions of gtp_jax.
+Its modules are those of Flax: `nnx.Linear`, `nnx.RMSNorm` and `nnx.Embed`. RoPE, attention and the loss are functions
+of gtp_jax.
 """
 
 from __future__ import annotations
@@ -87,13 +88,19 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--remat", choices=REMAT, default="matmuls", help="what a block saves for backward")
     flags.add_argument("--view", choices=get_args(View), default="global", help="the view of the step")
-    flags.add_argument("--recipe", choices=sorted(RECIPES), help="the formats that are sent and multiplied")
+    flags.add_argument(
+        "--recipe",
+        choices=sorted(RECIPES),
+        help="the recipe: the formats in which weights are sent and multiplied (default: bfloat16)",
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
     work = workload(args)
     if work.has_experts or work.tp > 1:
-        sys.exit(f"error: supports only dense layers at tp 1; this is tp {work.tp} with {work.num_experts} experts")
+        sys.exit(
+            f"error: stock.py supports only dense layers at tp 1, not tp {work.tp} with {work.num_experts} experts"
+        )
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
@@ -102,7 +109,7 @@ def main() -> None:
         step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
 
         def sharded(rngs: nnx.Rngs) -> Llama:
-            # in a loop over microbatches, every iteration would keep gathered weights
+            # in a loop over microbatches, the last gathered weights would be kept for every iteration
             return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat, keep_last=work.microbatches == 1)
 
         placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))

@@ -23,10 +23,10 @@ def time_and_report(
     reduce_dtype: str,
     versions: Mapping[str, str] | None = None,
 ) -> None:
-    """Compiles a step, runs it as many times as the workload says, and reports the times.
+    """Compiles a step, runs the warm-up steps and the timed steps of the workload, and reports the times.
 
     Args:
-        lowered: `(state, *operands) -> (state, result)`, which may consume the state.
+        lowered: the step, `(state, *operands) -> (state, result)`. It may consume the state.
         state: the initial state.
         operands: the other operands of every step.
         work: the workload, which has the numbers of warm-up steps and of timed steps.
@@ -34,7 +34,7 @@ def time_and_report(
         trace: the folder for a trace of one more step; `None` for no trace.
         parameters: the number of parameters of the model.
         reduce_dtype: the dtype in which weight gradients are summed.
-        versions: the versions of other packages than JAX, by their names.
+        versions: the versions of packages besides JAX, by name.
     """
     begin = time.perf_counter()
     step = lowered.compile()
@@ -69,11 +69,12 @@ def time_and_report(
 def embedding_dtype(program: str, work: Workload) -> str:
     """Returns the dtype in which a compiled program sums the gradients of an embedding's rows.
 
-    Returns an empty text if the program has no such scatter, for example because XLA expands scatters on its platform.
+    If the program has scatters in several dtypes, their names are joined by commas. If it has none, for example because
+    XLA expands scatters on its platform, returns an empty string.
 
     Args:
         program: the HLO of the program.
-        work: the workload, which has the sizes of the table; a rank may hold a part of it.
+        work: the workload, which has the sizes of the table. A rank may hold only a part of the table.
     """
     found = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* scatter\(", program)
     parts = [d for d, rows, width in found if work.vocab_size % int(rows) == work.hidden_size % int(width) == 0]

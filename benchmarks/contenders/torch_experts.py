@@ -1,10 +1,11 @@
-"""A mixture of experts for the FSDP2 contender: grouped matmuls by `torch._grouped_mm` or torchao's grouped FP8.
+"""Defines mixtures of experts for the FSDP2 contender, with `torch._grouped_mm` or torchao's grouped FP8 matmuls.
 
 Without expert parallelism, every rank multiplies its own tokens by gathered experts. All shapes are static, so a block
-is compiled as a whole. With expert parallelism, the ranks divide the experts, and tokens are sent there and back by
-all-to-alls whose split sizes the host must know, as in torchtitan; the parts between them are compiled separately.
+is compiled as a whole. With expert parallelism, the ranks divide the experts, and all-to-alls send tokens to the ranks
+of their experts and back. As in torchtitan, the host must know the split sizes of these all-to-alls, so the parts
+between them are compiled separately.
 
-Rows are moved to their places and back by gathers in both passes, because the backward of autograd's gather would
+In both passes, rows are moved to their places and back by gathers, because the backward of autograd's gather would
 scatter row by row.
 """
 
@@ -44,17 +45,23 @@ class Places:
 
     @classmethod
     def of(cls, place: torch.Tensor, ends: torch.Tensor, alignment: int) -> Places:
-        """Returns the places of rows whose groups end at `ends`."""
+        """Returns the places of rows.
+
+        Args:
+            place: the place of each row.
+            ends: the end of each expert's rows, including padding.
+            alignment: the multiple to which the rows of each group are padded.
+        """
         rows = place.shape[0]
         numbers = torch.arange(rows, device=place.device)
-        # the host does not know the sizes of groups, so there is room for the largest padding
+        # the host does not know the sizes of groups, so this leaves room for the largest padding
         most = rows if alignment == 1 else (rows + (alignment - 1) * ends.shape[0]) // alignment * alignment
         source = torch.full((most,), rows, device=place.device)
         return cls(ends.to(torch.int32), source.scatter(0, place, numbers), place)
 
 
 def sorted_places(expert_of: torch.Tensor, sizes: torch.Tensor, alignment: int) -> Places:
-    """Returns the places of rows in any order; `sizes` has the number of rows of each expert."""
+    """Returns the places of rows that are in any order. `sizes` has the number of rows of each expert."""
     order = torch.argsort(expert_of, stable=True)
     ends, shift = _ends_and_shift(sizes, torch.cumsum(sizes, 0) - sizes, alignment)
     place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
@@ -124,7 +131,7 @@ class Collect(torch.autograd.Function):
 
 
 class WithTerm(torch.autograd.Function):
-    """Returns routing weights unchanged; in backward, adds the gradients of a term, as if it were part of the loss."""
+    """Returns routing weights unchanged. Backward treats `weight` times `term` as if it were part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, shares: torch.Tensor, term: torch.Tensor, weight: float) -> torch.Tensor:
@@ -138,7 +145,7 @@ class WithTerm(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """The numbers of rows that are sent to each rank of a group, and received from each."""
+    """The numbers of rows that are sent to each rank of a group (`there`), and received from each (`back`)."""
 
     there: list[int]
     back: list[int]
@@ -165,7 +172,8 @@ class Travel(torch.autograd.Function):
 
 
 def exchange_counts(sizes: torch.Tensor, ranks: int, group: Any) -> tuple[torch.Tensor, Splits]:
-    """Returns the numbers of rows from each rank for each local expert, and the splits, for which the host waits."""
+    """Returns the number of rows from each rank for each local expert, `(ranks, experts)`, and the splits, for which
+    the host waits."""
     sent = sizes.view(ranks, -1)
     counts = torch.empty_like(sent)
     dist.all_to_all_single(counts, sent, group=group)
@@ -250,13 +258,13 @@ class MoE(nn.Module):
         return h, shares, load.sum(0), chosen.flatten()
 
     def pack(self, h: torch.Tensor, sizes: torch.Tensor, expert_of: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns a row for each choice, sorted by expert and hence by rank, and the places of rows."""
+        """Returns a row for each choice, sorted by expert and hence by rank, and `source` and `place` of the rows."""
         places = sorted_places(expert_of, sizes, 1)
         rows = Spread.apply(h.flatten(0, 1), places.source, places.place, self.work.top_k)
         return rows, places.source, places.place
 
     def arrange(self, arrived: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the rows that arrived, sorted by expert, and their places."""
+        """Returns the rows that arrived, sorted by expert, and `ends`, `source` and `place` of the rows."""
         places = arrived_places(counts, arrived.shape[0], self.alignment)
         return Spread.apply(arrived, places.source, places.place, 1), places.ends, places.source, places.place
 
@@ -279,7 +287,8 @@ class MoE(nn.Module):
         return x + y if self.shared is None else x + y + self.shared(h)
 
     def compile_parts(self) -> None:
-        """Compiles the parts between the exchanges; the number of rows that arrive varies from step to step."""
+        """Compiles the parts between the exchanges separately. The number of rows that arrive varies from step to step,
+        so `forward` marks it as dynamic."""
         for part in ("route", "pack", "arrange", "unarrange", "finish"):
             setattr(self, part, torch.compile(getattr(self, part)))
         self.experts.compile()

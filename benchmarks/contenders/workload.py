@@ -1,6 +1,6 @@
-"""The training step that all contenders of `gtp-jax bench step` run, and how they report. Needs only Python.
+"""Defines the training step that all contenders of `gtp-jax bench step` run, and how they report. Needs only Python.
 
-Each contender is a script that takes these flags, so that anyone can run it by itself.
+Each contender is a script that takes these flags, so that anyone can run it on its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999 and eps 1e-8, the defaults of
 # dtype, which is the default of FSDP2's mixed precision. The default of gtp_jax is float32.
 REDUCE_DTYPE = "bfloat16"
 
-# What XLA records into command buffers (CUDA graphs): its default, nothing, or every kind of command.
+# What XLA records into command buffers (CUDA graphs): what it chooses by default, nothing, or every kind of command.
 _EVERY_COMMAND = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 COMMAND_BUFFERS = {
     "default": {},
@@ -38,7 +38,7 @@ MARK = "RESULT "  # the beginning of the line with the results
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training step of a Llama: float32 masters and moments, bfloat16 compute and gradient reduction, AdamW.
+    """One training step of a Llama with AdamW: float32 master weights and moments, and bfloat16 compute.
 
     Attributes:
         vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, num_experts, top_k,
@@ -46,8 +46,8 @@ class Workload:
         seq: the number of tokens per sequence.
         sequences: the number of sequences per step, over all devices.
         microbatches: the number of parts into which the sequences of a step are divided, to run one after another.
-        gtp: the number of shards per weight; each rank of gtp has its own sequences.
-        ep: the number of ranks that divide the experts; each has its own sequences.
+        gtp: the degree of the axis that shards weights. Each rank of gtp has its own sequences.
+        ep: the number of ranks that divide the experts. Each has its own sequences.
         tp: the tensor-parallel degree, with sequence parallelism.
         warmup: the number of steps before those that are timed.
         steps: the number of steps that are timed.
@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def is_ours_alone(self) -> bool:
-        """Whether only gtp_jax supports it, and the scripts of FSDP2 and of the partitioner do not."""
+        """Whether gtp_jax's contenders support the workload, but the scripts of FSDP2 and the partitioner do not."""
         return self.tp > 1 and (self.has_experts or self.qk_norm)
 
     @property
@@ -157,12 +157,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def workload(args: argparse.Namespace, *, all_over_tp: bool = False) -> Workload:
-    """Returns the workload that the flags describe.
+    """Returns the workload that the flags describe. Ends the program if its values are invalid.
 
     Args:
         args: the parsed flags.
-        all_over_tp: whether the contender supports experts, and norms of queries and keys, at tp above 1. If not, a
-            workload that has them ends the program.
+        all_over_tp: whether the contender supports experts, and norms of queries and keys, at tp above 1. If not, such
+            a workload ends the program.
     """
     try:
         work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
@@ -180,7 +180,7 @@ def _truth(text: str) -> bool:
 
 
 def report(seconds: Sequence[float], **facts: Any) -> None:
-    """Prints a line for people and a line of JSON.
+    """Prints results as a line for people and a line of JSON.
 
     Args:
         seconds: the duration of each timed step; empty if the step was only compiled.

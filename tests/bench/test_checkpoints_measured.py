@@ -22,8 +22,8 @@ def test_the_command_measures_and_leaves_nothing_behind(tmp_path, capsys):
     flags = [*TINY, "--contenders", "gtp_jax", "--dir", str(tmp_path)]
     assert main(["bench", "checkpoint", *flags, "--json", str(record), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "on 4 x cpu" in printed and "moved / restored" in printed and "not all rounds" not in printed, printed
-    assert "of a save is spent waiting for them" in printed and "another mesh: " in printed
+    assert "on 4 x cpu" in printed and "moved / restored" in printed and "did not complete" not in printed, printed
+    assert "waiting for checksums: " in printed and "restoring on another mesh: " in printed
     assert sorted(os.listdir(tmp_path)) == ["times.json", "times.png"]
     (times,) = (CheckpointTimes(**times) for times in json.loads(record.read_text())["times"])
     assert times.who == "gtp_jax" and times.state_bytes > 2**20 and not times.failure
@@ -37,7 +37,7 @@ def test_plain_orbax_and_gtp_jax_run_side_by_side_and_what_fails_is_named(tmp_pa
     assert main(["bench", "checkpoint", *TINY, "--dir", str(tmp_path), "--torch-python", sys.executable]) == 0
     printed = capsys.readouterr().out
     assert "times plain orbax's, which computes no checksums" in printed, printed
-    assert "torch" in printed.split("not all rounds of")[1] or "torch " in printed, printed
+    assert "torch" in printed.split("did not complete all rounds:")[1] or "torch " in printed, printed
 
 
 def test_what_a_contender_did_before_its_time_was_over_counts(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, message in (
         (
             ["--dir", str(tmp_path / "none")],
-            f"{tmp_path / 'none'} is not a directory; create it first, or name another",
+            f"`--dir` is {tmp_path / 'none'}, which is not a directory. Create it first, or name another.",
         ),
         (["--json", str(tmp_path / "none" / "x.json")], "is not a directory; create it first"),
         (["--contenders", "tar"], "no contender is called tar; there are gtp_jax, orbax, torch-DCP async, torch-DCP"),
@@ -102,4 +102,4 @@ def test_torch_joins_in_on_gpus(tmp_path, capsys):
     pytest.importorskip("torch")
     assert main(["bench", "checkpoint", "--preset", "100m", "--rounds", "1", "--dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "torch-DCP async" in printed and "not all rounds" not in printed, printed
+    assert "torch-DCP async" in printed and "did not complete" not in printed, printed

@@ -25,7 +25,7 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
         "ModuleNotFoundError: No module named 'torch'\n  fsdp2 bf16 regather, weak 2\n  fsdp2 bf16 regather, depth 1\n"
         in printed
     )
-    assert "weak: what stays is tokens per device" in printed
+    assert "weak: all points have the same tokens per device" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = json.loads(saved.read_text())
     costs = [benchmarks.Cost(**c) for c in run["costs"]]

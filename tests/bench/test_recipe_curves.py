@@ -156,7 +156,7 @@ def test_recipes_train_side_by_side_and_one_that_fails_says_why(tmp_path, capsys
     short = ["--steps", "6", "--recipes", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"]
     assert main(["bench", "recipes", *short, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "6 steps of 8 x 64 tokens" in printed and "not to the end" not in printed
+    assert "6 steps of 8 x 64 tokens" in printed and "did not finish" not in printed
     assert main(["bench", "recipes", "--steps", "6", "--recipes", "bf16-seed1", "--out", str(tmp_path)]) == 0
     assert "nvfp4-matmuls" in capsys.readouterr().out  # what was there is shown too
     for name in ("bf16", "bf16-seed1", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"):

@@ -108,7 +108,7 @@ def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # an old torchao
     with pytest.raises(SystemExit, match="error: --float8 with experts needs torchao's grouped FP8; run `pip install "):
         float8.check("rowwise", tp=1, experts=True)
-    with pytest.raises(SystemExit, match="error: torchao's grouped FP8 matmuls are GPU kernels; remove --float8 or"):
+    with pytest.raises(SystemExit, match="error: --float8 with experts needs NVIDIA GPUs; remove --float8 or the"):
         float8.check("rowwise", tp=1, experts=True, cuda=False)
     sys.modules.pop("float8")
 
@@ -130,13 +130,13 @@ def test_matmuls_of_transformer_engine_end_with_what_to_do_where_they_cannot_run
     check(None, tp=2)
     with pytest.raises(SystemExit, match="error: --te shards only over gtp, but tp is 2; remove --te or --tp"):
         check("current", tp=2)
-    with pytest.raises(SystemExit, match="error: --te multiplies only in dense layers; remove --te or the experts"):
+    with pytest.raises(SystemExit, match="error: --te supports only dense layers; remove --te or the experts"):
         check("current", tp=1, experts=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="error: --te needs TransformerEngine, .*; run `pip install --no-build-isol"):
         check("current", tp=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(SystemExit, match="error: TransformerEngine's matmuls are GPU kernels; remove --te"):
+    with pytest.raises(SystemExit, match="error: --te needs NVIDIA GPUs, for TransformerEngine's matmuls; remove --te"):
         check("current", tp=1, cuda=False)
 
 
@@ -333,7 +333,7 @@ def test_a_saved_run_shows_what_has_become_slower():
     older["workload"] = {name: value for name, value in older["workload"].items() if name not in ("ep", "num_experts")}
     assert len(benchmarks.changes(run(1.0, 100), older)) == 2
     elsewhere = run(1.0, 100) | {"device": "other chip"}
-    with pytest.raises(ValueError, match="ran another step: other chip there, chip here. Use the same settings"):
+    with pytest.raises(ValueError, match="the saved run timed another step: other chip there, chip here. Use the same"):
         benchmarks.changes(run(1.0, 100), elsewhere)
     longer = benchmarks.record([], benchmarks.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
     with pytest.raises(ValueError, match="seq 64 there, 32 here"):

@@ -207,7 +207,7 @@ def test_a_process_that_would_not_end_in_time_is_not_begun(measured):
         benchmarks.run_suite([REFERENCE], file, options(within_s=40.0, contenders=THREE[:1]), say=said.append)
     )
     assert len(ran) == 1
-    assert said == ["the time is over; next would be reference-gtp2, gtp_jax bf16 regather, round 2"]
+    assert said == ["no time is left for reference-gtp2, gtp_jax bf16 regather, round 2"]
 
 
 def results_of(workload, times):
@@ -294,7 +294,7 @@ def test_what_would_run_is_listed_and_bad_names_are_refused(capsys):
     assert "2 workloads, 15 processes in 3 rounds" in listed
     for flags, message in (
         (["--workloads", "gpt"], "no workload is called gpt; there are 100m, 1b, "),
-        (["--devices", "4"], "no workload runs on 4 devices; they need: 100m 1, "),
+        (["--devices", "4"], "no workload runs on 4 devices; those chosen need: 100m 1, "),
         (["--contenders", "deepspeed"], "no contender is called deepspeed; there are gtp_jax bf16 regather, "),
     ):
         assert main(["bench", "suite", "--list", *flags]) == 2
@@ -390,7 +390,7 @@ def test_the_stock_model_is_the_llama_of_the_workload(script):
 @pytest.mark.parametrize("flag", ["--num-experts=8", "--tp=2"])
 def test_the_stock_model_refuses_experts_and_tp(flag, script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["stock.py", "--num-layers=1", flag])
-    with pytest.raises(SystemExit, match="only dense layers at tp 1; this is tp [12] with [08] experts"):
+    with pytest.raises(SystemExit, match="supports only dense layers at tp 1, not tp [12] with [08] experts"):
         script("stock").main()
 
 
