@@ -46,8 +46,8 @@ OFFLOADED: Mapping[Remat, Remat] = {"offload": "nothing", "offload-matmuls": "ma
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Returns `function`, changed to save for backward what the policy selects.
 
-    - `nothing`: saves only the input; the forward pass is run again. Uses the least memory. As with every policy, the
-      choices of experts are saved (`ops.save_routing`).
+    - `nothing`: saves only the input; the forward pass is run again. Without offloading, this policy uses the least
+      memory. As with every policy, the choices of experts are saved (`ops.save_routing`).
     - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls and of fused attention. Partial
       products are summed over tp first. Where a norm or attention needs only a value computed from an output, that
       value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of activations over tp
