@@ -1,4 +1,4 @@
-"""Implements the measurements of `gtp-jax bench`, which compare contenders that do the same work."""
+"""Implements the measurements of `gtp-jax bench`."""
 
 from ._attention import PackedRow as PackedRow
 from ._attention import measure_packed_rows as measure_packed_rows

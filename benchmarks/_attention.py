@@ -21,7 +21,7 @@ class PackedRow:
 
     Attributes:
         documents: the number of documents per row; 0 without segment ids.
-        lengths: "even"; "uneven": the first document is long, the others have 64 tokens, or fewer if the row has less
+        lengths: "even"; "uneven": the first document is long, the others have 64 tokens, or fewer if the row has fewer
             than 8,192 tokens; "id comes back": as "even", but the last document has the same id as the first; or empty
             without segment ids.
         work: the number of unmasked scores, as a fraction of those of a row that is a single document.

@@ -113,7 +113,7 @@ class CheckpointTimes:
     restore_checksums: list[float] = dataclasses.field(default_factory=list)
 
     def median(self, what: str) -> float | None:
-        """Returns the median seconds over all rounds but the first, or of the first if it is the only one; `None`
+        """Returns the median seconds of all rounds except the first, or of the first if it is the only one; `None`
         without rounds."""
         seconds = getattr(self, what)
         return statistics.median(seconds[1:] or seconds) if seconds else None
@@ -183,7 +183,7 @@ def measure_checkpoints(
         done.append(times)
         allowed_s = min(timeout_s, deadline - time.monotonic())
         if allowed_s <= 0:
-            times.failure = f"not run: the {within_s:.0f} s for all contenders were over"
+            times.failure = f"not run: the time limit of {within_s:.0f} s for all contenders had passed"
             report(times, ENDED)
             continue
 

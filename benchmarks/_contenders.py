@@ -188,39 +188,40 @@ def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, with gtp_jax's repeated for each rematerialization policy and named after it.
+    """Returns the contenders. Those of gtp_jax are repeated for each rematerialization policy, and named after it.
 
-    They are unchanged if `policies` is the default alone.
+    If `policies` is only `matmuls`, the default, the contenders are unchanged.
     """
     return _once_for_each(contenders, policies, "matmuls", "--remat", "{}")
 
 
 def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, with gtp_jax's repeated for each way of reducing weight gradients and named after it.
+    """Returns the contenders. Those of gtp_jax are repeated for each way of reducing weight gradients, and named after
+    it.
 
-    They are unchanged if `names` is `bf16` alone, because the other families also reduce in bfloat16.
+    If `names` is only `bf16`, in which the other families also reduce, the contenders are unchanged.
     """
     return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
 
 
 def with_command_buffers(contenders: Sequence[Contender], choices: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, with gtp_jax's repeated for each choice of `COMMAND_BUFFERS` and named after it.
+    """Returns the contenders. Those of gtp_jax are repeated for each choice of `COMMAND_BUFFERS`, and named after it.
 
-    They are unchanged if `choices` is the default alone.
+    If `choices` is only `default`, the contenders are unchanged.
     """
     return _once_for_each(contenders, choices, "default", "--command-buffers", "command buffers {}")
 
 
 def with_xla_options(contenders: Sequence[Contender], choices: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, with gtp_jax's repeated for each choice of `XLA_OPTIONS` and named after it.
+    """Returns the contenders. Those of gtp_jax are repeated for each choice of `XLA_OPTIONS`, and named after it.
 
-    They are unchanged if `choices` is `gtp_jax` alone.
+    If `choices` is only `gtp_jax`, the contenders are unchanged.
     """
     return _once_for_each(contenders, choices, "gtp_jax", "--xla-options", "options {}")
 
 
 def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
-    """Returns the contenders, with flags about experts added to gtp_jax's, which are repeated for each token transport.
+    """Returns the contenders. Those of gtp_jax get the flags about experts, and are repeated for each token transport.
 
     Except for bounds, other contenders support only the default router, and refuse to run if the flags ask for another.
 
@@ -244,8 +245,8 @@ def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transpor
 def _once_for_each(
     contenders: Sequence[Contender], values: Sequence[str], usual: str | None, flag: str, word: str
 ) -> list[Contender]:
-    """Returns the contenders, with gtp_jax's repeated for each value of a flag and `word` appended to their names. They
-    are unchanged if `values` is the usual value alone."""
+    """Returns the contenders. Those of gtp_jax are repeated for each value of a flag, and `word` is appended to their
+    names. If `values` is only the usual value, the contenders are unchanged."""
     chosen = list(dict.fromkeys(values))
     if chosen == [usual]:
         return list(contenders)

@@ -98,7 +98,9 @@ def run_curves(
                 code, output = run(command, {**environment, **shown}, left, printed.write, stop)
             if code != 0:
                 failures[variant.name] = (
-                    f"ended when the {within_s:.0f} s for all runs were over" if code is None else reason(code, output)
+                    f"ended at the time limit of {within_s:.0f} s for all runs"
+                    if code is None
+                    else reason(code, output)
                 )
 
     places = list(gpus) or [""]

@@ -15,7 +15,7 @@ from ._contenders import OURS, PARTITIONER, Contender
 from ._growth import Point
 from ._step import Row, measure_step, workload_flops
 
-# The families whose scripts can compile without a device.
+# The families of `CONTENDERS` that can be compiled without a device.
 _COMPILED = (OURS, PARTITIONER)
 _SCAN = "scan"
 
@@ -119,7 +119,7 @@ def measure_growth(
         if known not in done:
             left = deadline - time.monotonic()
             if left <= 0:
-                late = Row(contender, failure=f"not run: the {within_s:.0f} s for all points were over")
+                late = Row(contender, failure=f"not run: the time limit of {within_s:.0f} s for all points had passed")
                 yield cost(point, late)
                 continue
             name = f"{point.axis}_{point.value}_{contender.name.replace(' ', '_')}.txt"

@@ -48,7 +48,7 @@ class Kernel:
 
     Attributes:
         operation: `multi_amax`, `quantize`, `dequantize`, `pack` or `unpack`.
-        variant: the variant of the operation, such as `row`, `both` or `small`; empty if there is only one.
+        variant: the variant of the operation, such as `row`, `both` or `small`; may be empty.
         format: a name in `FORMATS`; empty for `multi_amax`.
     """
 

@@ -38,7 +38,7 @@ class Movement:
     Attributes:
         name: the name of the collective and its format.
         wire_bytes: the bytes that leave a device.
-        seconds: the seconds of the collective alone.
+        seconds: the seconds of the gather alone; for a gradient, those of the whole sum, including conversions.
         bound_s: the seconds to send the same bytes at the rate of a large message.
         whole_s: the seconds of the gather together with conversions: casting shards before it or, for codes that are
             already packed, decoding them after it; `None` for a gradient.

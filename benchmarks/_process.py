@@ -31,7 +31,7 @@ def run(
         command: the command line.
         environment: the complete environment.
         timeout_s: the seconds after which the program is ended.
-        hear: called with each line of output as it arrives.
+        hear: called with each line of output as it arrives, in another thread.
         stop: an event that another thread can set to end the program early.
 
     Returns:
@@ -62,7 +62,8 @@ def run(
 
 
 def reason(code: int, output: str) -> str:
-    """Returns the line of a failed program's output that most likely explains the failure."""
+    """Returns the line of a failed program's output that most likely explains the failure; its exit status if there is
+    none. Long lines are cut."""
     errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
     errors += re.findall(r"ModuleNotFoundError: [^)\n]+|No module named [^)\n]+", output)
     memory = [e for e in errors if "memory" in e.lower()]

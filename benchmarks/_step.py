@@ -90,7 +90,7 @@ def measure_steps(
     for contender in chosen:
         left = deadline - time.monotonic()
         if left <= 0:
-            yield Row(contender, failure=f"not run: the {within_s:.0f} s for all contenders were over")
+            yield Row(contender, failure=f"not run: the time limit of {within_s:.0f} s for all contenders had passed")
             continue
         yield measure_step(
             contender,

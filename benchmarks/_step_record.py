@@ -9,7 +9,8 @@ from typing import Any
 from ._step import Row, ratio, workload_flops
 from .contenders.workload import Workload
 
-# The fraction by which steps within one run vary. Machines of one kind differ by more.
+# A figure that grew by more than this fraction is a regression. Steps within one run vary by about as much; machines of
+# one kind differ by more.
 TOLERANCE = 0.03
 
 _HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change the step itself

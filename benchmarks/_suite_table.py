@@ -31,8 +31,8 @@ class Goal:
 
     Attributes:
         ours: the family and variant of gtp_jax's contender; the goal applies to each policy that takes part.
-        rival: the family of the rival, whose fastest contender that does the same work counts; or the family and
-            variant of another gtp_jax contender.
+        rival: `partitioner`, whose fastest contender that does the same work counts; or the family and variant of
+            another gtp_jax contender, which is compared under the same policy.
         ratio: the ratio of the rival's time to gtp_jax's that must be reached.
     """
 

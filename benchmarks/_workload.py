@@ -128,9 +128,9 @@ def describe(work: Workload, device: str) -> str:
 
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
-    """Returns the environment of the contenders: this one, with this package on Python's path and without a cache of
-    compiled programs, because contenders time compilation. Unless it says otherwise, JAX may use 92 % of a GPU's memory
-    and, without a GPU, the given number of virtual CPU devices."""
+    """Returns the environment of the contenders: that of this process, with this package on Python's path, the given
+    number of virtual CPU devices, and no cache of compiled programs, because contenders time compilation. Unless it
+    already says otherwise, JAX may use 92 % of a GPU's memory or, without a GPU, uses the CPU."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)

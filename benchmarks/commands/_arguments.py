@@ -45,7 +45,7 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
         "--torch-python",
         default=sys.executable,
         metavar="PATH",
-        help="the Python interpreter that has torch (default: this one)",
+        help="the Python interpreter that has PyTorch (default: this one)",
     )
 
 

@@ -51,7 +51,7 @@ def add_topic(topics: Any) -> None:
     )
     add_flags(topic, Parallelism, but=("dp", "ep"))
     topic.add_argument(
-        "--mebibytes", type=positive, metavar="MIB", help="size of the large message (default: 512; 16 on a CPU)"
+        "--mebibytes", type=positive, metavar="MIB", help="size of the large message in MiB (default: 512; 16 on a CPU)"
     )
     topic.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     topic.set_defaults(run=_run)

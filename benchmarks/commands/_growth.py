@@ -65,7 +65,7 @@ def add_topic(topics: Any) -> None:
         nargs="+",
         default=[],
         metavar="AXIS[=VALUE,...]",
-        help=f"axes to measure, and points on them: {', '.join(benchmarks.AXES)} (default: all)",
+        help=f"axes to measure, and values on them: {', '.join(benchmarks.AXES)} (default: all, with the values above)",
     )
     topic.add_argument(
         "--contenders",

@@ -72,7 +72,7 @@ def add_topic(topics: Any) -> None:
         "--within",
         type=positive,
         metavar="MIN",
-        help="time limit in minutes for all runs together, which are then ended",
+        help="time limit in minutes for all runs; those that are still running then are ended",
     )
     topic.add_argument("--draw", action="store_true", help="train nothing; show the logs in --out")
     topic.set_defaults(run=_run)

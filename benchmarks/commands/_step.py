@@ -131,7 +131,7 @@ def add_topic(topics: Any) -> None:
         "--compare",
         type=Path,
         metavar="FILE",
-        help="print regressions since this saved run; the exit status is 1 if there are any",
+        help="print the changes since this saved run; the exit status is 1 if there are regressions",
     )
     add_file_flags(topic, json="also write the run to this file", png="draw the run to this file")
     topic.add_argument("--logs", type=Path, metavar="DIR", help="directory for the output of each contender")

@@ -1,4 +1,4 @@
-"""`gtp-jax bench suite`: compares a table of training steps with the best rivals, in rounds on one machine."""
+"""`gtp-jax bench suite`: times a table of training steps with gtp_jax and its rivals, in rounds on one machine."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def add_topic(topics: Any) -> None:
         metavar="WORDS",
         help="contenders of each workload, by words of their names (default: all)",
     )
-    topic.add_argument("--list", action="store_true", help="print what would be run, and run nothing")
+    topic.add_argument("--list", action="store_true", help="print the workloads, contenders and goals, and run nothing")
     topic.add_argument("--rounds", type=whole, default=3, help="number of rounds (default: %(default)s)")
     topic.add_argument(
         "--steps",
         type=whole,
-        help="number of timed steps per round, after 3 warm-up steps (default: that of the table)",
+        help="number of timed steps per round, after 3 warm-up steps (default: the number in the table)",
     )
     topic.add_argument(
         "--slower",

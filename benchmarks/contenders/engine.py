@@ -1,4 +1,4 @@
-"""Provides TransformerEngine's FP8 matmuls for the partitioner contender. Until `matmuls` is called, needs only Python.
+"""Provides TransformerEngine's FP8 matmuls for the partitioner contender. Needs only Python until `matmuls` is called.
 
 Every linear layer of the blocks multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in E5M2,
 each with one scale per tensor. As in gtp_jax's recipe `fp8-matmuls`, embedding and head stay in high precision. Weights

@@ -2,10 +2,10 @@
 
     python experts.py --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --ranks 2 --tokens 16384 --seq 4096
 
-First, another process checks on a small mixture that each transport gives the same bits when it runs twice, and the
-same bits as the transport `gather`. A transport that fails is not timed. Then all contenders are compiled in parallel
-and take turns: each round runs all of them, every second round in reverse order. Contenders with the same mesh share a
-state. With --target, contenders are only compiled.
+First, unless --no-checks is given, another process checks on a small mixture that each transport gives the same bits
+when it runs twice, and the same bits as the transport `gather`. A transport that fails is not timed. Then all
+contenders are compiled in parallel and take turns: each round runs all of them, every second round in reverse order.
+Contenders with the same mesh share a state. With --target, contenders are only compiled.
 """
 
 from __future__ import annotations

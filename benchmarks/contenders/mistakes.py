@@ -28,7 +28,7 @@ def local_amax(kernel: jax.Array) -> jax.Array:
 
 
 def rounded_down(kernel: jax.Array) -> jax.Array:
-    """Returns weights rounded to MXFP8 with the scales that OCP suggests, so that the largest elements may saturate."""
+    """Returns weights rounded to MXFP8 with the scales that OCP suggests. They let the largest elements saturate."""
     rows, columns = MXFP8.run
     assert rows == 1
     *lead, features, out = kernel.shape

@@ -351,7 +351,9 @@ def main() -> None:
     )
     flags.add_argument("--gtp-options", action="store_true", help="compile with the XLA options that gtp_jax sets")
     flags.add_argument("--te", choices=engine.SCALINGS, help="multiply in FP8 with TransformerEngine; only at tp 1")
-    flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
+    flags.add_argument(
+        "--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step; may be repeated"
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()

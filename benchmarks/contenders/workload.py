@@ -80,7 +80,7 @@ class Workload:
         if self.sequences % (self.gtp * self.ep * self.microbatches):
             ranks = f"gtp {self.gtp}" if self.ep == 1 else f"gtp {self.gtp} x ep {self.ep}"
             raise ValueError(
-                f"{self.sequences} sequences per step cannot be divided by {ranks} x {self.microbatches} "
+                f"{self.sequences} sequences per step cannot be divided evenly by {ranks} x {self.microbatches} "
                 "microbatches. Change --tokens, --seq or --microbatches."
             )
 

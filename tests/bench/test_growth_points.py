@@ -129,7 +129,7 @@ def test_bad_axes_are_refused_with_the_remedy(capsys):
         ),
         (["--axes", "depth=0"], "values must be integers of at least 1"),
         (["--axes", "weak=16"], "`--axes` weak=16: the number of devices must be a multiple of tp 1 and at most 8."),
-        (["--axes", "strong=3"], "`--axes` strong=3: 8 sequences per step cannot be divided by gtp 3"),
+        (["--axes", "strong=3"], "`--axes` strong=3: 8 sequences per step cannot be divided evenly by gtp 3"),
         (
             ["--seq", "100"],
             "sequences of 100 tokens cannot be split into 8 equal parts, each divisible by tp. Choose another",
