@@ -69,8 +69,8 @@ def time_and_report(
 def embedding_dtype(program: str, work: Workload) -> str:
     """Returns the dtype in which a compiled program sums the gradients of an embedding's rows.
 
-    If the program has scatters in several dtypes, their names are joined by commas. If it has none, for example because
-    XLA expands scatters on its platform, returns an empty string.
+    If it sums them in several dtypes, the names are joined by commas. If the program has no scatter that does so, for
+    example because XLA expands scatters on its platform, returns an empty string.
 
     Args:
         program: the HLO of the program.

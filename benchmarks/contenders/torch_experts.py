@@ -69,7 +69,7 @@ def sorted_places(expert_of: torch.Tensor, sizes: torch.Tensor, alignment: int) 
 
 
 def arrived_places(counts: torch.Tensor, rows: int, alignment: int) -> Places:
-    """Returns the places of rows that came from several ranks, sorted by expert within each.
+    """Returns the places of rows that came from several ranks, and are sorted by expert for each rank.
 
     Args:
         counts: `(ranks, experts)`, the number of rows from each rank for each expert.
