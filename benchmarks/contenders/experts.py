@@ -95,7 +95,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--rounds", type=int, default=2)
     flags.add_argument("--warmup", type=int, default=2, help="number of warm-up steps per turn")
     flags.add_argument("--steps", type=int, default=5, help="number of timed steps per turn")
-    flags.add_argument("--compilers", type=int, default=8, help="threads")
+    flags.add_argument("--compilers", type=int, default=8, help="number of threads that compile")
     flags.add_argument("--limit", type=float, default=300, help="time limit in seconds for the whole run")
     flags.add_argument("--checks-limit", type=float, default=100)
     flags.add_argument("--no-checks", action="store_true")

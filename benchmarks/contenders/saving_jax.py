@@ -26,7 +26,7 @@ from gtp_jax.train import TrainState
 
 
 class Ours:
-    """gtp_jax's."""
+    """The checkpoints of gtp_jax."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoints = Checkpoints(directory, keep=None)
