@@ -73,7 +73,7 @@ def test_rates_are_those_of_the_chip_that_a_device_names():
     [
         (
             ["--tokens", "16"],
-            "`tokens` is 16, but the prompt's program makes the first token, and at least 16 more are",
+            "`tokens` is 16, but the prompt's program generates the first token, and at least 16 more are",
         ),
         (["--prompt", "0"], "must be a whole number of at least 1"),
     ],
