@@ -163,7 +163,7 @@ class _Backward:
         return own.gather_layer(number, prepared, entered, turn)
 
     def _finished(self, reduced: ByLayer) -> ByLayer:
-        """Returns the gradients of shards, each with `False`, which means that it is not a stack of several layers."""
+        """Returns the gradients of shards, each with `False`, because it belongs to a single layer."""
         return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
