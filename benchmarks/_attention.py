@@ -50,7 +50,7 @@ def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batc
     too_many = [n for n in documents if n > 1 and (n - 1) * _short(seq) >= seq]
     if too_many:
         raise ValueError(
-            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {seq // _short(seq) + 1}. "
+            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {_short_documents(seq) + 1}. "
             "Use smaller numbers, or a larger `seq`."
         )
     shapes = [
@@ -78,11 +78,16 @@ def _short(seq: int) -> int:
     return min(64, max(1, seq // 128))
 
 
+def _short_documents(seq: int) -> int:
+    """Returns how many documents of a short length a row has room for; the last may be shorter."""
+    return -(-seq // _short(seq))
+
+
 def _rows(seq: int, count: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yields the name and the segment ids, `(seq,)`, of each kind of row with `count` documents."""
     even = np.arange(seq) * count // seq
     yield "even", even
     if count > 1:
-        yield "uneven", np.maximum(np.arange(seq) // _short(seq) - (seq // _short(seq) - count), 0)
+        yield "uneven", np.maximum(np.arange(seq) // _short(seq) - (_short_documents(seq) - count), 0)
     if count > 2:
         yield "id comes back", np.where(even == count - 1, 0, even)

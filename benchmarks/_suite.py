@@ -71,9 +71,11 @@ def run_suite(
     """
     deadline = time.monotonic() + options.within_s
     for workload in workloads:
+        flags = workload.workload(options.platform, options.steps).flags
+        _check_flags(workload, workload.chosen(options.contenders), file, flags)
+    for workload in workloads:
         chosen = workload.chosen(options.contenders)
         work = workload.workload(options.platform, options.steps)
-        _check_flags(workload, chosen, file, work.flags)
         elsewhere = [r for r in file.results if r.workload == workload.name and r.machine != options.machine]
         if elsewhere and any(True for _ in _open(workload, chosen, file, options)):
             say(f"{workload.name}: started but not finished on another machine, so it is measured again")

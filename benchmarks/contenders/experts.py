@@ -197,9 +197,10 @@ class _Clocks:
 
 
 def _print_table(rows: list[Row], args: argparse.Namespace, results: dict[str, Any]) -> None:
+    layers = "" if args.num_layers is None else f"{args.num_layers} layers, "
     print(
         f"{args.ranks} x {results.get('device')}, jax {results.get('jax')}: {args.preset}, "
-        f"{args.num_layers} layers, {args.tokens} tokens per device, sequences of {args.seq}, "
+        f"{layers}{args.tokens} tokens per device, sequences of {args.seq}, "
         f"{results.get('active_matmul_params', 0) / 1e9:.3f} B active of {results.get('params', 0) / 1e9:.3f} B "
         f"parameters, remat {args.remat}, grads {args.grad_reduce}"
     )

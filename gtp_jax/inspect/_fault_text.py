@@ -9,6 +9,7 @@ from fractions import Fraction
 from ..hlo import columns, fact, quantity
 from ._faults import FaultReport
 
+
 def fault_text(report: FaultReport, chip: str = "h200") -> str:
     """Returns tables of the replicas that continue, the bytes they move, times, memory use and the best throughput.
 
