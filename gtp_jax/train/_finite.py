@@ -23,5 +23,5 @@ def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
     which = "a step" if step is None else f"step {step}"
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
         if name in metrics and not math.isfinite(value := float(metrics[name])):
-            kept = " The update was left out: the state is as it was." if bool(metrics.get("skipped", False)) else ""
+            kept = " The update was skipped: the state is unchanged." if bool(metrics.get("skipped", False)) else ""
             raise FloatingPointError(f"the {what} of {which} is {value}.{kept}")

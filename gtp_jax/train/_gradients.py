@@ -43,12 +43,13 @@ _VIEWS: tuple[View, ...] = ("global", "local")
 
 
 def check_view(view: Any, *, has_aux: bool) -> None:
-    """Raises `ValueError` unless `view` is a view, and one that supports `has_aux` if that is true."""
+    """Raises `ValueError` unless `view` is a view, and supports `has_aux` if that is true."""
     if view not in _VIEWS:
         raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, _VIEWS))}.")
     if has_aux and view == "local":
         raise ValueError(
-            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part."
+            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part. Use "
+            "`view='global'`, or return only the loss."
         )
 
 
@@ -120,9 +121,12 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss and the gradients of a batch, in the view of the request.
 
     Raises:
-        ValueError: if an array in the batch is empty, if the batch cannot be split as requested, or if layers are to be
-            gathered in advance without a recipe; in local view, if the model has variables other than parameters.
-        TypeError: if a parameter is an integer or a boolean, or if the loss function returns the wrong kind of result.
+        ValueError: if an array in the batch is empty; if the batch cannot be split as requested; if the model was built
+            for other mesh degrees; if layers are to be gathered in advance without a recipe; if the state lacks the
+            amaxes that delayed scaling needs; if a `MoE` of the model was built for the other kind of loss; or if in
+            local view the model has variables other than parameters.
+        TypeError: if a parameter is an integer or boolean array, or if the loss function returns the wrong kind of
+            result.
     """
     check_filled(batch)
     _check_parameters_have_gradients(state)
@@ -132,7 +136,12 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Returns the loss of a batch, without gradients. Discards what the model writes to its variables."""
+    """Returns the loss of a batch, without gradients. Discards what the model writes to its variables.
+
+    Raises:
+        ValueError: as for `gradients`, except that no layers are gathered in advance.
+        TypeError: if the loss function returns the wrong kind of result.
+    """
     check_filled(batch)
     with recipe_of_step(request.recipe):
         return _losses(request, state, batch)
@@ -429,7 +438,8 @@ def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
     """Splits an array of the batch into microbatches: microbatch m is `batch[m::count]`, the same on every mesh.
 
     Raises:
-        ValueError: if `count` does not divide the first dimension; the message names the array.
+        ValueError: if the array is a scalar, or `count` does not divide its first dimension; the message names the
+            array.
     """
     batch = jnp.asarray(batch)
     if batch.ndim == 0 or batch.shape[0] % count:
@@ -470,8 +480,9 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
         out: the partitions of the result, a pytree prefix.
 
     Raises:
-        ValueError: if the model has variables other than parameters; by the function, if a leaf of the batch is a list
-            of numbers, or if the ranks and microbatches cannot divide its first dimension evenly.
+        ValueError: if the model has variables other than parameters. By the function, if the batch contains a list of
+            numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot divide evenly; if its
+            arrays have different numbers of rows; or if the model was built for other mesh degrees.
     """
     model_def = state.model_def
     _check_model_state(state)

@@ -23,7 +23,11 @@ Tree = Any
 
 
 def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: ModelDef, params: Tree) -> None:
-    """Warns if an optimizer updates the layers of a `Stack` differently from the same layers in a list."""
+    """Warns if an optimizer updates the layers of a `Stack` differently from the same layers in a list.
+
+    Raises:
+        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
+    """
     counts = model_def.layer_counts
     found = layers_as_one(optimizer, params, counts)
     if not found:

@@ -135,7 +135,8 @@ def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
 
 def wide(value: jax.Array) -> jax.Array:
-    """Casts an array to at least float32 or int32, in which many such numbers can be added."""
+    """Casts floats to at least float32 and integers to at least int32, so that many of them can be added. Returns
+    other arrays unchanged."""
     if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 32:
         return value.astype(jnp.float32)
     if jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4:
@@ -147,7 +148,7 @@ def _float(value: Any) -> jax.Array:
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
-            f"`loss` returns {value.dtype}, which has no gradient; it must be a real floating-point number."
+            f"`loss` returns {value.dtype}; a step differentiates it, so it must be a real floating-point number."
         )
     return value
 

@@ -27,7 +27,7 @@ GPU_OPTIONS: Mapping[str, Option] = {
         True, "collectives start early and end late; XLA enables this by default only with the estimator below"
     ),
     _ESTIMATOR: Option(
-        False, "it overestimates the speed of NVLink collectives, and starts them too late to be hidden"
+        False, "it overestimates the speed of NVLink collectives, so that they start too late to be hidden"
     ),
     "xla_gpu_all_gather_combine_threshold_bytes": Option(
         1 << 31, "launches all gathers of a layer as one; the chain's ties keep layers apart"
@@ -53,8 +53,8 @@ GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     ),
 }
 
-# Options that replace or extend `GPU_OPTIONS` if matmuls run in FP8. On 2 x H200 the reference step took 279.2 ms
-# without the latency estimator, and 276.2 ms with it.
+# Options that replace or extend `GPU_OPTIONS` if matmuls run in FP8 with one scale per tensor. On 2 x H200 the
+# reference step took 279.2 ms without the latency estimator, and 276.2 ms with it.
 GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without it, no matmul overlaps the reduce-scatters of backward"),
 }
@@ -81,7 +81,7 @@ def compile_options(
         platform: the platform to compile for, such as `gpu`.
         own: options to add. They take precedence over the options that are chosen here, and over XLA_FLAGS.
         tp: the degree of the tp axis.
-        fp8: whether matmuls run in FP8.
+        fp8: whether matmuls run in FP8 with one scale per tensor.
         largest_unit: the size in bytes of one rank's part of the reduced gradients of the largest unit, for a model
             that runs in global view and that `gtp_jax.shard` has sharded; 0 for other models. A unit is a module whose
             weights are gathered together.

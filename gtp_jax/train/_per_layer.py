@@ -164,8 +164,8 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # in an `nnx.Variable`
         if name not in known:
             raise ValueError(
-                f"`per_layer` got an array at {_name(path)!r}, which is no parameter of the model: it looks up by path "
-                "whether a parameter holds the layers of a `Stack`. Put it around transformations that change "
+                f"`per_layer` got an array at {_name(path)!r}, which is not a parameter of the model: it looks up by "
+                "path whether a parameter holds the layers of a `Stack`. Put it around transformations that change "
                 "the tree of parameters, such as `optax.flatten`, not inside."
             )
         if known[name] and jnp.shape(leaf)[:1] != (known[name],):

@@ -11,7 +11,7 @@ Tree = Any
 
 
 def check_filled(batch: Tree) -> None:
-    """Refuses a batch with an empty array (no rows, or rows without tokens), because its mean loss would be NaN.
+    """Refuses a batch with an empty array (no rows, or rows without tokens), because a mean over it would be NaN.
 
     Raises:
         ValueError: if an array has no elements; the message names the first.

@@ -8,7 +8,7 @@ follows from the amaxes of earlier steps instead of the operand's own.
 amaxes of earlier steps, and the amaxes that set the scales of the next step. The amaxes of a step are maxima over its
 calls, microbatches and ranks:
 
-- The amax of a weight is that of its float32 master. The update reduces the amaxes of all weights over the ranks as one
+- The amax of a weight is that of its master copy. The update reduces the amaxes of all weights over the ranks as one
   vector.
 - The amaxes of a module's input and of the gradient of its output are found in backward. Each module has a slot: an
   array of zeros, whose gradient is defined to be these amaxes. If a module is called several times, JAX combines the
@@ -185,8 +185,9 @@ def next_amaxes(
 ) -> tuple[Float32[jax.Array, "*lead steps"], Float32[jax.Array, "*lead"]]:
     """Returns the history after a step, and the amaxes that set the scales of the next step.
 
-    A scale is `largest / amax`. If the history gives an amax of 0, or one that is not finite, the old amax is kept. If
-    the history gives an amax so small that the scale would overflow float32, the scale is the largest float32 number.
+    A scale is `largest / amax`, where `amax` is the amax that the history gives, times `2**delayed.margin`. If the
+    history gives an amax of 0, or one that is not finite, the old amax is kept. If it gives an amax so small that the
+    scale would overflow float32, the scale is the largest float32 number.
 
     Args:
         history: the amaxes of earlier steps.

@@ -34,19 +34,21 @@ class TrainState:
     """Parameters, optimizer state, step count and the model's other variables: a pytree of arrays.
 
     Attributes:
-        params: a nested dict of the float32 master weights, sharded by `model_def.specs`. If the model was created
-            under `even_shares`, arrays that gtp cannot divide evenly are padded with zeros (`model_def.padded`);
-            `logical` removes the padding.
+        params: a nested dict of the master weights, in the model's parameter dtype (by default float32), sharded by
+            `model_def.specs`. If the model was created under `even_shares`, arrays that the mesh cannot divide evenly
+            are padded with zeros (`model_def.padded`); `logical` removes the padding.
         opt_state: the state of the optax optimizer. Its moments are sharded and padded like their parameters.
         step: the number of updates made, int32.
         model_def: the definition of the model: its structure, and how its arrays are sharded. Static.
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
             and the words and counts of dropout's keys.
-        frozen: a nested dict of the weights that `gtp_jax.freeze` made constant; no step changes them.
-        scaling: for a recipe with delayed scaling, two float32 arrays for each module that multiplies in its format, by
-            the module's name. `history`, `(*layers, 3, steps)`, has the amaxes (largest magnitudes) of input, weight
-            and gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the next step: a scale is the
-            largest number of the format divided by `amax`. Replicated on all devices. Empty for other recipes.
+        frozen: a nested dict of the weights that `gtp_jax.freeze` made constant, and of the seeds of adapters' dropout;
+            no step changes them.
+        scaling: for a recipe with delayed scaling, two float32 arrays for each module that multiplies in its formats,
+            by the module's path with names joined by dots. `history`, `(*layers, 3, steps)`, has the amaxes (largest
+            magnitudes) of input, weight and gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the
+            next step: a scale is the largest number of the format divided by `amax`. Replicated on all devices. Empty
+            for other recipes.
     """
 
     params: dict[str, Any]
@@ -61,7 +63,8 @@ class TrainState:
     def create(
         cls, model: nnx.Module, optimizer: optax.GradientTransformation, *, recipe: Recipe | None = None
     ) -> TrainState:
-        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`).
+        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
+        optimizer treats the layers of a `Stack` as one tensor; see `per_layer`.
 
         Args:
             model: the model.
@@ -71,8 +74,8 @@ class TrainState:
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
-                different roles, if the recipe has delayed scaling and does not fit the model, or if this is called
-                while JAX traces.
+                different roles, if the recipe has delayed scaling and does not fit the model, if a `per_layer` in the
+                optimizer cannot be mapped over layers, or if this is called while JAX traces.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)

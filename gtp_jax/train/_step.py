@@ -81,8 +81,9 @@ def train_step(
             which a line search evaluates the loss of the batch, and its gradient, at other parameters. If the model
             has a `Stack`, see `per_layer` for optimizers that compute norms or products of whole parameters.
         has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Local view does not support it. Over
-            several microbatches, floats in `aux` are averaged in at least float32, and integers are added. The step
-            returns floats in the dtype that the loss gave them, and integers in at least int32.
+            several microbatches, floats in `aux` are averaged in at least float32, integers are added, and booleans are
+            true if they are true in any microbatch. The step returns floats in the dtype that the loss gave them, and
+            integers in at least int32.
         microbatches: the number of parts of the batch that run one after another; part m is `batch[m::microbatches]`.
             Batch statistics are computed per microbatch. What the model writes to its variables in one microbatch, it
             reads in the next.
@@ -124,12 +125,16 @@ def train_step(
     Raises:
         ValueError: if a number or a name is not one of those described above, if local view or `replicas` do not
             support an argument, or if `reduce_over_dp` is `"last"` in global view with several microbatches. By `step`,
-            if the batch is empty or cannot be divided; if the state was donated, has no values or is of another
-            optimizer; if `pregathered_layers` is set without a recipe; or if in local view the model has variables
-            other than parameters.
+            if the batch is empty or cannot be divided; if the state was donated, has no values, is of another optimizer
+            or of other mesh degrees, or lacks the amaxes that delayed scaling needs; if `pregathered_layers` is set
+            without a recipe, or no stack has that many layers that are sent as codes; if the optimizer has a line
+            search and `max_grad_norm` is set; if `loss` returns a mean, but a `MoE` of the model was built for a sum,
+            or the other way round; if `loss` changes the shapes or dtypes of the model's variables; or if in local view
+            the model has variables other than parameters.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
-            `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, or if `loss`
-            returns anything other than described above.
+            `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
+            anything other than described above, or if the optimizer's update requires an argument that a step does not
+            have.
     """
     check_loss(loss)
     check_optimizer(optimizer)
@@ -187,8 +192,8 @@ def eval_step(
 
     Raises:
         ValueError: if `view` is an unknown name, or `has_aux` is used in local view. By the evaluation, if the batch is
-            empty or cannot be divided, if the state was donated or has no values, or if in local view the model has
-            variables other than parameters.
+            empty or cannot be divided; if the state was donated, has no values, is of other mesh degrees, or lacks the
+            amaxes that delayed scaling needs; or if in local view the model has variables other than parameters.
         TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
             `TrainState`, or if `loss` returns anything other than `train_step` allows.
     """
@@ -228,10 +233,11 @@ def loss_and_gradients(
 
     Raises:
         ValueError: if `microbatches`, `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step`
-            would refuse, if the recipe has delayed scaling, if the state was donated to a step or has no values, or if
-            the batch is empty or cannot be divided.
-        TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, or `loss` returns
-            anything other than `train_step` allows.
+            would refuse; if the recipe has delayed scaling; if the state was donated to a step, has no values or is of
+            other mesh degrees; if the batch is empty or cannot be divided; or if in local view the model has variables
+            other than parameters.
+        TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, a parameter is an
+            integer or boolean array, or `loss` returns anything other than `train_step` allows.
     """
     check_loss(loss)
     _check_state(state)

@@ -68,6 +68,7 @@ def updated(
         ValueError: if the optimizer state is of another optimizer, or its update changes the shapes or dtypes in it; if
             the loss changed the shapes or dtypes of the model's variables, and the step has a mesh or may be skipped;
             or if the optimizer has a line search and `compute` is `None` or `max_grad_norm` is set.
+        TypeError: if the optimizer's update requires an extra argument other than `value`, `grad` and `value_fn`.
 
     Returns:
         The new state, or the old one if the update was skipped; and the metrics. These are `grad_norm`, the L2 norm of

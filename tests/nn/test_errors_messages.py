@@ -334,7 +334,9 @@ def test_loss_returns_a_scalar_or_a_sum_and_a_number():
         TypeError, match=r"with `has_aux=True`, `loss` must return a pair \(loss, aux\).*of shapes \(\)"
     ):
         step_on(mean, 8, 4, has_aux=True)
-    with pytest.raises(TypeError, match=r"`loss` returns int32, which has no gradient"):
+    with pytest.raises(
+        TypeError, match=r"`loss` returns int32; a step differentiates it, so it must be a real floating-point number"
+    ):
         step_on(lambda model, batch: jnp.sum(batch["tokens"]), 8, 4)
 
 

@@ -69,7 +69,7 @@ def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there(key):
             assert metrics["skipped"] and bool(jnp.isfinite(metrics["loss"])) == losses_finite
             assert_equal(state, before)
             with pytest.raises(
-                FloatingPointError, match=r"the .* of step 7 is (nan|inf)\. The update was left out: the"
+                FloatingPointError, match=r"the .* of step 7 is (nan|inf)\. The update was skipped: the"
             ):
                 gtp.check_finite(metrics, step=7)
             state, metrics = step(state, good, metrics["skipped"])  # launched behind it: does nothing either

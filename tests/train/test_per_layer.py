@@ -319,7 +319,7 @@ def test_what_cannot_be_mapped_over_layers_is_refused(model):
     with pytest.raises(ValueError, match="depends on random numbers, which would be the same for every layer"):
         gtp.TrainState.create(model, gtp.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(0))))
     with pytest.raises(
-        ValueError, match="got an array at '', which is no parameter of the model.*`optax.flatten`, not"
+        ValueError, match="got an array at '', which is not a parameter of the model.*`optax.flatten`, not"
     ):
         gtp.TrainState.create(model, optax.flatten(gtp.per_layer(optax.lamb(0.1))))
     with pytest.raises(ValueError, match=r"does not know which arrays.*`gtp_jax.per_layer\(optimizer, model\)`"):
