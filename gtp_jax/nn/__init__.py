@@ -11,10 +11,10 @@
   into one *fused weight*.
 - *shard*: the part of a weight that a rank sends in a gather. The optimizer's axes may divide a shard further in
   storage; a *whole shard* is then one that has been joined over these axes.
-- *whole*: otherwise, not sharded; every rank has the entire array.
+- *whole*: of anything other than a shard, not sharded; every rank has the entire array.
 - *unit*: features that must stay on one tp rank, such as those of an attention head. (A unit of `gtp_jax.shard` is a
   module whose weights are gathered together.)
-- *wire*: what a rank sends in a gather; *travel* means to be sent.
+- *wire*: what a rank sends in a gather. To *travel* means to be sent.
 - *codes*: the elements of a quantized array, to which scales belong.
 - *amax*: the largest absolute value in an array, from which a scale is computed.
 - *prepared*: quantized, or joined over the optimizer's axes, once per step; see `gtp_jax.weights.prepare`.

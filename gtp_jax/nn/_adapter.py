@@ -24,6 +24,7 @@ _WORDS = 2  # the number of words of a threefry key
 
 class DropoutWords(Frozen):
     """The seed of one adapter's dropout: the two words of a threefry key, uint32 `(2,)`, which differ between adapters.
+    In a `Stack`, there is a leading dimension of layers.
 
     Steps do not change it. `with_dropout` combines it with the key of a step. In a model that `with_dropout` did not
     return, nothing is dropped.

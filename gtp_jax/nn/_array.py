@@ -63,8 +63,9 @@ class Param(GatheredOnUse, nnx.Param):
         scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
 
     It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. gtp shards the longest
-    dimension that it divides evenly. If there is none, it may shard a padded dimension under `gtp_jax.even_shares`; see
-    `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+    dimension other than `tensor_dim` that it divides evenly; if there is none, `tensor_dim`. If it divides no
+    dimension, fewer axes or none shard the array, and a warning is issued; under `gtp_jax.even_shares`, the array is
+    stored padded instead. See `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.

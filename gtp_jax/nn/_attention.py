@@ -176,6 +176,9 @@ class CrossAttention(Layer):
 
     The other arguments are as in `Attention`. `CrossAttention` has no arguments for causal attention, windows, rotary
     embeddings or separate biases of queries, keys and values.
+
+    Raises:
+        ValueError: as for `Attention`.
     """
 
     def __init__(

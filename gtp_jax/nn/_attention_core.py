@@ -52,6 +52,10 @@ class AttentionCore(nnx.Module):
         kv_heads: the number of key-value heads of all ranks together, including the heads of padding on ranks that own
             fewer.
         deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
+
+    Raises:
+        ValueError: if `window`, `soft_cap`, `dropout_rate` or an argument of the rotary embedding is not allowed; or
+            if `rope_scaling` or `rotary_dim` is given without `rope_theta`.
     """
 
     def __init__(
@@ -135,7 +139,13 @@ class AttentionCore(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the outputs of the heads, in the shape of the queries, given queries, keys and values, each `(batch,
-        sequence, heads, head_dim)`. Keys and values may have fewer heads."""
+        sequence, heads, head_dim)`. Keys and values may have fewer heads.
+
+        Raises:
+            ValueError: if `mask` has four dimensions and dimension 1 is not 1; or, in the copy of a model that
+                `gtp_jax.generate` calls, if there is a mask, there are segments, there are no positions, or a call that
+                follows the first has more than one token per sequence.
+        """
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         if self.query_scale is not None:
@@ -176,8 +186,12 @@ class AttentionCore(nnx.Module):
     def _with_cached(
         self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, options: dict[str, Any]
     ) -> jax.Array:
-        """Adds the keys and values of one token per sequence to the caches, and returns the attention of these tokens
-        to all cached tokens, including themselves."""
+        """Adds the keys and values of one token per sequence to the caches, and returns the outputs of the heads for
+        these tokens, which attend to all cached tokens, including themselves.
+
+        Raises:
+            ValueError: if there is more than one token per sequence.
+        """
         if q.shape[1] != 1:
             raise ValueError(
                 f"attention is called with {q.shape[1]} tokens per sequence while `gtp_jax.generate` generates one "

@@ -49,9 +49,10 @@ class Dense(WeightOwner):
     | `row` | in over tp, out over gtp | sharded over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    If gtp does not divide `out`, it shards `in`. If tp does not divide the `units` of the features evenly, tp ranks own
-    different numbers of units, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). Other mesh axes
-    can take the roles of gtp and tp; see `gtp_jax.Roles`.
+    If gtp does not divide `out`, or if only shards along `in` consist of whole blocks of the quantized formats, gtp
+    shards `in` instead; see `gtp_jax.layout.layouts_of_kernels`. If tp does not divide the `units` of the features
+    evenly, tp ranks own different numbers of units, and the kernel is gathered over tp too (see
+    `gtp_jax.layout.Layout`). Other mesh axes can take the roles of gtp and tp; see `gtp_jax.Roles`.
 
     With sequence parallelism, the input of a column-parallel layer and the output of a row-parallel layer are sharded
     over tp along the sequence. The parts of the sequence are sent between ranks one at a time, each while another part
@@ -351,6 +352,9 @@ class LayerNormDense(Dense):
         epsilon: the epsilon of the norm.
 
     The other arguments are as in `Dense`, but `parallel` is `"column"` by default, and may not be `"row"`.
+
+    Raises:
+        ValueError: if `parallel` is `"row"`, `norm` is none of these, or `Dense` refuses an argument.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Einsum(nnx.Einsum):
         self.kernel = array_weight(self.kernel, self.dtype, grad_reduce)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the product of the input and the kernel."""
+        """Returns the einsum of the input and the kernel, plus the bias if there is one."""
         return over_batch(self, nnx.Einsum.__call__, inputs, batched=_leads_with_batch(self.einsum_str, inputs.ndim))
 
 

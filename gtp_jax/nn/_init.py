@@ -64,7 +64,7 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     """Returns the model with each array replaced by a `jax.ShapeDtypeStruct` that is sharded for the mesh in scope.
 
-    Nothing is allocated, so that the mesh may consist of devices that do not exist here. Each weight stores its path,
+    Nothing is allocated, so the mesh may consist of devices that do not exist here. Each weight stores its path,
     as after `init`. The factory is called with `nnx.Rngs(0)`. If the model keeps its `nnx.Rngs` and needs streams of
     certain names, let the factory make them: `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 

@@ -95,8 +95,8 @@ _REFUSED_READS = {Holds.PLACEHOLDER: _refuse_read, Holds.ROUNDED: _refuse_rounde
 
 
 class _Method:
-    """A method that `nnx.tabulate` ignores, because it is not a function. `nnx.tabulate` takes every public function of
-    a class for a call that maps arrays to arrays."""
+    """A method that `nnx.tabulate` ignores, because it is not a function. `nnx.tabulate` treats every public function
+    of a class as a call that maps arrays to arrays."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__dict__.update(vars(function))  # including the mark of abstract methods
@@ -243,7 +243,7 @@ class Layer(nnx.Module):
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
         """Returns the partition, in global view, of an array among the inputs after the first. By default, the batch
-        axes shard dimension 0, and other dimensions are whole; a scalar or a random key is whole.
+        axes shard dimension 0, and other dimensions are whole; a scalar, such as a typed random key, is whole.
 
         Args:
             name: the name of the argument. For a positional argument, its index among those after the first input, from
@@ -269,7 +269,7 @@ class Layer(nnx.Module):
 
 
 def wrap_methods[T: type](cls: T) -> T:
-    """Replaces the public functions of a class by methods that `nnx.tabulate` does not call."""
+    """Replaces the public functions of a class with methods that `nnx.tabulate` does not call."""
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
             setattr(cls, name, _Method(member))

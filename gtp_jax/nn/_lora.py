@@ -57,8 +57,8 @@ def lora[M: nnx.Module](
             wildcards, as in a recipe. In a layer with several kernels, the path of a projection ends with the kernel's
             name. By default, all projections are targeted, except those with the usual names of heads and embeddings.
         dropout: the fraction of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`,
-            with different random bits in each step and microbatch. In other calls, nothing is dropped. Each rank draws
-            its own bits, so that results differ between meshes.
+            with different random bits in each step and microbatch. In other calls, nothing is dropped. In a `Dense`,
+            and in local view, each rank draws its own bits, so results differ between meshes.
         recipe: the recipe, which decides which weights are frozen as codes; see `freeze`.
         rngs: the random streams; only the stream `params` is used.
 
@@ -68,6 +68,7 @@ def lora[M: nnx.Module](
             stacked kernel, or does not contract the last dimensions of its input; if a `recipe` is given and a Flax
             layer is targeted; if the model has no projections, already has adapters, or is abstract; if the call is
             inside a `shard_map`; or for the reasons that `freeze` gives.
+        TypeError: if `recipe` is not a recipe.
     """
     _check(rank, alpha, dropout)
     check_mesh_in_scope()
@@ -158,7 +159,11 @@ class _Place:
 
 
 def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
-    """Returns the projections that `targets` selects, in the order of their paths."""
+    """Returns the projections that `targets` selects, in the order of their paths.
+
+    Raises:
+        ValueError: for the reasons that `lora` gives, as far as they concern the model and `targets`.
+    """
     found: dict[tuple[str, ...], _Place] = {}
     others: dict[tuple[str, ...], str] = {}
     for path, owner in weight_owners(model).items():

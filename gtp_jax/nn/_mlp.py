@@ -27,6 +27,9 @@ class MLP(Layer):
         sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
         rngs: the random streams; only the stream `params` is used.
         options: further arguments for the layers `up` and `down`; see `Dense`.
+
+    Raises:
+        ValueError: if `norm` is not one of its names, or `Dense` refuses an argument.
     """
 
     fewest_dims = 2

@@ -39,7 +39,8 @@ class ModelDef:
         key_impls: the implementation of the random generator of each variable that holds random keys, by path.
             `Split.model_state` holds the words of these keys, not the keys.
         roles: the roles of the mesh axes.
-        frozen_specs: a nested dict of the partitions of frozen weights.
+        frozen_specs: a nested dict of the partitions of the variables that are frozen (`Frozen`): weights, and the
+            seeds of adapters' dropout.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         padded: the layouts of the stored arrays of parameters and frozen weights that are padded, by path. A weight
             that is frozen as codes has a `PartLayout` for each of its arrays.
@@ -121,7 +122,8 @@ class Split(NamedTuple):
         model_def: the definition.
         params: the parameters.
         model_state: the other variables, such as batch statistics, random keys and counts.
-        frozen: the parameters that are not trained; some are stored as codes. See `freeze`.
+        frozen: the parameters that are not trained, some of which are stored as codes (see `freeze`), and the seeds of
+            adapters' dropout.
     """
 
     model_def: ModelDef

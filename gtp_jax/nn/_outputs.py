@@ -12,8 +12,8 @@ from ..chain import Outputs
 from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
-# By path: the variables of one layer, or the stacked variables of a stack's layers; and arrays that are plain
-# attributes.
+# The variables of one layer, or the stacked variables of a stack's layers, and arrays that are plain attributes, by
+# path.
 Written = dict[tuple[Any, ...], Leaf]
 
 

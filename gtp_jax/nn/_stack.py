@@ -153,8 +153,8 @@ def run_chain(
     Raises:
         ValueError: if there are no modules; if `Stack`s have different schedules and `schedule` is not given; if a
             module that is not a `Stack` contains a `Stack`; or if there are shared inputs but no `Stack`.
-        TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, or `shared` is not a tuple,
-            list or mapping.
+        TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, `shared` is not a tuple,
+            list or mapping, or an NNX object is among the shared inputs.
     """
     if not modules:
         raise ValueError("`run_chain` got no modules; pass at least one.")

@@ -47,8 +47,8 @@ from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
 from ._weight import Weight, kernel_places, weight_owners
 
-# By path: one layer's gathered weights, as arrays or codes; and its slots, arrays that receive the gradients of some of
-# these weights.
+# `Weights` holds the gathered weights of one layer by path, as arrays or codes. `Slots` holds, by path, the arrays that
+# receive the gradients of some of these weights.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 

@@ -183,8 +183,8 @@ def _sharded(value: jax.Array, spec: PartitionSpec, kind: type[nnx.Param] = nnx.
 def placed_once[P: nnx.Variable](variable: P) -> P:
     """Changes a variable's metadata so that NNX does not place arrays according to them, and returns the variable. Its
     own array is already placed, and optimizer state with the same metadata must not be placed like it. A weight also
-    gets hooks that raise errors: if an array would be broadcast to fill it; and, if it is stored padded, if an
-    `nnx.Optimizer` or Linen would store a variable like it.
+    gets a hook that refuses to fill it by broadcasting an array. A weight that is stored padded also gets hooks that
+    refuse to store a variable like it in an `nnx.Optimizer` or in Linen.
 
     `nnx.Optimizer` copies a parameter's metadata to its own variables. It would otherwise shard Adafactor's factors,
     which have fewer dimensions, like the parameter. Moments still get the parameter's sharding, because `zeros_like`
@@ -291,6 +291,9 @@ class Weight(abc.ABC):
 
         Args:
             length: the number of layers of the stack that contains the weight; `None` outside stacks.
+
+        Raises:
+            ValueError: if the recipe in scope has patterns, but the weight does not know its path in the model.
         """
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
@@ -396,8 +399,8 @@ class Weight(abc.ABC):
         multiply: Callable[[Any, jax.Array, Operands], jax.Array],
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns `multiply(weight, key, operands)` for a weight with padding, without the padding of the result. Each
-        kernel's rows are padded to whole blocks, as in `WeightGroup.rows_in_blocks`.
+        """Pads the rows of kernels to whole blocks where `WeightGroup.rows_in_blocks` requires it, calls
+        `multiply(weight, key, operands)` with the padded weight, and returns the result without padding.
 
         Args:
             weight: the fused weight without padding.
