@@ -87,7 +87,8 @@ class Attention(Layer):
         sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
         group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
         units = {"query": group, "key": head_dim, "value": head_dim}
-        # if tp divides the heads unevenly, ranks are padded with whole heads of zeros, which attend only to zeros
+        # if tp divides the heads unevenly, ranks with fewer heads are padded with whole heads of zeros, whose queries
+        # attend only to keys and values of zeros
         of_qkv = shared if qkv_bias is None else {**shared, "use_bias": qkv_bias}
         self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **of_qkv)
         self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)

@@ -226,7 +226,7 @@ def _matching(
         other = next((words for words in others if matches(pattern, words)), None)
         if other is not None:
             raise ValueError(
-                f"`targets` has {pattern!r}, which matches {'.'.join(other)}, a {others[other]}. Only projections "
+                f"`targets` has {pattern!r}, which matches {'.'.join(other)} ({others[other]}). Only projections "
                 "can have adapters: the kernels of gtp_jax.Dense and of Flax's linear layers, each used in one "
                 "place. The weights of experts, embeddings and single arrays cannot. Use a pattern that matches "
                 "only projections."

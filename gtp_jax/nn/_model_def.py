@@ -258,10 +258,10 @@ class _RefuseWrite:
     def __call__(self, variable: nnx.Variable, value: Any) -> Any:
         raise ValueError(
             f"the loss, or a call in it, sets the {type(variable).__name__} {'.'.join(map(str, self.path))}. A step "
-            "updates the parameters that it received, so the value that is set would be lost. Make it another "
-            "`nnx.Variable`, which a step keeps. To change it for this loss only, change a copy: `graph, state = "
-            "nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`, or `nnx.update` on "
-            "`nnx.clone(model)`; a step would drop a change of the model itself."
+            "updates the parameters that it received, so the value that is set would be lost. Hold it in an "
+            "`nnx.Variable` other than `nnx.Param`, which a step keeps. To change it for this loss only, change a copy "
+            "of the model: `graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`, or "
+            "`nnx.update` on `nnx.clone(model)`."
         )
 
 

@@ -58,8 +58,8 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
         shape = shards[path][0].shape
         if len(shape) != len(lead) + 2:
             raise ValueError(
-                f"the recipe scales {_name(path)} by amaxes of earlier steps, but it has a weight of shape {shape}, "
-                "with more dimensions than a layer's. Stack layers with `gtp_jax.Stack`, or use "
+                f"the recipe scales {_name(path)} by amaxes of earlier steps, but its weight has shape {shape}, with "
+                "more dimensions than the weight of one layer. Stack layers with `gtp_jax.Stack`, or use "
                 "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
         history = np.zeros((*lead, 3, operands.delayed.history), np.float32)

@@ -295,12 +295,12 @@ def llama(config=CONFIG) -> Any:
         (
             llama,
             dict(targets=["embed"]),
-            "`targets` has 'embed', which matches embed, a Embed. Only projections can have adapters",
+            "`targets` has 'embed', which matches embed (Embed). Only projections can have adapters",
         ),
         (
             lambda: llama(MOE),
             dict(targets=["mlp"]),
-            "matches blocks.layers.mlp.down, a GroupedDense. Only projections can have adapters",
+            "matches blocks.layers.mlp.down (GroupedDense). Only projections can have adapters",
         ),
         (lambda: Plain(nnx.Rngs(0)), {}, "the Plain contains no layer that supports adapters: no gtp_jax.Dense, "),
         (
