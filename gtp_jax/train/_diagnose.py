@@ -34,7 +34,7 @@ class Diagnosis:
             is none.
         rank: the coordinates, on the mesh axes that shard the batch, of the ranks that hold the sample; `None` without
             a sample, and empty without a mesh.
-        devices: the device numbers of these ranks.
+        devices: the ids of these ranks' devices; empty without a sample or a mesh.
         layer: the path of the first module whose output or gradient is not finite, with the layer's number in a
             `Stack`; empty for the model itself. `None` without a sample, or if the outputs and gradients of all modules
             are finite; the cause is then in the loss function.

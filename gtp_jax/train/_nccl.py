@@ -43,8 +43,8 @@ class Nccl(NamedTuple):
 
 @functools.cache
 def find_nccl() -> Nccl | None:
-    """Loads the NCCL library that JAX's CUDA plugin loads: the one of the `nvidia-nccl` package if it is installed,
-    otherwise the system's. Needs no GPU.
+    """Loads the NCCL library that JAX's CUDA plugin loads: the one in a package such as `nvidia-nccl-cu13` if one is
+    installed, otherwise the system's. Needs no GPU.
 
     Returns:
         The version of NCCL and what it exports; `None` if neither library can be loaded.

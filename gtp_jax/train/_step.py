@@ -97,8 +97,8 @@ def train_step(
         pregathered_layers: the number of layers of each stack that are gathered in advance, or `"all"`. Their codes
             (quantized weights) are gathered once per step, before the microbatches, and reused in all passes. The other
             layers are gathered in each pass. The count starts at the first layer that is sent as codes, after the
-            layers that a recipe's `high_precision_first` leaves in high precision. Each device holds the whole codes of
-            the layers that are gathered in advance: 0.504 bytes per element in NVFP4. Results do not change.
+            layers that a recipe's `high_precision_first` leaves in high precision. Throughout the step, each device
+            holds the gathered codes of these layers: 0.504 bytes per element in NVFP4. Results do not change.
         reduce_over_dp: when gradients are summed over dp, or over the axes that the role `optimizer` names. `"each"`
             reduce-scatters the gradients of every microbatch during backward, and accumulates only the part that this
             rank stores. `"last"` accumulates the gradients of whole shards, and reduce-scatters the sum once, after the
