@@ -139,7 +139,7 @@ class Attention(Layer):
                 the same id.
             mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples; `(batch,
                 sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. For a token that may
-                attend to no token, the attention is zero.
+                attend to no token, the outputs of the heads are zero.
             deterministic: whether dropout is off; by default, `core.deterministic`, which `nnx.Module.eval` and
                 `nnx.Module.train` set.
             dropout_key: the key for dropout; by default, the next key of the stream that the module keeps.

@@ -134,8 +134,8 @@ def run_chain(
     remat: Remat | None = None,
     shared: Sequence[Any] | Mapping[str, Any] = (),
 ) -> Any:
-    """Calls modules in sequence as one chain, so that the gather of a module's first weights overlaps with compute of
-    the module before it.
+    """Calls modules in sequence as one chain, so that the gather of a module's first weights overlaps with the
+    computation of the module before it.
 
     `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`. In addition, the first block's
     weights are gathered while the embedding computes, and the head's weights while the last block computes. In

@@ -139,7 +139,9 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss of a batch, without gradients. Discards what the model writes to its variables.
 
     Raises:
-        ValueError: as for `gradients`, except that no layers are gathered in advance.
+        ValueError: if an array in the batch is empty; if the model was built for other mesh degrees; if the state lacks
+            the amaxes that delayed scaling needs; or, in local view, if the batch cannot be divided among ranks, or the
+            model has variables other than parameters.
         TypeError: if the loss function returns the wrong kind of result.
     """
     check_filled(batch)
