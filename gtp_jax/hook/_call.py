@@ -48,7 +48,7 @@ def call_unit(
 ) -> Any:
     """Returns `method(unit, *args, **kwargs)`, and gathers the unit's weights in forward, and again in backward.
 
-    Under `without_hook`, or if no weight must be gathered or quantized, the method is called as it is.
+    Under `without_hook`, or if no weight must be gathered or quantized, only calls the method.
 
     Args:
         method: the method.
@@ -64,8 +64,8 @@ def call_unit(
     Raises:
         ValueError: if the mesh in scope is not the one for which the unit was sharded, a weight is no longer sharded,
             the recipe asks for something that sharded models do not support, or the call writes a quantized weight; in
-            local view, also if the unit has a partitioned variable that no call gathers, or constrains a sharding over
-            a mesh axis.
+            local view, also if a weight is sharded and `without_hook` is in scope, if the unit has a partitioned
+            variable that no call gathers, or if it constrains a sharding over a mesh axis.
         TypeError: if the call is differentiated in forward mode.
     """
     _refuse_parts(unit)
@@ -96,7 +96,7 @@ def call_unit(
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
     """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
 
-    The units that the method calls belong to one walk. Under `without_hook`, the method is called as it is.
+    The units that the method calls belong to one walk. Under `without_hook`, only calls the method.
 
     Raises:
         ValueError: for the same reasons as `call_unit`.
@@ -227,15 +227,15 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
         if current_view() == "global" or "passed to with_sharding_constraint" not in str(error):
             raise
         raise ValueError(
-            f"a {type(owner).__name__} constrains a sharding over axes of the mesh, but in local view each rank calls "
-            "it with its own examples, and no array has a sharding over them. Use `view='global'`, or leave the "
+            f"{type(owner).__name__} constrains a sharding over axes of the mesh, but in local view each rank calls it "
+            "with its own examples, and no array is sharded over these axes. Use `view='global'`, or leave the "
             f"constraint out. JAX says: {error}"
         ) from error
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            f"a {type(owner).__name__} that `gtp_jax.shard` has sharded is differentiated in forward mode (`jax.jvp`, "
+            f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
             "`jax.jacfwd`), which its gathers do not support. Use reverse mode, or call it under "
             "`with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode differentiation works there."
         ) from error

@@ -130,7 +130,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
-            f"matmuls in {operands.weight.name} of weights that travel as {getattr(chosen.wire, 'name', 'they are')}"
+            f"matmuls in {operands.weight.name} of weights that are sent as {getattr(chosen.wire, 'name', 'they are')}"
         )
         instead = "Multiply in the format of the wire"
     if asked:
@@ -140,7 +140,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
 def _refused(asked: str, path: Sequence[str], instead: str) -> str:
     return (
         f"the recipe asks for {asked}. That is not supported for weights sharded by `gtp_jax.shard`, such as "
-        f"{'.'.join(path)}. {instead}; or build the model of gtp_jax's own layers."
+        f"{'.'.join(path)}. {instead}; or build the model from gtp_jax's own layers."
     )
 
 

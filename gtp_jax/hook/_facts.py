@@ -88,7 +88,7 @@ class UnitCall:
         prefetched: whether its weights are gathered while the previous unit computes.
         reason: why they are not gathered earlier; empty if they are prefetched.
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
-            stacked weights, the shape is that of a slice.
+            stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
         narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not, because
             the call has no product with them for which this is supported.
@@ -120,7 +120,7 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
             own = {name_of(name) for name in (path, *names.get(id(module), ()))}
             missed = bool(called) and _COPY not in called and not own & called
             if missed or not methods_of(type(module), kind.methods):
-                when = f"by XLA, where other methods than {', '.join(kind.methods)} use them"
+                when = f"by XLA, where methods other than {', '.join(kind.methods)} use them"
         elif isinstance(kind, Holder):
             variables = list(own_variables(module).values())
             when = "as its call begins, and kept for backward if needed"

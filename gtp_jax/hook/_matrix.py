@@ -68,7 +68,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
         return f"dimension {inner[0]} is sharded, and its shards are not rows or columns of a matrix"
     tensor = [divided(dim, used) for dim, (used, _) in axes.items() if used]
     if len(tensor) > 1 or any(len(one.axes) > 1 for one in tensor):
-        return "several axes shard it in use"
+        return "several axes still shard it after the gather"
     split = None
     if tensor:
         size = sizes[tensor[0].dim or 0]

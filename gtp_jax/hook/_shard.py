@@ -91,7 +91,7 @@ def shard[M: nnx.Module](
             the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
             in a loop, because these weights would be kept for every iteration.
         methods: the names of the methods whose calls gather weights as described above. In all other methods of a
-            block, XLA gathers the weights.
+            block, XLA gathers the weights, which it can only do in global view.
         grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
             which the model computes, and ranks sum them in that dtype. With `"float32"`, both use at least float32,
             like gtp_jax's layers. The default still applies to weights that a block uses in no product
@@ -103,8 +103,9 @@ def shard[M: nnx.Module](
             matches `blocks`, or no module defines one of `methods`; if no weight is large enough, or one has been
             frozen; if a pattern of `specs` matches no weight; if `specs` or an annotation of the model names a
             partition that does not fit the mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an
-            allowed value; or if the model is sharded already, and either none of its arrays has been replaced, or the
-            mesh, `remat` or `grad_reduce` is not the one with which it was sharded.
+            allowed value; or if the model is sharded already, and none of its arrays has been replaced, the mesh is
+            not the one for which it was sharded, or `remat` or `grad_reduce` is neither the default nor the value with
+            which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)

@@ -1,4 +1,4 @@
-"""Ties arrays: makes arrays wait until other arrays are available, without a change of values.
+"""Ties arrays: makes arrays wait until other arrays are available, without changing values.
 
 [Note: ties that hold]
 If nothing reads an output of a barrier, XLA drops the output, and with it the tie. Therefore, one of the arrays that

@@ -27,8 +27,8 @@ from ._ties import is_float
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The computation of a call of a unit. It contains no traced arrays, because functions keep it after the trace has
-    ended.
+    """The computation of a call of a unit. It contains no traced arrays, because functions that outlive the trace refer
+    to it.
 
     Attributes:
         jaxpr: the jaxpr of the call. Its inputs are the weights, then the other arrays up to the end of `arguments`.

@@ -1,4 +1,4 @@
-"""Turns modules into units and holders, by creating subclasses of their classes that override methods with the hook."""
+"""Turns modules into units and holders: creates subclasses of their classes whose methods call the hook."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ _steps: contextvars.ContextVar[list[Step] | None] = contextvars.ContextVar("gtp_
 
 @contextlib.contextmanager
 def walking() -> Iterator[None]:
-    """Returns a context that is one walk. If a walk is under way in this trace, the context joins it instead."""
+    """Returns a context in which the calls of units form one walk. If a walk is under way in this trace, they join it
+    instead."""
     here, known = _trace(), _walk.get()
     if known is not None and known.trace == here:
         yield

@@ -106,8 +106,9 @@ def _shardings(mesh: Mesh, leaf: Any) -> Any:
 
 
 def _refuse_tracers(model: nnx.Module) -> None:
-    """Checks that no module keeps a traced array in a plain attribute, or in a plain container there. Flax treats a
-    concrete array there as data, but a traced or an abstract one as part of the program.
+    """Checks that no module keeps a traced array in a plain attribute, or any array in a list, tuple or dict that is a
+    plain attribute. Flax treats a concrete array in an attribute as data, but a traced or abstract one as part of the
+    program.
 
     Raises:
         TypeError: if there is such an attribute. The message names the module and the attribute.

@@ -65,7 +65,9 @@ def test_the_even_share_is_over_the_axes_for_which_the_model_was_sharded(mesh):
     assert gtp.explain(sharded()).share.degrees == {"fsdp": 4, "tp": 2}
 
 
-@pytest.mark.parametrize("methods, gathered", [(METHODS, "ahead of its call"), (("__call__",), "by XLA, where other")])
+@pytest.mark.parametrize(
+    "methods, gathered", [(METHODS, "ahead of its call"), (("__call__",), "by XLA, where methods other")]
+)
 def test_a_module_whose_methods_do_not_gather_is_reported(methods, gathered, mesh):
     facts = {unit.module: unit.gathered for unit in gtp.explain(sharded(methods)).units}
     assert facts["embedder"].startswith(gathered) and facts["layers.0"].startswith("ahead of its call")
