@@ -192,13 +192,13 @@ def _check_roles(roles: Any) -> None:
     if not {*roles.weights, *roles.over_optimizer} & set(names):
         tensor = next((axis for axis in names[1:] if axis in _TENSOR), None)
         raise ValueError(
-            f"the mesh in scope has the axes {names}, and the roles shard weights over {roles.weights!r}. Say what its "
-            f"axes do, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), "
+            f"the mesh in scope has the axes {names}, but the roles shard weights over {roles.weights!r}. Pass the "
+            f"roles of its axes, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), "
             f"tensor={tensor!r})`."
         )
     if roles.batch and not {*roles.batch} & set(names):
         raise ValueError(
-            f"the mesh in scope has the axes {names}, and the roles shard the batch over {roles.batch!r}: every device "
+            f"the mesh in scope has the axes {names}, but the roles shard the batch over {roles.batch!r}: every device "
             "would compute all of it. Name an axis of the mesh in `batch`, or pass `batch=()` if this is intended."
         )
 
@@ -327,7 +327,7 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     unknown = [axis for entry in axes for axis in entry if axis not in names]
     if unknown or len(entries) > len(shape):
         raise ValueError(
-            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and the mesh "
+            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, but the mesh "
             f"in scope has the axes {names}. With `specs`, name one axis of the mesh, several, or `None` per dimension."
             " If the model has names of its own, map them to axes with `nnx.logical_axis_rules`, or make a mesh with "
             "axes of these names and pass `roles`."
@@ -342,7 +342,7 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     for dim, entry in enumerate(axes):
         if shape[dim] % degrees(entry):
             raise ValueError(
-                f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and "
+                f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, but "
                 f"{degrees(entry)} ranks of {' x '.join(entry)} do not divide dimension {dim}. Choose another "
                 "partition with `specs`."
             )

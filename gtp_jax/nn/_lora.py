@@ -58,7 +58,7 @@ def lora[M: nnx.Module](
             name. By default, all projections are targeted, except those with the usual names of heads and embeddings.
         dropout: the fraction of an adapter's input that is dropped in `gtp_jax.train_step` and `loss_and_gradients`,
             with different random bits in each step and microbatch. In other calls, nothing is dropped. In a `Dense`,
-            and in local view, each rank draws its own bits, so results differ between meshes.
+            and in local view, the bits also differ between ranks, so results differ between meshes.
         recipe: the recipe, which decides which weights are frozen as codes; see `freeze`.
         rngs: the random streams; only the stream `params` is used.
 

@@ -293,7 +293,7 @@ class Weight(abc.ABC):
             length: the number of layers of the stack that contains the weight; `None` outside stacks.
 
         Raises:
-            ValueError: if the recipe in scope has patterns, but the weight does not know its path in the model.
+            ValueError: if the recipe in scope has patterns, but the weight's path in the model is unknown.
         """
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
