@@ -77,8 +77,8 @@ def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
     layout = variable.get_metadata()["layout"]
     raise ValueError(
         f"the loss reads the array of a weight of shape {layout.shape} in a step with `reduce_over_dp='last'`. "
-        "Such a step differentiates with respect to whole shards and puts placeholders in place of stored arrays, so a "
-        "loss cannot read them. Use `reduce_over_dp='each'`."
+        "Such a step differentiates with respect to whole shards and replaces the stored arrays with placeholders, so "
+        "a loss cannot read them. Use `reduce_over_dp='each'`."
     )
 
 

@@ -45,8 +45,8 @@ class Stack(StackedLayers):
     In global view, layers compute on global arrays: batch statistics are those of the whole batch, and the masks of
     `nnx.Dropout` are the same as without a mesh. Layers that derive from `gtp_jax.nn.Layer` are an exception: each of
     their calls opens a `shard_map`, in which `local` computes on a rank's own part. All layers share one `shard_map` if
-    they have no variables other than parameters, frozen weights and caches, if the call has no shared inputs, and if
-    the output of a layer is partitioned like its input.
+    they have no variables other than parameters, frozen weights and caches, if no shared input contains an array, and
+    if the output of a layer is partitioned like its input.
 
     Args:
         factory: a function that makes one layer, called as `factory(rngs=...)`. The layer maps activations to

@@ -89,9 +89,10 @@ def diagnose(
     compiled at most twice.
 
     Raises:
-        ValueError: if `view` is neither 'global' nor 'local'; if the number of rows is not a multiple of the number of
-            ranks that shard the batch, or differs between leaves; if the batch holds an empty array, a list of numbers
-            or no array with rows; if the state's arrays were donated to a step, or the state has no values.
+        ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; if the number of rows
+            is not a multiple of the number of ranks that shard the batch, or differs between leaves; if the batch holds
+            an empty array, a list of numbers or no array with rows; if the state's arrays were donated to a step, or
+            the state has no values.
         TypeError: if `loss` is not callable.
     """
     check_loss(loss)
