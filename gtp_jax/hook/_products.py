@@ -64,7 +64,7 @@ Array = jax.Array | SlottedWeight
 # A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input
 # features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
-# A function that may compute a product with a weight in another way than the jaxpr. Its arguments are the weight as a
+# A function that may compute a product with a weight differently from the jaxpr. Its arguments are the weight as a
 # factor, a function `f(times, x, view)`, `x`, and the view of the weight. `f` computes the product, given a `Times`.
 # The result is that of `f` for some `Times`, or `None` to compute the product as the jaxpr does.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]

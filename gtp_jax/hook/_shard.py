@@ -160,7 +160,7 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) ->
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
     if remat in OFFLOADED:
         raise ValueError(
-            f"`remat` is {remat!r}, which moves saved activations to the host. `gtp_jax.Stack` supports that, "
+            f"`remat` is {remat!r}, which moves saved activations to the host. `gtp_jax.Stack` supports that; "
             f"`gtp_jax.shard` does not. Use {OFFLOADED[remat]!r}, which saves the same activations on the device."
         )
     if remat not in REMAT:

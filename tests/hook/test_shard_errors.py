@@ -59,7 +59,7 @@ CASES = {
     "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
     "remat of a stack": (
         lambda: gtp.shard(make(), remat="offload-matmuls"),
-        "`remat` is 'offload-matmuls', which moves saved activations to the host. `gtp_jax.Stack` supports that, "
+        "`remat` is 'offload-matmuls', which moves saved activations to the host. `gtp_jax.Stack` supports that; "
         "`gtp_jax.shard` does not. Use 'matmuls', which saves the same activations on the device.",
     ),
     "min_size": (lambda: gtp.shard(make(), min_size=0), "`min_size` is 0"),
