@@ -426,7 +426,7 @@ REFUSED = {
     ),
     "layers stacked by hand": (
         lambda: create(StackedByHand, gtp=2),
-        r"scales layers by .* shape \(3, 16, 16\), with more .* than the weight of one layer\. Stack .*, or use `gtp_jax.FP8",
+        r"scales layers by .* \(3, 16, 16\), with more .* the weight of one layer\. Stack .*, or use `gtp_jax.FP8",
     ),
     "a state made without the recipe": (
         lambda: stepped(None, RECIPE),
