@@ -143,7 +143,7 @@ def _difference(one: np.ndarray, other: np.ndarray) -> float:
     Positions where both arrays are NaN count as equal. If only one of them is NaN at a position, returns infinity. For
     integers and booleans, returns 0 if the arrays are equal, otherwise 1.
     """
-    if not np.issubdtype(one.dtype, np.floating):
+    if not jnp.issubdtype(one.dtype, jnp.floating):  # which bfloat16 is
         return float(not np.array_equal(one, other))
     if not np.array_equal(np.isnan(one), np.isnan(other)):
         return float("inf")

@@ -59,17 +59,20 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
                 f"losses, number of tokens); it returned {_described(returned)}."
             )
         returned, aux = returned
-    if isinstance(returned, tuple) and len(returned) == 2 and all(jnp.shape(v) == () for v in returned):
+    if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
         number = wide(_number(jnp.asarray(returned[1])))
         return Returned(wide(_float(returned[0])), number, _arrays(aux))
-    whole: Any = returned
-    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(whole)) or jnp.shape(whole) != ():
+    if not _is_scalar(returned):
         raise TypeError(
             "`loss` must return a scalar, such as a mean; or two scalars, (sum of token losses, number of tokens), "
             "such as `gtp_jax.cross_entropy(logits, targets)`, whose quotient a step takes over the whole batch. "
             f"It returned {_described(returned)}. If it returns more than its loss, pass `has_aux=True`."
         )
     return Returned(wide(_float(returned)), None, _arrays(aux))
+
+
+def _is_scalar(returned: Any) -> bool:
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(returned)) and jnp.shape(returned) == ()
 
 
 def _called(loss: Loss, model: Any, batch: Tree) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 
 from .._foreign import brief
@@ -139,7 +140,7 @@ def train_step(
     check_loss(loss)
     check_optimizer(optimizer)
     check_microbatches(microbatches)
-    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a finite number above 0, or `None` for no limit."
         )
@@ -266,6 +267,10 @@ def _metrics(computed: Computed, state: TrainState, view: View, has_aux: bool) -
         roles = state.model_def.roles
         found["tokens"] = _token_count(computed.tokens, roles) if view == "local" else computed.tokens
     return {**found, "aux": computed.aux} if has_aux else found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *args: Any) -> dict[str, Any]:

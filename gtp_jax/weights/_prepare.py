@@ -306,7 +306,8 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
         if isinstance(group.wire, Format) and layers.stack is not None and not group.frozen
     ]
     if not counts:
-        own = {group.wire.name for group in groups.values() if group.wire is not None and not group.frozen}
+        trained = [group.wire for group in groups.values() if group.wire is not None and not group.frozen]
+        own = {wire.name for wire in trained if not isinstance(wire, Format)}
         if own:
             raise ValueError(
                 f"`pregathered_layers` is {pregathered_layers!r}, but weights are sent in {', '.join(sorted(own))}, "

@@ -129,6 +129,14 @@ WITHOUT_A_MESH = {
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=0),
         "`max_grad_norm` is 0; it must be a finite number above 0, or `None` for no limit",
     ),
+    "clipping by a text": (
+        lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=cast(Any, "1")),
+        "`max_grad_norm` is '1'; it must be a finite number above 0",
+    ),
+    "microbatches True": (
+        lambda: gtp.train_step(next_token_loss, optax.sgd(1), microbatches=True),
+        "`microbatches` is True; it must be a whole number of at least 1",
+    ),
     "experts": (
         lambda: dataclasses.replace(TINY, num_experts=-1),
         "`num_experts` is -1; it must be a whole number, 0 for an MLP",
@@ -330,6 +338,8 @@ def test_loss_returns_a_scalar_or_a_sum_and_a_number():
         step_on(lambda model, batch: jnp.sum(model(batch["tokens"]), -1), 8, 4)
     with pytest.raises(TypeError, match=message + r"tuple of shapes \(\(8, 4\), \(\)\)"):
         step_on(lambda model, batch: (jnp.sum(model(batch["tokens"]), -1), jnp.ones(())), 8, 4)
+    with pytest.raises(TypeError, match=message + r"tuple of shapes \(\(\(\), \(\)\), \(\)\)\. If it returns more"):
+        step_on(lambda model, batch: ((mean(model, batch), jnp.ones(())), jnp.ones(())), 8, 4)
     with pytest.raises(
         TypeError, match=r"with `has_aux=True`, `loss` must return a pair \(loss, aux\).*of shapes \(\)"
     ):

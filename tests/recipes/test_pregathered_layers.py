@@ -4,6 +4,7 @@ result."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -148,6 +149,10 @@ def test_what_cannot_be_pregathered_is_refused():
         lowered(gtp.BF16(), 2, 1)
     with pytest.raises(ValueError, match="`pregathered_layers` is 1, but no layers of a `Stack` are sent as codes"):
         lowered(gtp.NVFP4(high_precision_first=1, high_precision_last=LAYERS - 1), 1, 1)
+    loss = lambda model, x: jnp.mean(model(x))  # noqa: E731
+    with scope(dict(gtp=2)), pytest.raises(ValueError, match="is 1, but no layers of a `Stack` are sent as codes"):
+        state = gtp.TrainState.create(gtp.init(lambda rngs: gtp.Dense(64, 64, rngs=rngs), nnx.Rngs(0)), optax.sgd(1.0))
+        gtp.train_step(loss, optax.sgd(1.0), recipe=gtp.NVFP4(), pregathered_layers=1).lower(state, jnp.ones((2, 64)))
 
 
 def test_more_layers_than_a_stack_has_are_not_pregathered():

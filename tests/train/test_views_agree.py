@@ -119,6 +119,8 @@ def test_check_names_the_first_tensor_that_differs():
         assert errors.keys() == {"loss", "gradient layer.kernel"} and max(errors.values()) < 1e-6
         on_mesh = jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), jax.P("gtp")))
         assert gtp.check(loss, right, on_mesh, microbatches=2) == errors
+        narrow = lambda rngs: gtp.Dense(8, 8, dtype="bfloat16", param_dtype="bfloat16", rngs=rngs)  # noqa: E731
+        assert gtp.check(loss, narrow, x, tolerance=0.03)["gradient kernel"] < 0.03
         with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
             gtp.check(loss, wrong, x)
         with pytest.raises(ValueError, match="the loss is nan on the mesh, so there is nothing to compare"):
