@@ -16,6 +16,7 @@ from ._amax import hadamard_amax, multi_amax
 from ._implementation import Implementation, runs_native
 from ._operand import operand_amax, rounded_weight, rows_of, values_of
 from ._quantize import quantize
+from ._save import save_for_backward
 from ._scaled import fits, scaled_product
 from ._slot import SlottedWeight, refuse_second_derivative, values_and_slot
 
@@ -100,6 +101,8 @@ def _forward(
         x.dtype,
         scaled,
     )
+    if scaled:  # unlike a `dot_general`, which policies know
+        y = save_for_backward(y)
     x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
 

@@ -1,11 +1,13 @@
 """Matmuls in block formats multiply what the oracle says the operands are rounded to, in exact products."""
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gtp_jax as gtp
+from gtp_jax.chain import with_remat
 from gtp_jax.formats import MXFP8, NVFP4, NVFP4_1D, Operands
 from gtp_jax.ops import linear_blocks, power_of_two_amax
 
@@ -188,3 +190,13 @@ def test_gradients_rounded_stochastically_are_right_on_average_and_repeat_with_t
     exact = np.asarray(g) @ np.asarray(w)
     alone = np.linalg.norm(found[0] - exact)
     assert np.linalg.norm(found.mean(0) - exact) < 0.25 * alone  # 1/8 for independent errors without a bias
+
+
+def test_where_codes_are_multiplied_the_policy_matmuls_saves_the_product_too(block_scales, capsys):
+    def product(x, w):
+        return jnp.tanh(linear_blocks(x, w, KEY, gtp.MXFP8(matmuls=True).operands, implementation="native"))
+
+    x, weight = jnp.ones((64, 96), jnp.bfloat16), jnp.ones((32, 96), jnp.bfloat16)
+    jax.ad_checkpoint.print_saved_residuals(with_remat(product, "matmuls"), x, weight)
+    saved = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line and "constant" not in line]
+    assert [line.split()[0] for line in saved] == ["bf16[64,32]"]
