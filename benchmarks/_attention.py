@@ -50,8 +50,8 @@ def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batc
     too_many = [n for n in documents if n > 1 and (n - 1) * _short(seq) >= seq]
     if too_many:
         raise ValueError(
-            f"`documents` contains {too_many[0]}, but a row of {seq} tokens fits fewer than {_short_documents(seq) + 1}. "
-            "Use smaller numbers, or a larger `seq`."
+            f"`documents` contains {too_many[0]}, but a row of {seq} tokens has room for at most "
+            f"{_short_documents(seq)} documents. Use smaller numbers, or a larger `seq`."
         )
     shapes = [
         (batch, seq, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)

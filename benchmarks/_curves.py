@@ -196,7 +196,7 @@ def slowest_first(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def gpus_of(environment: Mapping[str, str], platform: str, count: int) -> list[str]:
-    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES; empty on CPUs."""
+    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES; an empty list on a CPU."""
     if platform not in ("gpu", "cuda"):
         return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -91,8 +91,8 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
         flags = before.get(row["name"], row)["flags"]
         if flags != row["flags"]:
             raise ValueError(
-                f"the saved run started {row['name']} with {' '.join(flags)}, but this run uses "
-                f"{' '.join(row['flags'])}. Use the same flags."
+                f"the saved run started {row['name']} with {' '.join(flags) or 'no flags'}, but this run uses "
+                f"{' '.join(row['flags']) or 'none'}. Use the same flags."
             )
     differences = []
     for row in now["contenders"]:

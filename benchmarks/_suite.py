@@ -24,10 +24,11 @@ class SuiteOptions:
         machine: the name of this machine.
         environment: the environment of the contenders' processes.
         rounds: how often each contender runs.
-        contenders: words of the names of the contenders that take part; all contenders if empty.
+        contenders: entries that select contenders, as in `SuiteWorkload.chosen`; all if empty.
         steps: the number of steps timed per round; `None` for the number in the table.
         timeout_s: the seconds that one process may take, including its start and compilation.
-        within_s: the seconds for the whole suite. A process that is still running then is ended without a result.
+        within_s: the time limit of the whole suite, in seconds. A process that is still running when it is reached is
+            ended without a result. A run is not started if the time left is no more than its longest earlier run.
         slower: the fraction by which a rival may be slower than the fastest of its kind in the first round and still
             run again; `None` to run all rivals again.
         torch_python: the interpreter that has PyTorch.

@@ -2,7 +2,7 @@
 
 Every linear layer except the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in
 E5M2 (`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` also leaves embedding and head in high
-precision. Experts use torchao's grouped FP8 matmul, which has one scale per row with either scaling; their router
+precision. Experts use torchao's grouped FP8 matmul, which always has one scale per row; their router
 is not in FP8.
 """
 

@@ -58,7 +58,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.work
         fused = self.qkv(x)
-        # over tp, each rank's part of the fused kernel is used for its own heads: the same model with permuted columns
+        # over tp, each rank uses its part of the fused kernel for its own heads; this is the same model with the output
+        # features permuted
         heads, kv_heads = work.num_heads // work.tp * work.head_dim, work.num_kv_heads // work.tp * work.head_dim
         q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in fused.split([heads, kv_heads, kv_heads], dim=-1))
         if work.qk_norm:

@@ -315,8 +315,9 @@ def options(work: Workload, *, platform: str, combine: bool, of_gtp: bool) -> di
         work: the sizes.
         platform: the platform of the compiled step.
         combine: whether to combine the collectives of a layer.
-        of_gtp: whether to use the options that gtp_jax sets, except those for combining collectives. gtp_jax orders the
-            collectives of layers itself and lets XLA combine as many as possible; here, this depends on `combine`.
+        of_gtp: whether to use the options that gtp_jax sets, except those for combining collectives: `combine` decides
+            about these. gtp_jax lets XLA combine as many collectives as possible, because it keeps those of different
+            layers apart itself.
     """
     ours = compile_options(platform, tp=work.tp) if of_gtp else {}
     return {

@@ -109,8 +109,7 @@ def main() -> None:
         step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
 
         def sharded(rngs: nnx.Rngs) -> Llama:
-            # in a loop over microbatches, the last gathered weights would be kept for every iteration
-            return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat, keep_last=work.microbatches == 1)
+            return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat)
 
         placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
         if args.target:

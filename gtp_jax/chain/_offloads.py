@@ -47,7 +47,7 @@ def offloads_recorded() -> Iterator[list[Moved]]:
 
 
 def record_offload(source: str, x: Any, arrays: list[jax.Array], inputs: int) -> None:
-    """If `offloads_recorded` is in scope, adds to its list an entry for one layer.
+    """If `offloads_recorded` is in scope, adds an entry for one layer to its list.
 
     Args:
         source: the name of the module that the layer belongs to.

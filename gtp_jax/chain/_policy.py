@@ -48,10 +48,10 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
 
     - `nothing`: saves only the input; the forward pass is run again. Without offloading, this policy uses the least
       memory. As with every policy, the choices of experts are saved (`ops.save_routing`).
-    - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls and of fused attention. Partial
-      products are summed over tp first. Where a norm or attention needs only a value computed from an output, that
-      value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of activations over tp
-      are run again.
+    - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls without batch dimensions, and of
+      fused attention. Partial products are summed over tp first. Where a norm or attention needs only a value computed
+      from an output, that value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of
+      activations over tp are run again.
     - `activations`: saves what `matmuls` saves, and those inputs of matmuls that an activation function computed
       (`ops.save_activation`), so that they are not recomputed. This costs one number per row and hidden feature.
     - `everything`: saves all that backward needs. At most, gathers of activations over tp are run again.
@@ -65,6 +65,6 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
         raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(REMAT)}.")
     if remat == "everything":
         return function
-    # Callers separate backward from forward by barriers of their own ([Note: ties]). Those of `prevent_cse` would only
+    # Callers separate backward from forward with barriers of their own ([Note: ties]). Those of `prevent_cse` would only
     # prevent fusion.
     return jax.checkpoint(function, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=False)

@@ -19,9 +19,9 @@ class Schedule:
         unroll: the number of a stack's layers in one loop body; `"full"` unrolls all layers, which runs fastest.
         keep_gathered: the number of layers, counted from the end of the chain, that keep their gathered weights for
             backward, or `"all"`; the other layers gather again. If no layer of the chain runs in a loop, the other
-            layers keep what they cast and joined for sending, in bfloat16 two bytes for each parameter that a rank
-            holds, so that they do not have to cast and join shards again; with `0`, they keep nothing. `"auto"`, the
-            default, keeps the last layer's gathered weights, because its backward directly follows its forward. If no
+            layers keep what they cast and joined for sending, so that they do not have to cast and join shards again.
+            In bfloat16, this takes two bytes for each parameter that a rank holds. With `0`, they keep nothing.
+            `"auto"`, the default, keeps the last layer's gathered weights, because its backward directly follows its forward. If no
             weight of the chain is communicated or decoded and `unroll` is `"full"`, it keeps those of all layers,
             because gathering again would only cast and join the same shards again.
     """

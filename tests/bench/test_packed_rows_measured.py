@@ -39,4 +39,7 @@ def test_the_command_prints_and_writes_what_it_measured(capsys, tmp_path):
 
 def test_more_documents_than_a_row_has_room_for_are_refused(capsys):
     assert main(["bench", "attention", "--documents", "128", "129"]) == 2
-    assert "`documents` contains 129, but a row of 128 tokens fits fewer than 129" in capsys.readouterr().err
+    assert (
+        "`documents` contains 129, but a row of 128 tokens has room for at most 128 documents"
+        in capsys.readouterr().err
+    )
