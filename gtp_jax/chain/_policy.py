@@ -65,6 +65,6 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
         raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(REMAT)}.")
     if remat == "everything":
         return function
-    # Callers separate backward from forward with barriers of their own ([Note: ties]). Those of `prevent_cse` would only
-    # prevent fusion.
+    # Callers separate backward from forward with barriers of their own ([Note: ties]). Those of `prevent_cse` would
+    # only prevent fusion.
     return jax.checkpoint(function, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=False)

@@ -21,9 +21,9 @@ class Schedule:
             backward, or `"all"`; the other layers gather again. If no layer of the chain runs in a loop, the other
             layers keep what they cast and joined for sending, so that they do not have to cast and join shards again.
             In bfloat16, this takes two bytes for each parameter that a rank holds. With `0`, they keep nothing.
-            `"auto"`, the default, keeps the last layer's gathered weights, because its backward directly follows its forward. If no
-            weight of the chain is communicated or decoded and `unroll` is `"full"`, it keeps those of all layers,
-            because gathering again would only cast and join the same shards again.
+            `"auto"`, the default, keeps the last layer's gathered weights, because its backward directly follows its
+            forward. If no weight of the chain is communicated or decoded and `unroll` is `"full"`, it keeps those of
+            all layers, because gathering again would only cast and join the same shards again.
     """
 
     prefetch: bool = True

@@ -22,8 +22,9 @@ from ._movement import own_part
 from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import path_of
-from ._placement import Placement, placement_of
+from ._placement import Placement
 from ._scope import hook_is_off
+from ._shards import on_parts, refuse_shards
 from ._step import run
 from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_weights, take, walking
@@ -71,7 +72,7 @@ def call_unit(
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
     if hook_is_off():
-        _refuse_shards(unit, nodes)
+        refuse_shards(unit, nodes)
         return method(unit, *args, **kwargs)
     _refuse_stripped(unit, nodes, placements)
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
@@ -105,7 +106,7 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     _refuse_parts(holder)
     variables = own_variables(holder)
     if hook_is_off():
-        _refuse_shards(holder, variables)
+        refuse_shards(holder, variables)
         return method(holder, *args, **kwargs)
     _refuse_stripped(holder, variables, placements)
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
@@ -147,15 +148,10 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
         )
 
 
-def _on_parts() -> bool:
-    """Returns whether each rank computes on its own parts of arrays: in local view, on a mesh."""
-    return current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
-
-
 def _refuse_parts(owner: nnx.Module) -> None:
     """In local view, raises an error if a module, or one within it, has a variable that is partitioned by its author's
     annotation but that no call gathers. Each rank would compute with only its part of the variable."""
-    for path, variable in nnx.iter_graph(owner) if _on_parts() else ():
+    for path, variable in nnx.iter_graph(owner) if on_parts() else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
                 f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
@@ -163,19 +159,6 @@ def _refuse_parts(owner: nnx.Module) -> None:
                 "`min_size` of `gtp_jax.shard`, `specs` leaves it whole, or it is not a floating-point `nnx.Param`. In "
                 f"local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
                 "Pass a smaller `min_size`, leave it out of `specs`, or use the global view."
-            )
-
-
-def _refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
-    """In local view, raises an error if any of a module's weights is sharded, for a call that gathers none. Each rank
-    would compute with its shard."""
-    for path, node in nodes.items() if _on_parts() else ():
-        placement = placement_of(node)
-        if placement is not None and placement.gathered:
-            raise ValueError(
-                f"`gtp_jax.without_hook` is in scope in local view, where nothing else gathers the weight "
-                f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
-                f"shape {node.get_raw_value().shape}. Use the global view, or call the model without `without_hook`."
             )
 
 

@@ -8,7 +8,7 @@ import jax
 
 from ..recipes import Recipe, current_recipe
 
-_off = jax.make_user_context(default_value=False)
+_off = jax.make_user_context(default_value=None)
 _recipe_of_step = jax.make_user_context(default_value=None)
 
 
@@ -20,12 +20,23 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
     where XLA gathers nothing, calls are refused. The setting is part of the cache key of `jax.jit`. The context also
     works as a decorator.
     """
-    return _off(True)
+    return _off("by the user")
+
+
+def within_unit() -> contextlib.AbstractContextManager[None]:
+    """Returns a context for the code of a unit, whose weights, and those of the modules within it, are gathered. Calls
+    of these modules are ordinary calls."""
+    return _off("within a unit")
 
 
 def hook_is_off() -> bool:
-    """Returns whether `without_hook` is in scope."""
-    return _off.value
+    """Returns whether `without_hook` or `within_unit` is in scope."""
+    return _off.value is not None
+
+
+def is_within_unit() -> bool:
+    """Returns whether `within_unit` is in scope."""
+    return _off.value == "within a unit"
 
 
 def recipe_of_step(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:

@@ -35,6 +35,7 @@ from ..weights import ModulePath
 from ._call import Placements, lies, stripped
 from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
 from ._placement import Placement, place, placed, placement_of, shards_of
+from ._shards import refuse_read
 from ._unit import Holder, Unit, kind_of, make, methods_of
 
 # A value of `specs`: the partition in which a weight is stored; `None` for a weight that stays whole.
@@ -365,6 +366,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
         stored = tuple(placement.stored)
         names = tuple(tuple(map(str, path)) for path in paths)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
+        variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
         variable.set_metadata(eager_sharding=None)  # so that `nnx.use_eager_sharding` decides for the optimizer
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
@@ -378,6 +380,12 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
     if placement is not None:
         value = jax.tree.map(lambda array: _padded(array, placement), value)
     variable.set_raw_value(jax.tree.map(lambda array: _on_mesh(array, spec), value))
+
+
+def _with_refusal(hooks: Any) -> tuple[Any, ...]:
+    """Returns the hooks of a variable for reading, with `refuse_read` as the first."""
+    own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
+    return (refuse_read, *(hook for hook in own if hook is not refuse_read))
 
 
 def _padded(value: Any, placement: Placement) -> Any:

@@ -21,7 +21,7 @@ from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_o
 from ._path import path_of
 from ._placement import Placement
 from ._products import Multiply, Views, evaluate, values_of
-from ._scope import without_hook
+from ._scope import within_unit
 from ._ties import is_float
 
 
@@ -146,7 +146,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         given = [next(own) if is_node(leaf) else leaf for leaf in given]
         args, kwargs = jax.tree.unflatten(tree, given)
         before = _Before(originals, _graph_of(merged))
-        with without_hook():  # the weights of units within this unit are gathered already
+        with within_unit():
             result = original(merged[0], *args, **kwargs)
         arrays, rebuild = before.taken_apart(result)
         quantized = {id(weights[i]): i for i, form in enumerate(formats) if form is not None}

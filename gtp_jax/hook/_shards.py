@@ -1,0 +1,52 @@
+"""Refuses code that would compute with a rank's shard of a weight as if it were the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..mesh import current_view
+from ..weights import ModulePath
+from ._choice import name_of
+from ._path import path_of
+from ._placement import placement_of
+from ._scope import is_within_unit
+
+
+def on_parts() -> bool:
+    """Returns whether each rank computes on its own parts of arrays: in local view, on a mesh."""
+    return current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
+
+
+def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
+    """In local view, raises an error if any of a module's weights is sharded, for a call under `without_hook`, which
+    gathers none."""
+    for path, node in nodes.items() if on_parts() and not is_within_unit() else ():
+        placement = placement_of(node)
+        if placement is not None and placement.gathered:
+            raise ValueError(
+                f"`gtp_jax.without_hook` is in scope in local view, where nothing else gathers the weight "
+                f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
+                f"shape {node.get_raw_value().shape}. Use the global view, or call the model without `without_hook`."
+            )
+
+
+def refuse_read(variable: nnx.Variable, value: Any) -> Any:
+    """Returns the value that code reads from the variable of a sharded weight; Flax calls this as `on_get_value`.
+
+    Raises:
+        ValueError: in local view, if the weight is not gathered, so that the value is a rank's shard.
+    """
+    if on_parts() and not is_within_unit():
+        placement = placement_of(variable)
+        if placement is not None and placement.gathered:
+            raise ValueError(
+                f"the weight {name_of(path_of(variable))} is read in local view outside of a call that gathers it: "
+                f"each rank would compute with its shard, of shape {variable.get_raw_value().shape}. If a method of a "
+                "module reads it, name the method in `methods` of `gtp_jax.shard`; otherwise use the global view, or "
+                "`get_raw_value()` for the shard itself."
+            )
+    return value
