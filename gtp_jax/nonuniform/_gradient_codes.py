@@ -1,8 +1,9 @@
 """Sends gradients between replicas as MXFP8 codes, if a recipe exchanges gradients in MXFP8 (`grad_wire`).
 
-A replica rounds its gradient once, in blocks of 32 along the last dimension of the stored array. Its codes and scales
-move to the core, which exchanges them over replicas. There, each rank decodes its part of every replica's gradient and
-adds these parts up in float32, so sums are not rounded to codes. See [Note: error] in `gtp_jax/weights/_exchange.py`.
+A replica rounds its gradient once, in blocks of 32 along the last dimension of the stored array, or along the one
+before it if devices do not store whole blocks of the last. Its codes and scales move to the core, which exchanges them
+over replicas. There, each rank decodes its part of every replica's gradient and adds these parts up in float32, so sums
+are not rounded to codes. See [Note: error] in `gtp_jax/weights/_exchange.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ Codes = tuple[jax.Array, jax.Array]
 
 def coded_leaves(
     wanted: Collection[int], core: ModelDef, params: Tree, plan: FaultPlan, replicas: Sequence[ModelDef]
-) -> frozenset[int]:
+) -> dict[int, int]:
     """Returns the leaves whose gradients can travel as codes: those that all axes of the core divide, and whose blocks
-    neither the core nor a replica cuts.
+    along one of the last two dimensions neither the core nor a replica cuts. Returns, by the number of the leaf, that
+    dimension: the last one, if it may be.
 
     Args:
         wanted: the numbers of the leaves to choose from.
@@ -48,49 +50,55 @@ def coded_leaves(
         plan: the plan.
         replicas: the definition of the model in each replica.
     """
-    found = set(wanted)
+    dims = {number: [-1, -2] for number in wanted}
     of_core = {DP: len(plan.replicas), GTP: plan.gtp, TP: plan.core_tp}
     needed = {DP, *(axis for axis, size in of_core.items() if size > 1)}
     for replica, model_def in zip(plan.replicas, replicas, strict=True):
         sides = of_core, {DP: 1, GTP: plan.gtp, TP: replica.tp}
-        for number, leaf in enumerate(leaf_specs(core, params, model_def)):
-            shapes = leaf.core_shape, leaf.replica_shape
-            widths = [_width(*one) for one in zip(shapes, (leaf.core, leaf.replica), sides, strict=True)]
-            widths += leaf.shape[-1:]
-            if len(leaf.shape) < 2 or not needed <= axes_of(leaf.core) or any(width % _BLOCK for width in widths):
-                found.discard(number)
-    return frozenset(found)
+        leaves = leaf_specs(core, params, model_def)
+        for number, left in dims.items():
+            leaf = leaves[number]
+            if len(leaf.shape) < 2 or not needed <= axes_of(leaf.core):
+                dims[number] = []
+                continue
+            stored = zip((leaf.core_shape, leaf.replica_shape), (leaf.core, leaf.replica), sides, strict=True)
+            parts = [leaf.shape, *(_part(*one) for one in stored)]
+            dims[number] = [dim for dim in left if not any(part[dim] % _BLOCK for part in parts)]
+    return {number: left[0] for number, left in dims.items() if left}
 
 
-def _width(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[Any, int]) -> int:
-    """Returns the part of the last dimension that a device stores; 0 for a scalar."""
-    return shape_of(box_of(shape, spec, sizes, dict.fromkeys(sizes, 0)))[-1] if shape else 0
+def _part(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[Any, int]) -> tuple[int, ...]:
+    """Returns the shape of the part that a device stores."""
+    return shape_of(box_of(shape, spec, sizes, dict.fromkeys(sizes, 0)))
 
 
-def sent_back(leaves: Sequence[LeafSpecs], coded: Collection[int]) -> list[LeafSpecs]:
-    """Returns the arrays that travel for these gradients: codes and scales for those that are coded."""
+def sent_back(leaves: Sequence[LeafSpecs], coded: Mapping[int, int]) -> list[LeafSpecs]:
+    """Returns the arrays that travel for these gradients: codes and scales for those that are coded, along the given
+    dimensions."""
     found = []
     for number, leaf in enumerate(leaves):
         if number not in coded:
             found.append(leaf)
             continue
         byte = np.dtype(np.uint8)
-        scales = {
-            name: (*shape[:-1], shape[-1] // _BLOCK)
-            for name in ("shape", "core_shape", "replica_shape")
-            for shape in [getattr(leaf, name)]
+        shapes = {
+            name: _of_scales(getattr(leaf, name), coded[number]) for name in ("shape", "core_shape", "replica_shape")
         }
-        found += [dataclasses.replace(leaf, dtype=byte), dataclasses.replace(leaf, dtype=byte, **scales)]
+        found += [dataclasses.replace(leaf, dtype=byte), dataclasses.replace(leaf, dtype=byte, **shapes)]
     return found
 
 
-def encoded(gradient: jax.Array, sharding: NamedSharding) -> Codes:
-    """Returns the codes of a gradient that is sharded in whole blocks."""
+def _of_scales(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return tuple(size // _BLOCK if d == len(shape) + dim else size for d, size in enumerate(shape))
+
+
+def encoded(gradient: jax.Array, sharding: NamedSharding, dim: int) -> Codes:
+    """Returns the codes of a gradient that is sharded in whole blocks along a dimension: -1 or -2."""
 
     def local(gradient: jax.Array) -> Codes:
-        found = quantize(gradient.astype(jnp.float32), MXFP8)
+        found = quantize(jnp.swapaxes(gradient.astype(jnp.float32), dim, -1), MXFP8)
         assert found.scales is not None
-        return found.codes, found.scales
+        return jnp.swapaxes(found.codes, dim, -1), jnp.swapaxes(found.scales, dim, -1)
 
     spec = sharding.spec
     return jax.shard_map(local, in_specs=spec, out_specs=(spec, spec), check_vma=False)(gradient)
@@ -104,8 +112,11 @@ def sum_of_codes(codes: Codes, dim: int, replicas: int) -> jax.Array:
         dim: the dimension that replicas divide.
         replicas: the number of replicas.
     """
+    along = -1 if codes[0].shape[-1] != codes[1].shape[-1] else -2  # a block has more than one element
     each = [lax.all_to_all(a, DP, split_axis=dim, concat_axis=dim, tiled=True) for a in codes]
-    values = dequantize(QuantizedArray(each[0], each[1], None, MXFP8, each[0].shape[-2:]))
+    rows, scales = (jnp.swapaxes(a, along, -1) for a in each)
+    values = dequantize(QuantizedArray(rows, scales, None, MXFP8, (rows.shape[-2], rows.shape[-1])))
+    values = jnp.swapaxes(values, along, -1)
     shape = values.shape
     parts = jnp.reshape(values.astype(jnp.float32), (*shape[:dim], replicas, shape[dim] // replicas, *shape[dim + 1 :]))
     return jnp.sum(parts, axis=dim)

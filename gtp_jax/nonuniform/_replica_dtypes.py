@@ -8,6 +8,7 @@ the optimizer's axes.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,14 +30,15 @@ class ReplicaDtypes(NamedTuple):
         weights: the dtype in which each leaf travels to a replica.
         gradients: the dtype in which each leaf's gradient travels back and is summed over replicas.
         rounded: the modules whose weights travel in a narrower dtype than they are stored in.
-        coded: the numbers of the leaves whose gradients a recipe exchanges in MXFP8. They travel as codes if the
-            replicas and the core store whole blocks (`coded_leaves`), and otherwise as `gradients` says.
+        coded: the leaves whose gradients a recipe exchanges in MXFP8: by their numbers, the dimension along which
+            blocks run. They travel as codes if the replicas and the core store whole blocks (`coded_leaves`), and
+            otherwise as `gradients` says.
     """
 
     weights: tuple[np.dtype, ...]
     gradients: tuple[np.dtype, ...]
     rounded: frozenset[ModulePath]
-    coded: frozenset[int] = frozenset()
+    coded: Mapping[int, int] = {}
 
 
 def replica_dtypes_of(
@@ -66,7 +68,7 @@ def replica_dtypes_of(
         decided[path].append(group)
     numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))), frozen=frozen)
     weights, gradients = ([np.dtype(leaf.dtype) for leaf in leaves] for _ in range(2))
-    rounded, coded = set(), set()
+    rounded, coded = set(), {}
     for path, owner in weight_owners(numbered).items():
         groups = decided[path]
         if groups[0].frozen:
@@ -81,5 +83,5 @@ def replica_dtypes_of(
             if groups[0].divided and reduce_over_dp == "each" and sums.itemsize < stored.itemsize:
                 gradients[number] = sums
             if all(one.reduction == MXFP8 for one in groups):
-                coded.add(number)
-    return ReplicaDtypes(tuple(weights), tuple(gradients), frozenset(rounded), frozenset(coded))
+                coded[number] = -1
+    return ReplicaDtypes(tuple(weights), tuple(gradients), frozenset(rounded), coded)

@@ -144,8 +144,8 @@ class ReplicaStep:
         sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))
         pairs = zip(jax.tree.leaves(found), self._shardings[:-1], strict=True)
         held: list[Any] = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
-        for place in self._coded:
-            held[place] = encoded(held[place], self._shardings[place])
+        for place, dim in self._coded.items():
+            held[place] = encoded(held[place], self._shardings[place], dim)
         return jax.tree.unflatten(self._structure, held), sums
 
     def _cast(self, tree: Tree, dtypes: Sequence[np.dtype]) -> Tree:

@@ -242,8 +242,8 @@ class NonuniformStep:
         wires, gradients = self._wires_of(state), []
         leaves = leaf_specs(state.model_def, state.params, state.model_def, wires.gradients)
         for number, leaf in enumerate(leaves):
-            coded = number in wires.coded
-            arrays = [of(one.core, one.core_shape, one.dtype) for one in sent_back([leaf], {0} if coded else ())]
+            coded = {0: wires.coded[number]} if number in wires.coded else {}
+            arrays = [of(one.core, one.core_shape, one.dtype) for one in sent_back([leaf], coded)]
             gradients.append(tuple(arrays) if coded else arrays[0])
         tree = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
         return tree, [of(PartitionSpec(), x.shape, x.dtype) for x in sums]

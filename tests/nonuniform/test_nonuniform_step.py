@@ -102,8 +102,8 @@ def assert_close(found, wanted, tolerance=1e-12):
     assert found["tokens"] == wanted["tokens"]
 
 
-def assert_replicas_agree(found):
-    assert len(found["weights"]) == STEPS
+def assert_replicas_agree(found, steps=STEPS):
+    assert len(found["weights"]) == steps
     for after in found["weights"]:
         for weights in after[1:]:
             for name, leaf in after[0].items():

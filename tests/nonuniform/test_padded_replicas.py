@@ -121,16 +121,23 @@ def test_adapters_on_padded_codes_train_as_on_one_device(name, x64):
 
 
 @pytest.mark.slow
-def test_gradients_in_mxfp8_are_decoded_from_padded_shards():
-    """64 columns are 2 blocks, and 25 rows are padded: codes travel where blocks are whole."""
-    recipe = gtp.BF16(grad_wire="mxfp8")
-    make = functools.partial(Tiny, features=64, hidden=25, dtype="float32")
-    data = list(batches(14))[:2]
-    plan = gtp.plan_faults(**FOUR_AND_THREE)
-    wanted = train(make, loss, data)
-    found = train(make, loss, data, plan=plan, recipe=recipe)
-    for name, leaf in wanted["gradient"].items():
-        assert np.linalg.norm(found["gradient"][name] - leaf) <= 0.05 * np.linalg.norm(leaf), name
+def test_gradients_of_padded_weights_travel_as_codes_in_whole_blocks():
+    """At degrees 4 and 3, devices store no whole blocks of 32 of 100 hidden features, so blocks run along the 64
+    others, whichever dimension these are."""
+    make = functools.partial(Tiny, features=64, hidden=100, dtype="float32")
+    plan, data = gtp.plan_faults(**FOUR_AND_THREE), list(batches(14))[:2]
+    replicas, _ = padded_on(plan, make)
+    with jax.set_mesh(replicas.core):
+        recipe = gtp.BF16(grad_wire="mxfp8")
+        step = gtp.train_step(loss, optax.sgd(1e-2), view="local", replicas=replicas, recipe=recipe)
+        moved = step.transfers(begin(make, optax.sgd(1e-2)))[0]["fold"].moves
+    coded = {leaf.shape for leaf in moved.leaves if leaf.dtype == np.uint8}
+    assert coded == {(64, 100), (2, 100), (100, 64), (100, 2)}, "codes and scales of gate and up, and of down"
+    found = {name: train(make, loss, data, plan=plan, recipe=own) for name, own in (("", None), ("codes", recipe))}
+    assert_replicas_agree(found["codes"], steps=len(data))
+    for name, leaf in found[""]["gradient"].items():
+        error = np.linalg.norm(found["codes"]["gradient"][name] - leaf) / np.linalg.norm(leaf)
+        assert (1e-3 < error < 0.06) if ".kernel" in name else error < 1e-5, f"{name}: {error:.1e}"
 
 
 def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(tmp_path, x64):
