@@ -73,7 +73,7 @@ def padded_codes(variable: nnx.Variable) -> dict[str, PartLayout]:
     empty for any other variable."""
     metadata = variable.get_metadata()
     layout, frozen = metadata.get("layout"), metadata.get("frozen")
-    if layout is None or frozen is None or frozen.wire is None or layout.array_shape == layout.shape:
+    if layout is None or layout.array_shape == layout.shape or frozen is None or frozen.wire is None:
         return {}
     return layouts_of_codes(layout, frozen.wire)
 

@@ -156,9 +156,9 @@ def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
 
 def _of_metadata(metadata: dict[str, Any]) -> AnyLayout | None:
     layout = metadata.get("array") or metadata.get("layout") or metadata.get("padded")
-    frozen = metadata.get("frozen")
-    as_codes = frozen is not None and frozen.wire is not None  # see `Frozen`
-    return None if layout is None or as_codes or layout.array_shape == layout.shape else layout
+    if layout is None or layout.array_shape == layout.shape:
+        return None
+    return None if getattr(metadata.get("frozen"), "wire", None) else layout  # of codes, see `padded_codes`
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:

@@ -48,7 +48,7 @@ def test_bytes_and_memory_are_those_of_the_arrays():
     assert sum(use.masters > 0 for uses in found.memory for use in uses) == replicas.core.size
     logical = state.logical()
     whole = sum(x.nbytes for x in jax.tree.leaves((logical.params, logical.opt_state)))
-    assert found.even_masters == pytest.approx(whole / replicas.core.size, rel=1e-4)  # but for the count of steps
+    assert found.even_masters == pytest.approx(whole / replicas.core.size, rel=1e-4)  # also divides the count of steps
 
 
 def test_masters_are_close_to_an_even_share_where_a_degree_divides_little():
