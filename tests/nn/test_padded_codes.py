@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        self.embed = gtp.Embed(33, 66, rngs=rngs, **OPTIONS)
+        self.embed = gtp.Embed(32, 66, rngs=rngs, **OPTIONS)
         self.pair = gtp.Dense(66, {"a": 160, "b": 66}, rngs=rngs, **OPTIONS)
         self.wide = gtp.Dense(160, 66, rngs=rngs, **OPTIONS)
         self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
@@ -60,7 +60,7 @@ def loss(model, tokens):
 
 
 def tokens_of(seed, rows=336):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 33, (rows, 6)), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 32, (rows, 6)), jnp.int32)
 
 
 @contextlib.contextmanager
