@@ -151,8 +151,8 @@ def _is_variable(node: Any) -> bool:
 def _layouts(node: Any) -> list[Any]:
     """Returns, for each array of a variable, the layout that its metadata contain, or `None`."""
     metadata = node.get_metadata() if _is_variable(node) else {}
-    layout, arrays = metadata.get("array") or metadata.get("layout"), with_paths(node)
-    value = None if layout is None else node.get_raw_value()
+    layout = metadata.get("array") or metadata.get("layout") or metadata.get("padded")
+    arrays, value = with_paths(node), None if layout is None else node.get_raw_value()
     if layout is None or not isinstance(value, QuantizedArray):
         return [layout] * len(arrays)
     of_codes = layouts_of_codes(layout, value.format)

@@ -165,11 +165,11 @@ class ShardedWeight:
     @property
     def bytes(self) -> int:
         """The number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight is
-        not quantized, all its elements in the dtype of the stored array. If a call casts the weight to a narrower dtype
-        before the gather, the gather moves fewer bytes than this."""
+        not quantized, all its elements and padding in the dtype of the stored array. If a call casts the weight to a
+        narrower dtype before the gather, the gather moves fewer bytes than this."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.placement.with_padding(self.shape)) * self.dtype.itemsize
 
 
 def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = ()) -> tuple[ShardedWeight, ...]:

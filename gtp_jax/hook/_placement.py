@@ -57,7 +57,8 @@ class Placement:
         if not self.padding.size:
             return None
         first = 0 if _axes(self.stored, 0) else 1
-        return PaddedLayout(self.shape[first:], self.array_shape[first:], PartitionSpec(*tuple(self.stored)[first:]))
+        spec = PartitionSpec(*tuple(self.stored)[first:])
+        return PaddedLayout(self.shape[first:], self.array_shape[first:], spec, self.shape[:first])
 
     @property
     def gathered(self) -> bool:

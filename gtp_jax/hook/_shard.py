@@ -367,7 +367,8 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
         names = tuple(tuple(map(str, path)) for path in paths)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
         variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
-        variable.set_metadata(eager_sharding=None)  # so that `nnx.use_eager_sharding` decides for the optimizer
+        # `nnx.use_eager_sharding` decides for the optimizer, which refuses a padded weight before it is placed
+        variable.set_metadata(eager_sharding=None if placement.padded is None else False)
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = _annotation(variable) or ()
@@ -491,6 +492,7 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
             parts = "stays whole on every rank" if shards == 1 else f"is divided among only {shards} ranks"
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {ranks} ranks divide none of its "
-                "dimensions. Choose sizes that the degrees divide, or name its partition in `specs` if it is intended.",
+                "dimensions. Choose sizes that the degrees divide, shard the model for a `TrainState` under "
+                "`gtp_jax.even_shares()`, or name its partition in `specs` if it is intended.",
                 stacklevel=3,
             )

@@ -200,8 +200,9 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     placement, coded = weight.placement, weight.coded
     axes = {dim: placement.axes(dim) for dim in range(len(weight.shape))}
     sizes = dict(placement.degrees)
-    stored = tuple(size // placement.parts(dim) for dim, size in enumerate(placement.array_shape))
-    padded = f", padded to {_shape(placement.array_shape)}" if placement.padding.size else ""
+    whole = placement.with_padding(weight.shape)
+    stored = tuple(size // placement.parts(dim) for dim, size in enumerate(whole))
+    padded = f", padded to {_shape(whole)}" if placement.padding.size else ""
     over = [axis for dim in axes for axis in placement.gathered_axes(dim)]
     in_use = math.prod(sizes[axis] for dim in axes for axis in placement.used_axes(dim))
     ranks, dtype = math.prod(sizes[axis] for axis in over), weight.dtype.name

@@ -23,11 +23,13 @@ class PaddedLayout:
         shape: the logical shape, without a leading dimension that is neither sharded nor padded: a loop may slice it.
         array_shape: the shape of the stored array, padding included, without that dimension too.
         spec: the partition spec of the stored array, without that dimension too.
+        ahead: the size of that dimension, in a tuple; empty if there is none.
     """
 
     shape: tuple[int, ...]
     array_shape: tuple[int, ...]
     spec: PartitionSpec
+    ahead: tuple[int, ...] = ()
 
 
 AnyLayout = Layout | ArrayLayout | PartLayout | PaddedLayout

@@ -85,7 +85,8 @@ class _RefuseOptimizer:
 
     def __call__(self, variable: nnx.Variable, value: Any) -> Any:
         layout = _of_metadata(variable.get_metadata())
-        if layout is not None and isinstance(variable, nnx.OptState) and _has_shape(value, layout.array_shape):
+        shapes = () if layout is None else (layout.shape, layout.array_shape)
+        if layout is not None and isinstance(variable, nnx.OptState) and any(_has_shape(value, own) for own in shapes):
             raise _not_updated(layout)
         return value
 
@@ -108,17 +109,21 @@ class RefuseLinen:
         layout = _of_metadata(metadata)
         assert layout is not None
         raise ValueError(
-            f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, which Linen variables do not "
-            "support. Call `init` of `nnx.bridge.to_linen` outside of `gtp_jax.even_shares()`, or under "
-            "`gtp_jax.even_shares(False)`."
+            f"{_padded_to(layout)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` outside "
+            "of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."
         )
+
+
+def _padded_to(layout: AnyLayout) -> str:
+    ahead = layout.ahead if isinstance(layout, PaddedLayout) else ()
+    return f"a weight of shape {(*ahead, *layout.shape)} is stored padded to {(*ahead, *layout.array_shape)}"
 
 
 def _not_updated(layout: AnyLayout) -> ValueError:
     return ValueError(
-        f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}, and an `nnx.Optimizer` or a call "
-        "of `nnx.update` does not know which elements are padding. Train with `gtp_jax.TrainState` and `train_step`, "
-        "or create the model outside of `gtp_jax.even_shares()`."
+        f"{_padded_to(layout)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
+        "padding. Train with `gtp_jax.TrainState` and `train_step`, or create the model outside of "
+        "`gtp_jax.even_shares()`."
     )
 
 

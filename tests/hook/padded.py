@@ -74,12 +74,17 @@ class Model(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """Three blocks with stacked weights, which a scan slices."""
+    """Five layers with stacked weights, which a scan slices."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs, **F64)
-        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64), in_axes=0, out_axes=0)
-        self.layers = make(rngs.fork(split=3))
+
+        @nnx.split_rngs(splits=5)
+        @nnx.vmap
+        def layers(rngs):
+            return nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+
+        self.layers = layers(rngs)
 
     def __call__(self, tokens):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -107,11 +112,11 @@ def on(**degrees: int):
 
 
 def blocks_of(kind: type) -> str:
-    return "blocks.*" if kind is Model else "layers"
+    return "layers" if kind is Stacked else "blocks.*"
 
 
 def sharded(rngs: nnx.Rngs, kind: type = Model, **options: Any) -> nnx.Module:
-    return gtp.shard(kind(rngs), blocks_of(kind), **{"min_size": 64, **options})
+    return gtp.shard(kind(rngs), blocks_of(kind), **{"min_size": 80, **options})
 
 
 def make(kind: type = Model, seed: int = 0, **options: Any) -> nnx.Module:

@@ -1,22 +1,210 @@
-"""Weights that the ranks of `gtp.shard` do not divide are stored padded, and are what they are without a mesh."""
+"""Steps of weights that the ranks of `gtp.shard` do not divide, which are stored padded, are those of one device."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from selection import diagonal
 
 import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
 
-from .padded import MESHES, OPTIMIZERS, Model, Stacked, make, on, same, trained
+from .padded import (
+    F64,
+    LENGTH,
+    MESHES,
+    OPTIMIZERS,
+    WIDTH,
+    Stacked,
+    batches,
+    loss,
+    make,
+    on,
+    padding_of,
+    same,
+    sharded,
+    trained,
+)
+
+# the stored shapes of some weights of `Model` on each mesh, of which the last one has annotations for tp
+SHAPES = {
+    "gtp 7": {
+        "['blocks']['0']['up']['kernel']": (26, 35),
+        "['blocks']['0']['attention']['out']['kernel']": (2, 13, 28),
+    },
+    "gtp 3, dp 2": {"['blocks']['0']['up']['kernel']": (26, 36), "['last']['kernel']": (30, 26)},
+    "gtp 3, tp 2": {"['blocks']['0']['up']['kernel']": (27, 34), "['blocks']['0']['down']['kernel']": (34, 27)},
+}
 
 
-@pytest.mark.parametrize(("mesh", "name"), [(mesh, name) for mesh in MESHES for name in OPTIMIZERS])
-@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize(("mesh", "name", "view"), diagonal(MESHES, OPTIMIZERS, ["global", "local"]))
 def test_steps_of_padded_weights_are_those_of_one_device(mesh, name, view, x64):
     wanted, losses, _ = trained(name)
-    found, own, padded = trained(name, tuple(MESHES[mesh].items()), view=view)
-    print(padded)
+    found, own, shapes = trained(name, tuple(MESHES[mesh].items()), view=view)
+    assert SHAPES[mesh].items() <= shapes.items()
     np.testing.assert_allclose(own, losses, rtol=1e-12)
     same(found, wanted)
+
+
+OPTIONS = {
+    "microbatches": dict(microbatches=2),
+    "sums in float32": dict(shard=(("grad_reduce", "float32"),)),
+    "everything saved": dict(shard=(("remat", "everything"), ("keep_last", False))),
+}
+
+
+@pytest.mark.parametrize(("name", "view"), diagonal(OPTIONS, ["global", "local"]))
+def test_options_do_not_change_steps_of_padded_weights(name, view, x64):
+    wanted, losses, _ = trained("adamw")
+    found, own, _ = trained("adamw", (("dp", 2), ("gtp", 3)), view=view, **OPTIONS[name])
+    np.testing.assert_allclose(own, losses, rtol=1e-12)
+    same(found, wanted)
+
+
+@pytest.mark.parametrize(("mesh", "name", "view"), diagonal(["gtp 7", "gtp 3, dp 2"], OPTIMIZERS, ["local", "global"]))
+def test_steps_of_stacked_weights_that_a_scan_slices_are_those_of_one_device(mesh, name, view, x64):
+    wanted, losses, _ = trained(name, kind=Stacked)
+    found, own, shapes = trained(name, tuple(MESHES[mesh].items()), kind=Stacked, view=view)
+    assert shapes["['layers']['kernel']"] == {"gtp 7": (5, 26, 28), "gtp 3, dp 2": (5, 26, 30)}[mesh]
+    np.testing.assert_allclose(own, losses, rtol=1e-12)
+    same(found, wanted)
+
+
+def test_calls_outside_of_steps_are_those_without_a_mesh(x64):
+    tokens = batches(1)[0]
+    with on(gtp=1):
+        wanted = np.asarray(make()(tokens))
+    with on(gtp=7):
+        model = make()
+        same(model(tokens), wanted)
+        same(nnx.jit(lambda model: jax.vmap(lambda one: model(one[None])[0])(tokens))(model), wanted)
+        same(nnx.remat(lambda model: model(tokens))(model), wanted)
+        same(nnx.clone(model)(tokens), wanted)
+        with gtp.without_hook():
+            same(model(tokens), wanted)
+        with gtp.even_shares(False):
+            same(model(tokens), wanted)
+        assert max(gtp.check(loss, sharded, tokens, tolerance=1e-12).values()) < 1e-12
+
+
+def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x64):
+    x, found = jax.random.normal(jax.random.key(0), (7, LENGTH, WIDTH)), []
+
+    def penalty(state, graph):
+        model = lambda x: jnp.sum(jnp.sin(nnx.merge(graph, state).last(x)))  # noqa: E731
+        return jnp.sum(jax.grad(model)(x) ** 2) + model(x)
+
+    for degree in (1, 7):
+        with on(gtp=degree):
+            graph, state = nnx.split(make())
+            gradient = jax.jit(jax.grad(functools.partial(penalty, graph=graph)))(state)["last"]["kernel"]
+            stored = np.asarray(gradient.get_raw_value())
+            assert stored.shape == ((26, 26) if degree == 1 else (28, 26)) and not stored[26:].any()
+            found.append(np.asarray(gradient[...]))
+    assert np.abs(found[0]).max() > 1
+    same(found[1], found[0])
+
+
+class Writing(nnx.Module):
+    """A block that writes its weight, and a model that writes one of its own, which it stores beside blocks."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+
+        def __call__(self, x):
+            self.linear.kernel[...] = 0.5 * self.linear.kernel[...]
+            return self.linear(x)
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([self.Block(rngs) for _ in range(2)])
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (5, WIDTH), jnp.float64))
+
+    def __call__(self, x):
+        self.scale[...] = self.scale[...] + 1
+        for block in self.blocks:
+            x = block(x * self.scale[2])
+        return x
+
+
+def test_a_weight_that_a_call_writes_is_padded_again(x64):
+    x, found = jax.random.normal(jax.random.key(0), (7, WIDTH)), []
+    for degree in (1, 7):
+        with on(gtp=degree):
+            model = make(Writing)
+            y = nnx.jit(lambda model: model(x))(model)
+            arrays = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(model))]
+            assert [a.shape for a in arrays] == [
+                *[(26,), (26 if degree == 1 else 28, 26)] * 2,
+                (5, arrays[-1].shape[1]),
+            ]
+            found.append(jax.tree.map(np.asarray, (y, model.scale[...], model.blocks[0].linear.kernel[...])))
+            assert not np.asarray(arrays[1])[26:].any() and not np.asarray(arrays[-1])[:, 26:].any()
+    same(found[1], found[0])
+
+
+def test_a_checkpoint_is_logical_and_moves_from_7_to_5_to_8_to_one_device(tmp_path, x64):
+    optimizer, kept, manifests = optax.adamw(1e-2), None, []
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, degree in enumerate((7, 5, 8, 1, 7)):
+            with on(gtp=degree):
+                state = gtp.TrainState.create(make(seed=number), optimizer)
+                if kept is not None:
+                    state, _ = checkpoints.restore(state)
+                    same(state.logical(), kept, 0)
+                    assert not padding_of(state).any()
+                kept = jax.tree.map(np.asarray, state.logical())
+                checkpoints.save(number, state)
+                checkpoints.wait()
+                assert checkpoints.verify() == []
+                manifests.append(checkpoints.manifest()["leaves"])
+        assert all(one == manifests[0] for one in manifests), "shapes and digests do not depend on the mesh"
+        stored = checkpoints.arrays(4)["params/last/kernel"]
+        assert stored.shape == (26, 26)
+        same(stored.read(0, 26), kept.params["last"]["kernel"], 0)
+
+
+def test_an_nnx_state_is_saved_in_logical_shapes(tmp_path, x64):
+    with Checkpoints(tmp_path) as checkpoints:
+        with on(gtp=7):
+            model = make()
+            wanted = np.asarray(model.last.kernel[...]), np.asarray(model.positions[...])
+            checkpoints.save(0, nnx.state(model))
+            checkpoints.wait()
+        with on(gtp=5):
+            other = make(seed=1)
+            state, _ = checkpoints.restore(nnx.state(other))
+            nnx.update(other, state)
+            same((other.last.kernel[...], other.positions[...]), wanted, 0)
+
+
+def test_adapters_beside_padded_weights_train_as_on_one_device(x64):
+    found, tokens = [], batches(1)[0]
+    for degrees in (dict(gtp=1), dict(gtp=7)):
+        with on(**degrees):
+            model = gtp.lora(make(), 2, alpha=4.0, targets=("blocks.*.up", "last"), rngs=nnx.Rngs(1))
+            state = gtp.TrainState.create(model, OPTIMIZERS["adamw"])
+            step = gtp.train_step(loss, OPTIMIZERS["adamw"])
+            for _ in range(2):
+                state, metrics = step(state, tokens)
+            frozen = jax.tree.map(np.asarray, state.logical().frozen)
+            found.append((jax.tree.map(np.asarray, state.params), frozen, float(metrics["loss"])))
+    assert state.frozen["last"]["base"]["kernel"].shape == (28, 26)
+    same(found[1], found[0])
+
+
+def test_shards_are_whole_blocks_of_the_formats_where_that_adds_little():
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(2230, 30, rngs=rngs), nnx.Linear(30, 1103, rngs=rngs)])
+            self.heads = nnx.LinearGeneral(30, (1101, 2), rngs=rngs)
+            self.equal = nnx.Linear(1006, 30, rngs=rngs)
+
+    with on(gtp=7):
+        model = gtp.init(lambda rngs: gtp.shard(Wide(rngs), "layers.*"), nnx.Rngs(0))
+    shapes = [one.kernel.get_raw_value().shape for one in (*model.layers, model.heads, model.equal)]
+    assert shapes == [(10 * 7 * 32, 30), (30, 10 * 7 * 16), (30, 10 * 7 * 16, 2), (1008, 30)]

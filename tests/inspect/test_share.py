@@ -20,6 +20,24 @@ def abstract_mesh(**degrees):
     )
 
 
+class Stock(nnx.Module):
+    """Flax layers of the sizes of GPT-2."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(50257, 768, rngs=rngs)
+        self.layers = nnx.List([nnx.MultiHeadAttention(12, 768, decode=False, rngs=rngs) for _ in range(2)])
+        self.up, self.down = nnx.Linear(768, 3072, rngs=rngs), nnx.Linear(3072, 768, rngs=rngs)
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=size) for size in (2, 5, 7, 11, 40, 72)] + [dict(dp=3, gtp=7)], ids=str)
+def test_stock_layers_are_close_to_an_even_share_at_every_degree(degrees):
+    with abstract_mesh(**degrees), gtp.even_shares(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing stays whole
+        model = gtp.shard(nnx.eval_shape(lambda: Stock(nnx.Rngs(0))), "layers.*")
+        share = gtp.explain(model).share
+    assert share.even_bytes <= share.bytes <= 1.05 * share.even_bytes
+
+
 @pytest.mark.parametrize(
     ("preset", "degrees", "even", "padded", "whole"),
     [

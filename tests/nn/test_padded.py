@@ -278,7 +278,7 @@ def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_store
 
 
 class Mixed(nnx.Module):
-    """A padded table and array, and weights that are never padded: of modules that `gtp.shard` has sharded."""
+    """A table and an array of gtp_jax's own layers, and Flax layers that `gtp.shard` has sharded."""
 
     def __init__(self, rngs):
         options = dict(dtype=jnp.float64, param_dtype=jnp.float64)
@@ -293,7 +293,7 @@ class Mixed(nnx.Module):
         return x
 
 
-def test_weights_that_are_never_padded_stay_whole_with_a_warning_and_train_as_on_one_device(x64):
+def test_own_layers_and_sharded_flax_layers_are_padded_together_and_train_as_on_one_device(x64):
     tokens, optimizer, found = jnp.arange(70).reshape(35, 2) % 34, optax.adamw(1e-2), []
     for degree in (1, 7):
         with on(degree), warnings.catch_warnings(record=True) as caught:
@@ -303,8 +303,8 @@ def test_weights_that_are_never_padded_stay_whole_with_a_warning_and_train_as_on
             state, metrics = gtp.train_step(loss_of_batch, optimizer)(state, tokens)
             found.append(jax.tree.map(np.asarray, (state.logical().params, metrics["loss"])))
     assert shapes["embed"]["table"] == (34, 266) and shapes["scale"] == (266, 26, 10), "the last mesh pads these"
-    assert shapes["layers"]["1"]["kernel"] == (260, 260)
-    assert not any("even_shares" in str(one.message) for one in caught), "which would not help"
+    assert shapes["layers"]["1"]["kernel"] == (266, 260)
+    assert not any("stays whole" in str(one.message) for one in caught)
     same(found[1], found[0], atol=1e-12)
 
 
