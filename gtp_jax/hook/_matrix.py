@@ -78,8 +78,8 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     (tensor,) = tensor or [UNDIVIDED]
     padding = UNPADDED
     if placement.padding.dim is not None:  # the rest of a run of dimensions that are joined is whole
-        dim, more = placement.padding
-        padding = Padding(starts[dim], more * (sizes[starts[dim]] // shape[dim]))
+        dim = placement.padding.dim
+        padding = Padding(starts[dim], placement.padding.size * (sizes[starts[dim]] // shape[dim]))
     layout = Layout(sizes, gather, optimizer, tensor, padding=padding, rows=1, split_dim=tensor.dim, split=split)
     return Matrix(inputs=inputs, layout=layout)
 

@@ -71,7 +71,10 @@ def shard[M: nnx.Module](
     the same way. Modules with weights outside of blocks, such as an embedding or a head, are treated like blocks.
     Without a recipe, results are those of the model without a mesh. Under a recipe, ranks gather codes of matrices in
     its wire format, and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is
-    done with each module.
+    done with each module. Under `gtp_jax.even_shares`, a weight is stored padded where the ranks divide none of its
+    dimensions, unless `specs` or an annotation of the model names its partition over them; read and set, it has its
+    logical shape. A parameter of another class than `nnx.Param`, or with a hook that sees the array that is read or
+    created, is not padded.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
     array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. The weights of

@@ -131,7 +131,7 @@ class PaddedParam(Padded, nnx.Param):
     """A parameter that is stored padded."""
 
 
-def make_padded(param: nnx.Param, layout: PaddedLayout) -> None:
+def make_padded(param: nnx.Variable, layout: PaddedLayout) -> None:
     """Makes a parameter one that is stored padded, by changing its class. Does not change its value.
 
     Args:

@@ -33,7 +33,7 @@ class Stock(nnx.Module):
 def test_stock_layers_are_close_to_an_even_share_at_every_degree(degrees):
     with abstract_mesh(**degrees), gtp.even_shares(), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing stays whole
-        model = gtp.shard(nnx.eval_shape(lambda: Stock(nnx.Rngs(0))), "layers.*")
+        model = abstract_model(lambda rngs: gtp.shard(Stock(rngs), "layers.*"))
         share = gtp.explain(model).share
     assert share.even_bytes <= share.bytes <= 1.05 * share.even_bytes
 
