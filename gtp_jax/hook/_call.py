@@ -122,7 +122,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     state of another model removes them, because it replaces the metadata of variables too.
 
     A variable of another class, or with a value of a shape that does not fit the placement, is not the weight that was
-    sharded, and is left out.
+    sharded, and is left out. An `nnx.Param` may be in the place of a weight that is stored padded.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -132,7 +132,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
         path: placement
         for path, placement in placements
         if isinstance(node := nodes.get(path), nnx.Variable)
-        and type(node) is placement.kind
+        and (type(node) is placement.kind or (placement.padding.size and type(node) is nnx.Param))
         and "placement" not in node.get_metadata()
         and placement.fits(getattr(node.get_raw_value(), "shape", None))
     }

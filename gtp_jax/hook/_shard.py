@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..chain import OFFLOADED, REMAT, Remat
+from ..layout import shares_are_even
 from ..mesh import (
     Roles,
     axes_of,
@@ -493,9 +494,10 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
         shards = 1 if placement is None else shards_of(placement)
         if ranks > 1 and shards < ranks and math.prod(shape) >= _LARGE and not asked:
             parts = "stays whole on every rank" if shards == 1 else f"is divided among only {shards} ranks"
+            pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {ranks} ranks divide none of its "
-                "dimensions. Choose sizes that the degrees divide, shard the model for a `TrainState` under "
-                "`gtp_jax.even_shares()`, or name its partition in `specs` if it is intended.",
+                f"dimensions. Choose sizes that the degrees divide, {pad}or name its partition in `specs` if it is "
+                "intended.",
                 stacklevel=3,
             )

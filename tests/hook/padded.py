@@ -30,7 +30,7 @@ class Attention(nnx.Module):
     """Attention in float64 throughout, which `nnx.MultiHeadAttention` is not."""
 
     def __init__(self, rngs: nnx.Rngs):
-        # without a bias: the gradient of that of keys is zero, but for rounding, which optimizers may normalize
+        # without a bias: the gradient of that of keys is zero except for rounding, which optimizers may normalize
         self.qkv = nnx.LinearGeneral(WIDTH, (3, 2, 13), use_bias=False, rngs=rngs, **F64)
         self.out = nnx.LinearGeneral((2, 13), WIDTH, axis=(-2, -1), rngs=rngs, **F64)
 

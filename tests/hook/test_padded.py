@@ -110,7 +110,7 @@ def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x
 
 
 class Writing(nnx.Module):
-    """A block that writes its weight, and a model that writes one of its own, which it stores beside blocks."""
+    """A model whose blocks write their weights, and which writes a weight that it holds itself."""
 
     class Block(nnx.Module):
         def __init__(self, rngs):

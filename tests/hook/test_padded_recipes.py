@@ -1,4 +1,4 @@
-"""Of weights that `gtp.shard` stores padded, recipes send and multiply the codes of weights that are not padded."""
+"""Recipes send and multiply the same codes of a weight, whether `gtp.shard` stores it padded or not."""
 
 import jax
 import jax.numpy as jnp

@@ -78,6 +78,12 @@ def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):
             model(tokens)
         assert gtp.shard(model) is model and model.last.kernel.get_raw_value().shape == (28, 26)
         same(model(tokens), wanted)
+        model.last.kernel = nnx.Param(2 * plain.last.kernel[...])
+        plain.last.kernel[...] = 2 * plain.last.kernel[...]
+        with pytest.raises(ValueError, match=r"the weight kernel of Linear .* Call `gtp_jax.shard` on the model again"):
+            model(tokens)
+        assert gtp.shard(model).last.kernel.get_raw_value().shape == (28, 26)
+        same(model(tokens), plain(tokens))
 
 
 def test_models_that_are_abstract_or_concrete_are_padded_alike(x64):
