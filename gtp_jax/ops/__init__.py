@@ -34,7 +34,6 @@ from ._linear_fp8 import fp8_codes_and_slot as fp8_codes_and_slot
 from ._linear_fp8 import fp8_product as fp8_product
 from ._linear_fp8 import fp8_transposed as fp8_transposed
 from ._linear_fp8 import linear_fp8 as linear_fp8
-from ._linear_fp8_blocks import Order as Order
 from ._linear_fp8_blocks import linear_fp8_blocks as linear_fp8_blocks
 from ._linear_fp8_delayed import linear_fp8_delayed as linear_fp8_delayed
 from ._norm import layer_norm as layer_norm
@@ -42,6 +41,8 @@ from ._norm import rms_norm as rms_norm
 from ._operand import operand_amax as operand_amax
 from ._operand import quantizable as quantizable
 from ._operand import rows_of as rows_of
+from ._operand import values_of as values_of
+from ._order import Order as Order
 from ._pack import pack as pack
 from ._pack import pack_apart as pack_apart
 from ._pack import unpack as unpack

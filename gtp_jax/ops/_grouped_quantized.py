@@ -16,6 +16,7 @@ from ._expand import Window, add_up, expand
 from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
+from ._order import Order, by_kernels, by_parts
 from ._quantize import quantize
 from ._row_codes import at_places, rows_in_codes
 from ._save import save_for_backward
@@ -31,6 +32,7 @@ def grouped_quantized(
     operands: Operands,
     *,
     taken: Window | None = None,
+    order: Order | None = None,
     implementation: Implementation | None = None,
 ) -> Float[jax.Array, "places features_out"]:
     """Returns `grouped_matmul` of operands rounded in blocks, as `linear_blocks` rounds those of a dense layer.
@@ -52,7 +54,7 @@ def grouped_quantized(
 
     If a format has a scale of the tensor, it is shared by all rows. It is a power of two, so the product of a row does
     not depend on other rows, except for underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
-    hardware, so the rounded values are multiplied, which bfloat16 represents exactly.
+    hardware, so the rounded values are multiplied, which bfloat16 represents exactly. Sums are in float32.
 
     Args:
         x: as in `grouped_matmul`, in bfloat16, float16, float32, or float64, which is rounded to float32 first; or the
@@ -62,6 +64,9 @@ def grouped_quantized(
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats, which must all have blocks.
         taken: the places at which rows of `x` are multiplied; by default, each row is multiplied once, in order.
+        order: the order of the features out, if several kernels share them and blocks of dgrad along them begin at each
+            kernel's first feature; `None` if blocks begin at multiples of their length. The formats must then have
+            blocks of 128 (`FP8_BLOCKS_1D`).
         implementation: as in `grouped_matmul`.
 
     Returns:
@@ -87,7 +92,7 @@ def grouped_quantized(
             x, taken = expand(x, taken), None
     rows, codes = (x.slot, x.codes) if isinstance(x, SlottedRows) else (x, None)
     run_natively = check_grouped("grouped_quantized", rows, values, group_sizes, implementation)
-    product = _Product(operands, run_natively, slot.dtype)
+    product = _Product(operands, run_natively, slot.dtype, order)
     return save_for_backward(_grouped_quantized(rows, codes, values, slot, group_sizes, key, taken, product))
 
 
@@ -98,11 +103,13 @@ class _Product(NamedTuple):
         operands: the formats.
         run_natively: whether native kernels compute the products.
         dtype: the dtype of the weight's gradient.
+        order: the order of the features out, as in `grouped_quantized`.
     """
 
     operands: Operands
     run_natively: bool
     dtype: np.dtype
+    order: Order | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -146,10 +153,15 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     kept, weight, gradient = refuse_second_derivative("grouped_quantized", (kept, weight, gradient))
     operands, dtype, run = product.operands, gradient.dtype, kernels_of(product.run_natively)
     rounding = key if operands.stochastic else None
-    along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
+    along_out, along_rows, sizes = _copies(
+        gradient, group_sizes, operands.gradient, operands.hadamard, rounding, order=product.order
+    )
     columns = rounded_weight(weight, operands, "column")
     kernel = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
-    to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
+    values = values_of(along_out, dtype)
+    if product.order is not None:
+        values = by_parts(values, product.order)
+    to_x = run.product(values, kernel, group_sizes, transposed=False)
     x_rows = kept if kept.columns else _along_rows(at_places(kept, taken), group_sizes, dtype)
     operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
     to_weight = run.outer(*operands_of_sum, sizes, shards=weight.shape[0], dtype=product.dtype)
@@ -160,14 +172,21 @@ _grouped_quantized.defvjp(_forward, _backward)
 
 
 def _copies(
-    x: jax.Array, group_sizes: jax.Array, form: Format, hadamard: bool, key: jax.Array | None = None
+    x: jax.Array,
+    group_sizes: jax.Array,
+    form: Format,
+    hadamard: bool,
+    key: jax.Array | None = None,
+    *,
+    order: Order | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
-    """Returns an operand in blocks along its features; the same in blocks along its rows, with groups moved apart; and
-    the sizes of groups there."""
+    """Returns an operand in blocks along its features, kernel by kernel if they have an order; the same in blocks along
+    its rows, with groups moved apart; and the sizes of groups there."""
     rows = quantizable(x)
     assert form.block is not None
     apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])
     if not form.has_amax:
+        rows = rows if order is None else by_kernels(rows, order)
         return quantize(rows, form, key=key), quantize(apart, form, axis="column", key=key), sizes
     whole = multi_amax([rows])[0]
     amaxes = operand_amax(jnp.stack([whole, hadamard_amax(apart) if hadamard else whole]), form)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +14,8 @@ from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from ._blocked import RUN, blocked_product, quantize_blocked, transposed
 from ._implementation import Implementation
 from ._operand import quantizable, rows_of
+from ._order import Order, by_kernels, by_parts
 from ._slot import SlottedWeight, refuse_second_derivative
-
-
-class Order(NamedTuple):
-    """The order of the rows of codes that several kernels share.
-
-    Rows of codes lie kernel by kernel, and tiles begin at each kernel's first row. Features and gradients lie in the
-    order of `ranks` parts, each with an equal share of every kernel.
-
-    Attributes:
-        rows: the number of rows of each kernel.
-        ranks: the number of parts.
-    """
-
-    rows: tuple[int, ...]
-    ranks: int = 1
 
 
 def linear_fp8_blocks(
@@ -93,17 +78,17 @@ def _forward(
     now, kernels, _ = refuse_second_derivative("linear_fp8_blocks", (x, weight, slot))
     (rows,) = quantize_blocked(rows_of(now), FP8_BLOCKS_1D, "row")
     y = blocked_product(rows, _in_tiles(kernels, order), x.dtype, implementation)
-    y = _by_parts(y, order)
+    y = by_parts(y, order)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight)
 
 
 def _backward(order: Order, implementation: Implementation | None, dtype: np.dtype, saved, gradient: jax.Array):
     x, weight, gradient = refuse_second_derivative("linear_fp8_blocks", (*saved, gradient))
     rows = rows_of(gradient)
-    if order.ranks == 1 and not _cuts(order):
+    if order.ranks == 1 and not order.cuts:
         along_out, along_tokens = quantize_blocked(rows, FP8_BLOCKS_1D, "both")
     else:
-        (along_out,) = quantize_blocked(_by_kernels(rows, order), FP8_BLOCKS_1D, "row")
+        (along_out,) = quantize_blocked(by_kernels(rows, order), FP8_BLOCKS_1D, "row")
         (along_tokens,) = quantize_blocked(rows, FP8_BLOCKS_1D, "column")
     (x_tokens,) = quantize_blocked(rows_of(x), FP8_BLOCKS_1D, "column")
     to_x = blocked_product(along_out, transposed(_in_tiles(weight, order)), x.dtype, implementation)
@@ -114,36 +99,11 @@ def _backward(order: Order, implementation: Implementation | None, dtype: np.dty
 _linear.defvjp(_forward, _backward)
 
 
-def _cuts(order: Order) -> bool:
-    """Returns whether a kernel but the last is no whole number of tiles."""
-    return any(rows % RUN for rows in order.rows[:-1])
-
-
 def _in_tiles(weight: QuantizedArray, order: Order) -> QuantizedArray:
     """Returns the codes with each kernel but the last padded with zeros to whole tiles."""
-    if not _cuts(order):
+    if not order.cuts:
         return weight
     kernels = jnp.split(weight.codes, np.cumsum(order.rows[:-1]))
     padded = [jnp.pad(one, ((0, -len(one) % RUN), (0, 0))) for one in kernels[:-1]]
     codes = jnp.concatenate([*padded, kernels[-1]])
     return QuantizedArray(codes, weight.scales, None, weight.format, (len(codes), weight.matrix[1]))
-
-
-def _by_parts(y: jax.Array, order: Order) -> jax.Array:
-    """Returns features `(tokens, padded rows of kernels)` without padding and in the order of parts."""
-    if order.ranks == 1 and not _cuts(order):
-        return y
-    padded = [-(-rows // RUN) * RUN for rows in order.rows[:-1]]
-    kernels = jnp.split(y, np.cumsum(padded), axis=1)
-    own = [kernel[:, :rows] for kernel, rows in zip(kernels, order.rows, strict=True)]
-    parts = [jnp.reshape(one, (len(y), order.ranks, one.shape[1] // order.ranks)) for one in own]
-    return jnp.reshape(jnp.concatenate(parts, axis=2), (len(y), sum(order.rows)))
-
-
-def _by_kernels(y: jax.Array, order: Order) -> jax.Array:
-    """Returns features in the order of kernels, each but the last padded with zeros: the transpose of `_by_parts`."""
-    parts = jnp.reshape(y, (len(y), order.ranks, y.shape[1] // order.ranks))
-    kernels = jnp.split(parts, np.cumsum([rows // order.ranks for rows in order.rows[:-1]]), axis=2)
-    joined = [jnp.reshape(one, (len(y), rows)) for one, rows in zip(kernels, order.rows, strict=True)]
-    padded = [jnp.pad(one, ((0, 0), (0, -one.shape[1] % RUN))) for one in joined[:-1]]
-    return jnp.concatenate([*padded, joined[-1]], axis=1)

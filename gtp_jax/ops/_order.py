@@ -1,0 +1,51 @@
+"""The order of features that several kernels share, if tiles begin at each kernel's first row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._blocked import RUN
+
+
+class Order(NamedTuple):
+    """The order of the rows of codes that several kernels share.
+
+    Rows of codes lie kernel by kernel, and tiles begin at each kernel's first row. Features and gradients lie in the
+    order of `ranks` parts, each with an equal share of every kernel.
+
+    Attributes:
+        rows: the number of rows of each kernel.
+        ranks: the number of parts.
+    """
+
+    rows: tuple[int, ...]
+    ranks: int = 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a kernel but the last is no whole number of tiles."""
+        return any(rows % RUN for rows in self.rows[:-1])
+
+
+def by_parts(y: jax.Array, order: Order) -> jax.Array:
+    """Returns features `(tokens, padded rows of kernels)` without padding and in the order of parts."""
+    if order.ranks == 1 and not order.cuts:
+        return y
+    padded = [-(-rows // RUN) * RUN for rows in order.rows[:-1]]
+    kernels = jnp.split(y, np.cumsum(padded), axis=1)
+    own = [kernel[:, :rows] for kernel, rows in zip(kernels, order.rows, strict=True)]
+    parts = [jnp.reshape(one, (len(y), order.ranks, one.shape[1] // order.ranks)) for one in own]
+    return jnp.reshape(jnp.concatenate(parts, axis=2), (len(y), sum(order.rows)))
+
+
+def by_kernels(y: jax.Array, order: Order) -> jax.Array:
+    """Returns features in the order of kernels, each but the last padded with zeros: the transpose of `by_parts`."""
+    parts = jnp.reshape(y, (len(y), order.ranks, y.shape[1] // order.ranks))
+    kernels = jnp.split(parts, np.cumsum([rows // order.ranks for rows in order.rows[:-1]]), axis=2)
+    joined = [jnp.reshape(one, (len(y), rows)) for one, rows in zip(kernels, order.rows, strict=True)]
+    padded = [jnp.pad(one, ((0, 0), (0, -one.shape[1] % RUN))) for one in joined[:-1]]
+    return jnp.concatenate([*padded, joined[-1]], axis=1)

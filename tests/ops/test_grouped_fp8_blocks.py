@@ -1,0 +1,160 @@
+"""Experts in FP8 with blocks of 128: products of each expert against float64 sums of the values of codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.ops import Order, SlottedWeight, Window, grouped_quantized
+
+from .oracle import rounded_blocked
+
+KEY = jnp.zeros(2, jnp.uint32)
+OPERANDS = gtp.FP8Blocks().operands
+ROW, TILE = (1, 128), (128, 128)
+FEATURES = 192
+SIZES = [1, 127, 0, 128, 129]
+# rows of the kernels that share the weight, and the number of shards
+ORDERS = {
+    "one kernel": ((200,), 1),
+    "kernels of whole tiles": ((128, 256), 1),
+    "kernels cut": ((72, 200), 1),
+    "shards of whole tiles": ((256, 512), 2),
+    "shards cut": ((192, 64), 4),
+}
+
+
+def groups_of(sizes):
+    return [slice(end - size, end) for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+
+
+def numbers(*shape, spread=2.0):
+    rng = np.random.default_rng(shape)
+    return (rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape))).astype(np.float32)
+
+
+def fused(kernels, shards):
+    """The weight as it is gathered, `(shards, experts, part, features)`, of kernels `(experts, rows, features)`."""
+    parts = [np.stack(np.split(kernel, shards, axis=1)) for kernel in kernels]
+    return np.concatenate(parts, axis=2)
+
+
+def by_kernel(y, rows, shards):
+    """Features of all kernels in order of shards, as one array of each kernel's."""
+    parts = y.reshape(len(y), shards, -1)
+    ends = np.cumsum([size // shards for size in rows])[:-1]
+    return [one.reshape(len(y), -1) for one in np.split(parts, ends, axis=2)]
+
+
+def layer(rows, shards, dtype=np.float32, sizes=SIZES, behind=5):
+    """Input, the values of each kernel's tiles, and the gradient; some rows belong to no expert."""
+    tokens = sum(sizes) + behind
+    kernels = [numbers(len(sizes), size, FEATURES) for size in rows]
+    kernels = [np.stack([rounded_blocked(one, TILE) for one in kernel]).astype(np.float32) for kernel in kernels]
+    x, g = numbers(tokens, FEATURES), numbers(tokens, sum(rows))
+    return jnp.asarray(x, dtype), kernels, jnp.asarray(g, dtype)
+
+
+def products(x, weight, g, sizes, order, taken=None):
+    slot = jnp.zeros(weight.shape, jnp.float32)
+
+    def call(x, slot):
+        weights = SlottedWeight(jnp.asarray(weight, x.dtype), slot)
+        return grouped_quantized(x, weights, jnp.asarray(sizes, jnp.int32), KEY, OPERANDS, taken=taken, order=order)
+
+    y, back = jax.vjp(call, x, slot)
+    return y, *back(g)
+
+
+def assert_near(found, wanted, tolerance=2e-6):
+    error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
+    assert error <= tolerance * np.linalg.norm(wanted), error / np.linalg.norm(wanted)
+
+
+def order_of(rows, shards):
+    return Order(rows, shards) if len(rows) > 1 else None
+
+
+def along_tokens(x):
+    return rounded_blocked(np.asarray(x, np.float32).T, ROW).T
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_each_expert_s_products_are_sums_of_its_rounded_operands(name):
+    """Each begins a block along tokens, be it empty or a token away from a whole block. Blocks along features out begin
+    at each kernel, wherever shards lay its rows."""
+    rows, shards = ORDERS[name]
+    x, kernels, g = layer(rows, shards)
+    y, to_x, to_weight = jax.jit(lambda x, g: products(x, fused(kernels, shards), g, SIZES, order_of(rows, shards)))(
+        x, g
+    )
+    assert to_weight.dtype == jnp.float32
+    outputs, gradients = by_kernel(np.asarray(y), rows, shards), by_kernel(np.asarray(g), rows, shards)
+    ends = np.cumsum([size // shards for size in rows])[:-1]
+    to_kernels = [np.concatenate(list(part), axis=1) for part in np.split(np.asarray(to_weight), ends, axis=2)]
+    forward = rounded_blocked(np.asarray(x), ROW)
+    backward = [rounded_blocked(one, ROW) for one in gradients]
+    for group, mine in enumerate(groups_of(SIZES)):
+        assert_near(np.asarray(to_x)[mine], sum(b[mine] @ w[group] for b, w in zip(backward, kernels, strict=True)))
+        for kernel, output, gradient, to_kernel in zip(kernels, outputs, gradients, to_kernels, strict=True):
+            assert_near(output[mine], forward[mine] @ kernel[group].astype(np.float64).T)
+            wanted = along_tokens(gradient[mine]).T @ along_tokens(np.asarray(x)[mine]) if SIZES[group] else 0.0
+            assert_near(to_kernel[group], wanted * np.ones(to_kernel[group].shape))
+    behind = sum(SIZES)
+    assert not np.asarray(y)[behind:].any() and not np.asarray(to_x)[behind:].any()
+
+
+def test_an_expert_s_gradient_does_not_depend_on_the_tokens_of_others():
+    rows, shards = (256,), 1
+    x, kernels, g = layer(rows, shards, behind=0)
+    _, _, together = products(x, fused(kernels, shards), g, SIZES, None)
+    for group, mine in enumerate(groups_of(SIZES)):
+        if SIZES[group]:
+            own = [kernel[group : group + 1] for kernel in kernels]
+            _, _, alone = products(x[mine], fused(own, shards), g[mine], SIZES[group : group + 1], None)
+            assert_near(together[:, group], np.asarray(alone[:, 0]), 1e-6)
+
+
+def test_tokens_with_several_places_are_rounded_once_and_wgrad_is_made_from_their_codes():
+    tokens, experts, choices = 128, 3, 2
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(experts)[:choices] for _ in range(tokens)])
+    pairs = np.argsort(chosen.ravel(), kind="stable").astype(np.int32)
+    places = np.argsort(pairs).astype(np.int32).reshape(tokens, choices)
+    sizes = np.bincount(chosen.ravel(), minlength=experts).tolist()
+    _, (kernel,), g = layer((256,), 1, sizes=sizes, behind=0)
+    x = numbers(tokens, FEATURES, spread=0.0) * np.exp(3 * rng.normal(size=FEATURES)).astype(np.float32)
+    taken = Window(jnp.asarray(pairs), jnp.asarray(places), jnp.int32(pairs.size))
+    y, to_x, to_weight = products(jnp.asarray(x), fused([kernel], 1), g, sizes, None, taken)
+
+    rows = pairs // choices
+    once = rounded_blocked(x, ROW)[rows]
+    backward, summed = rounded_blocked(np.asarray(g), ROW), np.zeros(x.shape)
+    for group, mine in enumerate(groups_of(sizes)):
+        assert_near(np.asarray(y)[mine], once[mine] @ kernel[group].astype(np.float64).T)
+        np.add.at(summed, rows[mine], backward[mine] @ kernel[group])
+        gradient = along_tokens(np.asarray(g)[mine]).T
+        wanted, of_rows = (gradient @ along_tokens(one) for one in (once[mine], x[rows[mine]]))
+        apart, found = (np.linalg.norm(one - wanted, axis=0) for one in (of_rows, np.asarray(to_weight[0, group])))
+        size = np.linalg.norm(wanted, axis=0)  # of each feature in, of which small ones keep few bits
+        assert np.all(found <= 1e-5 * size) and np.any(apart > 0.01 * size)
+    assert_near(to_x, summed)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_over_16384_elements_of_one_sign_keep_float32(dtype):
+    """A sum in bfloat16 stops growing at 256 times an addend. The gradient leaves in float32."""
+    tokens, width = 16384, 128
+    x, g = (np.abs(numbers(tokens, width)) + 1 for _ in range(2))
+    x, g = (jnp.asarray(one, dtype) for one in (x, g[:, ::-1]))
+    weight = np.zeros((1, 1, width, width), np.float32)
+    _, _, found = products(x, weight, g, [tokens], None)
+    wanted = along_tokens(np.asarray(g, np.float32)).T @ along_tokens(np.asarray(x, np.float32))
+    np.testing.assert_allclose(np.asarray(found)[0, 0], wanted, rtol=1e-5)
+
+    deep, out = np.abs(numbers(3, 16384)) + 1, np.abs(numbers(128, 16384)) + 1
+    kernel = rounded_blocked(out, TILE).astype(np.float32)
+    y, _, _ = products(jnp.asarray(deep, dtype), kernel[None, None], jnp.zeros((3, 128), dtype), [3], None)
+    wanted = rounded_blocked(np.asarray(jnp.asarray(deep, dtype), np.float32), ROW) @ kernel.astype(np.float64).T
+    np.testing.assert_allclose(np.asarray(y, np.float32), wanted, rtol=2**-8 if dtype == "bfloat16" else 1e-5)
