@@ -97,8 +97,8 @@ def exchange(
 
     Called in local view. A token is sent once to each rank that has experts it chose; choices and shares are
     all-gathered. Each rank sorts the arriving rows by expert, multiplies, weights and sums them, and sends the partial
-    sums back. No token is dropped. If experts multiply in FP8 or MXFP8, tokens are sent as codes, from which the
-    operands of forward and of wgrad are made; partial sums and gradients travel in the dtype of `x`.
+    sums back. No token is dropped. If experts multiply in FP8 (also in blocks) or MXFP8, tokens are sent as codes, from
+    which the operands of forward and of wgrad are made; partial sums and gradients travel in the dtype of `x`.
 
     [Note: chunks]
     Tokens are sent in chunks: while experts multiply one chunk, the next is in transit. In backward, the gradients of

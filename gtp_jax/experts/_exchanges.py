@@ -63,7 +63,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
 
     Args:
         model: the model, which may be abstract.
-        recipe: the recipe of the step; if experts multiply in FP8 or MXFP8, tokens travel as codes.
+        recipe: the recipe of the step; if experts multiply in FP8 (also in blocks) or MXFP8, tokens travel as codes.
         tokens: the number of tokens per microbatch of one rank of the axes that shard the batch.
     """
     groups = groups_of(model, recipe)

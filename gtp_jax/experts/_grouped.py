@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
+from ..formats import Tiled
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
 from ..nn import Initializer, WeightOwner, make_weight
@@ -42,9 +43,9 @@ class GroupedDense(WeightOwner):
     layout. Transposing all experts of a layer would take longer than some of its matmuls.
 
     The shards of all experts travel in one gather, and their gradients in one reduce-scatter. With a recipe, every
-    expert's kernel is quantized as a separate tensor with its own amax; if FP8 codes are multiplied, the kernels of one
-    expert under several names share an amax. Inputs and gradients have one amax for all rows; see
-    `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
+    expert's kernel is quantized as a separate tensor with its own amax, or with one for each tile; if FP8 codes are
+    multiplied, the kernels of one expert under several names share an amax. Inputs and gradients have one amax for all
+    rows, or one for each block; see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, out, in)` is sharded | input | output |
     |---|---|---|---|
@@ -231,6 +232,9 @@ class GroupedDense(WeightOwner):
             y = grouped_matmul(rows if taken is None else expand(rows, taken), weight, sizes)
         elif self.operands.weight.block is None:
             return grouped_fp8(rows, weight, sizes, self.operands.gradient, taken=taken, summed=summed)
+        elif isinstance(self.group.wire, Tiled):
+            key = self.call_key() if key is None else key
+            y = grouped_quantized(rows, weight, sizes, key, self.operands, taken=taken, order=self.group.order)
         else:
             y = self.in_blocks(
                 weight,

@@ -143,13 +143,30 @@ def dispatch_codes(x: SlottedRows, turn: Turn, journey: Journey) -> tuple[Slotte
         journey: where the tokens go.
     """
     codes, scales = x.codes.codes, x.codes.scales
-    wire = codes if scales is None else jnp.concatenate([codes, scales], axis=1)
+    wire = codes if scales is None else jnp.concatenate([codes, _as_bytes(scales)], axis=1)
     arrived, slot, turn = _dispatch_codes(wire, x.slot, turn, journey)
     if scales is not None:
-        codes, scales = arrived[:, : codes.shape[1]], arrived[:, codes.shape[1] :]
+        codes, scales = arrived[:, : codes.shape[1]], _from_bytes(arrived[:, codes.shape[1] :], scales.dtype)
     else:
         codes = arrived
     return SlottedRows(with_rows(x.codes, codes, scales), slot), turn
+
+
+def _as_bytes(scales: jax.Array) -> jax.Array:
+    """Returns the bytes of scales `(rows, blocks)`, uint8 `(rows, bytes)`."""
+    if scales.dtype == jnp.uint8:
+        return scales
+    return jnp.reshape(
+        lax.bitcast_convert_type(scales, jnp.uint8), (len(scales), scales.shape[1] * scales.dtype.itemsize)
+    )
+
+
+def _from_bytes(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns scales from their bytes: the inverse of `_as_bytes`."""
+    if dtype == jnp.uint8:
+        return x
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(jnp.reshape(x, (len(x), x.shape[1] // size, size)), dtype)
 
 
 @jax.custom_vjp

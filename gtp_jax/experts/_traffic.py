@@ -95,4 +95,5 @@ def token_bytes(width: int, itemsize: int, form: Format | None) -> int:
     if form is None:
         return width * itemsize
     scales = scales_shape(form, (1, width), False)
-    return codes_shape(form, (1, width), False)[1] + (0 if scales is None else scales[1])
+    scale = 4 if form.scale == "float32" else 1
+    return codes_shape(form, (1, width), False)[1] + (0 if scales is None else scale * scales[1])

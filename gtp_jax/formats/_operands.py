@@ -46,9 +46,9 @@ class Operands:
     def rounds_input_once(self) -> bool:
         """Whether the input's codes, which can also be sent, suffice to make the operands of both forward and wgrad.
 
-        Wgrad multiplies FP8 codes unchanged. MXFP8 values are rounded again for wgrad, in blocks along the rows. Like
-        those of the first rounding, the scales of these blocks are powers of two, so values that do not underflow lose
-        nothing. 4-bit values would lose precision in a second rounding, and wgrad's operand must be transformed before
-        it is rounded.
+        Wgrad multiplies FP8 codes unchanged. Values of MXFP8 and of FP8 in blocks are rounded again for wgrad, in
+        blocks along the rows. Like those of the first rounding, the scales of these blocks are powers of two, so values
+        that do not underflow lose nothing. 4-bit values would lose precision in a second rounding, and wgrad's operand
+        must be transformed before it is rounded.
         """
         return self.activation.block is None or not self.activation.has_amax

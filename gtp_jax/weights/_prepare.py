@@ -339,7 +339,7 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]
 def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
     """Returns a key that is the same for all weights of a layer that share a buffer."""
     assert group.wire is not None
-    alone = path if not stacked or group.as_codes else None
+    alone = path if not stacked or group.as_codes or isinstance(group.wire, Tiled) else None
     fits = not isinstance(group.wire, Format) or shards_fit([group.layouts], group.wire)
     first = group.layouts[0]
     return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer.axes, fits

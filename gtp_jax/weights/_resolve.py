@@ -85,18 +85,18 @@ def of_layers(
         layers: all layers of the stack that contains the module, or the one layer of a module outside stacks.
 
     Raises:
-        ValueError: if the recipe multiplies in tiles or with delayed scaling, and the module is not a dense layer; or
-            if tensor ranks would cut tiles.
+        ValueError: if the recipe multiplies in tiles, and the module is neither a dense layer nor experts, or tensor
+            ranks would cut tiles; or if it multiplies with delayed scaling, and the module is not a dense layer.
     """
     if not group.follows_recipes:
         return ((layers, group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
     if isinstance(chosen.wire, Tiled):
-        _check_dense(resolved, path, chosen.wire.format.name)
+        _check_multiplies(resolved, path, chosen.wire.format.name, experts=True)
         check_tiles(resolved, path)
     if resolved.delayed is not None:
-        _check_dense(resolved, path, "FP8 with delayed scaling")
+        _check_multiplies(resolved, path, "FP8 with delayed scaling", experts=False)
     if layers.stack is None:
         return ((layers, resolved),)
     first, last = recipe.high_precision_first, layers.stop - recipe.high_precision_last
@@ -156,15 +156,16 @@ def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
             )
 
 
-def _check_dense(group: WeightGroup, path: ModulePath, numbers: str) -> None:
-    """Refuses a weight whose module is not a dense layer; with delayed scaling, also a weight if no rank knows the amax
-    of its gradient. `numbers` says what the weight would be multiplied in."""
+def _check_multiplies(group: WeightGroup, path: ModulePath, numbers: str, *, experts: bool) -> None:
+    """Refuses a weight whose module is not a dense layer or, if `experts`, a layer of experts; with delayed scaling,
+    also a weight if no rank knows the amax of its gradient. `numbers` says what the weight would be multiplied in."""
     name = ".".join(map(str, path)) or "a module"
     remedy = f"Name {name} in the recipe's `exclude`, or choose another recipe for it by `override`."
-    if not group.as_codes or len(group.layouts[0].shape) > 2:
-        kind = "experts" if len(group.layouts[0].shape) > 2 else "not a dense layer"
+    if not group.codes_multiply or (group.has_experts and not experts):
+        able = "dense layers and experts" if experts else "dense layers"
+        kind = "experts" if group.has_experts else "not a dense layer"
         raise ValueError(
-            f"the recipe multiplies in {numbers}, which only dense layers support, but {name} is {kind}. {remedy}"
+            f"the recipe multiplies in {numbers}, which only {able} support, but {name} is {kind}. {remedy}"
         )
     if group.delayed is None:
         return

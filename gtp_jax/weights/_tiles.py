@@ -4,7 +4,8 @@
 A tile of 128 x 128 elements may lie in the shards of several ranks. Each rank finds the largest magnitude in its part
 of every tile. One all-reduce per step takes the maxima over ranks, for all tiles of all weights together. Every rank
 then knows all scales, so none are sent, and rounds its part as if it had the whole tile: the codes are the same on
-every mesh, and equal those of one device.
+every mesh, and equal those of one device. Ranks that have different experts, or different parts of a kernel, lay their
+maxima side by side in the vector that is reduced, so that no maximum is taken over tiles of several of them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from jax import lax
 from jaxtyping import Int32
 
 from ..collectives import all_gather
-from ..formats import QuantizedArray, Tiled
+from ..formats import FP8_BLOCKS_1D, QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
-from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable
+from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
 from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, part_of, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import is_divided
@@ -38,8 +39,9 @@ class Tiles(Wire):
     """The codes of this rank's part of one fused weight, and the scales of the whole, which are not sent.
 
     Attributes:
-        codes: uint8 `(*stack, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
-        scales: the inverse scales, float32 `(*stack, tiles of kernel 0 | tiles of kernel 1 | ..., tiles across)`.
+        codes: uint8 `(*stack, *experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
+        scales: the inverse scales, float32 `(*stack, *experts, tiles of kernel 0 | tiles of kernel 1 | ..., tiles
+            across)`.
         members: the name of the fused weight.
         format: the format of the codes.
     """
@@ -50,10 +52,13 @@ class Tiles(Wire):
     format: Tiled
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`."""
+        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; the values of experts,
+        whose products multiply values."""
         group = groups[self.members[0]]
         layouts, ranks = group.layouts, group.ranks
         parts = self.codes[None] if ranks == 1 else all_gather(self.codes[None], layouts[0].axes, dim=0)
+        if not group.as_codes:
+            return {self.members[0]: _values(fuse(parts, layouts), self.scales, group)}
         if group.order is None:
             codes = fuse(parts, layouts)
         else:
@@ -66,7 +71,7 @@ class _Part(NamedTuple):
     """What this rank stores of a kernel, with its place in the gathered matrix.
 
     Attributes:
-        values: `(*stack, rows, cols)`.
+        values: `(*stack, *experts, rows, cols)`.
         tiles: the tile rows and the tile columns of the gathered matrix.
         runs: the numbers of rows and of columns that lie in one tile at a time.
         places: for each dimension, the tile in which each run lies.
@@ -97,9 +102,7 @@ def tile_all(
     axes = {axis for _, layout in kernels for axis in (*layout.axes, *layout.optimizer.axes)}
     names = tuple(axis for axis in reversed(jax.sharding.get_abstract_mesh().axis_names) if axis in axes)
     if degrees(names) > 1 and tops:
-        vector = lax.pmax(jnp.concatenate([jnp.ravel(one) for one in tops]), names)
-        ends = np.cumsum([one.size for one in tops])
-        tops = [jnp.reshape(own, one.shape) for own, one in zip(jnp.split(vector, ends[:-1]), tops, strict=True)]
+        tops = _over_ranks(tops, [_own_axes(layout, names) for _, layout in kernels], names)
     scales = [power_of_two_scales(one) for one in tops]
     codes = [_codes(part, own) for (part, _), own in zip(kernels, scales, strict=True)]
     found = []
@@ -108,11 +111,11 @@ def tile_all(
         count, group = len(own), groups[name]
         mine, codes = codes[:count], codes[count:]
         grids, scales = scales[:count], scales[count:]
-        stored = tuple(jnp.moveaxis(x, -2, one.rows - 2) for x, one in zip(mine, group.layouts, strict=True))
+        stored = tuple(jnp.moveaxis(x, -2, _dim_of_rows(one)) for x, one in zip(mine, group.layouts, strict=True))
         part = part_of(stored, group.layouts, jnp.uint8)
         grid = jnp.concatenate([inverses(one) for one in grids], axis=-2)
         assert isinstance(group.wire, Tiled)
-        if group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
+        if group.as_codes and group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
             grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
         found.append(Tiles(part, grid, (name,), group.wire))
     return found
@@ -126,7 +129,7 @@ def tiled_bytes(group: WeightGroup) -> int:
 def _part(x: jax.Array, layout: Layout, group: WeightGroup) -> _Part:
     assert isinstance(group.wire, Tiled)
     optimizer = layout.optimizer if is_divided(x, layout) else UNDIVIDED
-    values = quantizable(jnp.moveaxis(x, layout.rows - 2, -2))
+    values = quantizable(jnp.moveaxis(x, _dim_of_rows(layout), -2))
     runs, places, tiles = [], [], []
     block = group.wire.format.run
     for dim, size, side, whole in zip(
@@ -145,12 +148,73 @@ def _part(x: jax.Array, layout: Layout, group: WeightGroup) -> _Part:
 
 
 def _tops(part: _Part) -> jax.Array:
-    """Returns the bits of the largest magnitude of this rank's part of each tile, `(*stack, tiles down, tiles
+    """Returns the bits of the largest magnitude of this rank's part of each tile, `(*stack, *experts, tiles down, tiles
     across)`; 0 for other tiles."""
     each = block_tops(part.values, part.runs)
     down, across = part.places
     whole = jnp.zeros((*each.shape[:-2], *part.tiles), each.dtype)
     return whole.at[..., down[:, None], across[None]].max(each)
+
+
+def _over_ranks(
+    tops: Sequence[jax.Array], own_axes: Sequence[tuple[str, ...]], names: tuple[str, ...]
+) -> list[jax.Array]:
+    """Returns the maxima of bits over ranks; see [Note: cut tiles].
+
+    Args:
+        tops: the bits of each kernel, 0 where this rank has no part of a tile.
+        own_axes: for each kernel, those of the axes whose ranks have different tiles.
+        names: the axes.
+    """
+    parts = []
+    for top, own in zip(tops, own_axes, strict=True):
+        flat = jnp.ravel(top)
+        if own:
+            flat = jnp.ravel(jnp.zeros((degrees(own), flat.size), flat.dtype).at[lax.axis_index(own)].set(flat))
+        parts.append(flat)
+    vector = lax.pmax(jnp.concatenate(parts), names)
+    ends = np.cumsum([one.size for one in parts])
+    found = []
+    for whole, top, own in zip(jnp.split(vector, ends[:-1]), tops, own_axes, strict=True):
+        mine = jnp.reshape(whole, (degrees(own), -1))[lax.axis_index(own)] if own else whole
+        found.append(jnp.reshape(mine, top.shape))
+    return found
+
+
+def _own_axes(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of some axes whose ranks have different tiles of a kernel, instead of parts of the same tiles."""
+    return tuple(axis for axis in (*layout.experts.axes, *layout.tensor.axes) if axis in names)
+
+
+def _dim_of_rows(layout: Layout) -> int:
+    """Returns the dimension of rows in stored order, counted from the last."""
+    return layout.rows - len(layout.shape)
+
+
+def _values(codes: jax.Array, grid: jax.Array, group: WeightGroup) -> jax.Array:
+    """Returns the values of a fused weight of experts, in its dtype.
+
+    Args:
+        codes: the codes of the fused weight, `(shards, experts, rows, cols)`.
+        grid: the inverse scales, `(experts, tiles of kernel 0 | tiles of kernel 1 | ..., tiles across)`.
+        group: the decisions about the weight.
+    """
+    assert isinstance(group.wire, Tiled)
+    layouts, side = group.layouts, group.wire.format.run[0]
+    rows = [layout.matrix_of(layout.whole_shape)[0] for layout in layouts]
+    ends = np.cumsum([-(-one // side) for one in rows])
+    kernels = [
+        jnp.repeat(own, side, axis=-2)[..., :size, :]
+        for own, size in zip(jnp.split(grid, ends[:-1], axis=-2), rows, strict=True)
+    ]
+    if in_order(layouts):  # as `fuse` leaves the codes
+        parts = [jnp.reshape(one, (len(one), group.ranks, -1, one.shape[-1])) for one in kernels]
+        scales = jnp.moveaxis(jnp.concatenate(parts, axis=-2), 1, 0)
+    else:
+        scales = fuse_kernels(kernels, layouts)
+    # a scale for each row of a tile is that of a run of the row
+    runs = QuantizedArray(codes, scales, None, FP8_BLOCKS_1D, (codes.shape[-2], codes.shape[-1]))
+    return values_of(runs, group.dtype)
 
 
 def _codes(part: _Part, scales: jax.Array) -> jax.Array:
@@ -186,7 +250,7 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
     name = ".".join(map(str, path)) or "a module"
     exclude = f"Name {name} in the recipe's `exclude`"
     for one in group.layouts:
-        if one.split is None or one.tensor_degree == 1:
+        if one.split is None or one.tensor_degree == 1 or one.splits_experts:
             continue
         own = one.use_shape[one.split_dim] if one.split_dim is not None else 0
         side = form.run[0 if one.split_dim == one.rows else 1]

@@ -80,6 +80,7 @@ def test_results_are_those_of_one_device(name):
 
 BLOCKED = {
     "MXFP8": gtp.MXFP8(matmuls=True, exclude=()),
+    "FP8 in blocks": gtp.FP8Blocks(exclude=()),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False, exclude=()),  # random bits go by the place in a rank's rows
 }
 
@@ -88,32 +89,38 @@ BLOCKED = {
     "recipe, name",
     [
         ("MXFP8", "ep 4"),
-        *(pytest.param(recipe, name, marks=pytest.mark.slow) for recipe in BLOCKED for name in ("ep 2", "ep 2 x tp 2")),
+        ("FP8 in blocks", "ep 2 x tp 2"),
+        *(
+            pytest.param(recipe, name, marks=pytest.mark.slow)
+            for recipe in ("MXFP8", "NVFP4")
+            for name in ("ep 2", "ep 2 x tp 2")
+        ),
         pytest.param("NVFP4", "ep 4", marks=pytest.mark.slow),
+        *(pytest.param("FP8 in blocks", name, marks=pytest.mark.slow) for name in ("ep 2", "ep 4")),
     ],
 )
 def test_blocks_are_those_of_one_device(recipe, name, x64):
     """Rows of an expert come in the order in which one device would sort them, in one round and one chunk, so that
-    blocks are the same ones. MXFP8's features differ in size: a token's codes keep few bits of small ones, and wgrad's
+    blocks are the same ones. FP8's features differ in size: a token's codes keep few bits of small ones, and wgrad's
     operand would be another one if one of the two made it of the rows."""
     degrees, options = {
         "ep 2": (dict(ep=2), {}),
         "ep 4": (dict(ep=4), dict(transport="gather")),
         "ep 2 x tp 2": (dict(ep=2, tp=2), dict(parallel="expert")),
     }[name]
-    spread = 4.0 if recipe == "MXFP8" else 0.0
+    spread = 0.0 if recipe == "NVFP4" else 4.0
     options = dict(dtype="float64", param_dtype="float64", round_size=8.0, spread=spread, **options)
     alone = gradients({}, BLOCKED[recipe], **options)
     apart = distance(gradients(degrees, BLOCKED[recipe], **options), alone)
     rounded = distance(alone, gradients({}, None, **options))
     # a rank's tensor scale of NVFP4 is a power of two: with another one, block scales that underflow are others
-    tolerance = 1e-6 if recipe == "MXFP8" else 1e-3
+    tolerance = 1e-3 if recipe == "NVFP4" else 1e-6
     for what, error in apart.items():
         assert error < tolerance < 0.01 < rounded[what], f"{what}: {apart}, {rounded}"
 
 
 @pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["FP8", "MXFP8"])
+@pytest.mark.parametrize("name", ["FP8", "MXFP8", "FP8 in blocks"])
 def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
     """There, and again in backward. Partial sums and all gradients travel in the compute dtype."""
     recipe = RECIPE if name == "FP8" else BLOCKED[name]
@@ -128,9 +135,10 @@ def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
     ]
     sizes = {c.dtype: c.operand_bytes for c in found if c.kind == "all-to-all" and c.dtype != "f32"}
     features = SIZES["features"]
-    assert sizes["u16"] * (features + (name == "MXFP8")) == 2 * features * sizes["u8"]  # a scale for 32 codes
+    scales = {"FP8": 0, "MXFP8": 1, "FP8 in blocks": 4}[name]  # bytes for up to 32 codes; a float32 for up to 128
+    assert sizes["u16"] * (features + scales) == 2 * features * sizes["u8"]
     maxima = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name and c.axes == ("ep",)]
-    # joined with those of kernels, each of one expert; MXFP8 has none
+    # joined with those of kernels, each of one expert; blocks have none
     assert [c.direction for c in maxima] == (["forward"] if name == "FP8" else [])
 
 
@@ -144,7 +152,7 @@ def test_chunks_have_blocks_of_their_own(x64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, dict(features=40, hidden=36)], ids=["whole blocks", "parts of blocks"])
-@pytest.mark.parametrize("name", ["FP8", "MXFP8"])
+@pytest.mark.parametrize("name", ["FP8", "MXFP8", "FP8 in blocks"])
 def test_transports_give_the_same_bits(name, sizes, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # XLA does not support it on CPUs
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")

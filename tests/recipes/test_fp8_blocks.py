@@ -1,5 +1,7 @@
 """`FP8Blocks`: which modules it multiplies, what it refuses, what `explain` says of it, and that it trains."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +28,9 @@ def batch():
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def losses(recipe, steps=6):
+def losses(recipe, steps=6, config=CONFIG):
     optimizer = optax.sgd(0.1)
-    state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0)), optimizer)
+    state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
     step, found = gtp.train_step(next_token_loss, optimizer, recipe=recipe), []
     for _ in range(steps):
         state, metrics = step(state, batch())
@@ -80,11 +82,49 @@ def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_
 
 
 class Experts(nnx.Module):
-    def __init__(self, rngs):
-        self.moe = gtp.MoE(128, 128, num_experts=4, top_k=2, rngs=rngs)
+    def __init__(self, rngs, hidden=128, **options):
+        self.moe = gtp.MoE(128, hidden, num_experts=4, top_k=2, rngs=rngs, **options)
 
     def __call__(self, x):
         return self.moe(x)
+
+
+def test_explain_says_what_experts_multiply():
+    with scope(gtp=2, ep=2):
+        model = gtp.init(Experts, nnx.Rngs(0))
+        facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
+        life = str(gtp.explain(model, gtp.FP8Blocks(), path="moe.up"))
+    for fact, kernels in ((facts["moe.up"], 2), (facts["moe.down"], 1)):
+        assert (fact.wire, fact.bytes, fact.bytes_per_element) == ("FP8_BLOCKS", kernels * 4 * 128 * 128, 1)
+        assert fact.matmul == "FP8_BLOCKS_1D: grouped, bfloat16 on dequantized values"
+        assert (fact.forward, fact.dgrad, fact.wgrad) == (
+            "E4M3 1x128 x E4M3 128x128",
+            "E4M3 1x128 x E4M3 128x128",
+            "E4M3 1x128 x E4M3 1x128",
+        )
+    assert "one amax for each tile, reduced over all shards" in life and "Tiles" in life
+
+
+def test_experts_train_as_in_bfloat16():
+    config = dataclasses.replace(CONFIG, num_experts=4)
+    with scope(gtp=2, ep=2):
+        found, wanted = losses(gtp.FP8Blocks(), config=config), losses(None, config=config)
+    assert found[-1] < found[0] - 0.3
+    np.testing.assert_allclose(found, wanted, rtol=5e-2)  # tokens near the border choose other experts
+    assert found != wanted
+
+
+def test_a_second_derivative_through_experts_is_refused():
+    with scope(gtp=2):
+        model = gtp.init(Experts, nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        x = jnp.ones((2, 4, 128), jnp.bfloat16)
+
+        def penalty(state, x):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32)))(x) ** 2)
+
+        with gtp.use_recipe(gtp.FP8Blocks()), pytest.raises(TypeError, match="differentiated again.*grouped_quantized"):
+            jax.jit(jax.grad(penalty)).lower(state, x)
 
 
 def dense(width, out, **options):
@@ -92,15 +132,16 @@ def dense(width, out, **options):
 
 
 MODELS = {
-    "experts": (
-        Experts,
-        dict(gtp=2),
-        r"FP8_BLOCKS, which only dense layers support, but moe\.\S+ is experts\. Name moe",
+    "tp that cuts tiles of experts": (
+        lambda rngs: Experts(rngs, hidden=192, parallel="features"),
+        dict(gtp=2, tp=2),
+        r"dimension 2 of the weight of shape \(4, 128, 192\) of moe\.down into parts of 96, which are not whole tiles",
     ),
     "an embedding": (
         lambda rngs: Llama(CONFIG, rngs=rngs),
         dict(gtp=2),
-        r"which only dense layers support, but embed is not a dense layer\. Name embed in .* `exclude`.* `override`",
+        r"which only dense layers and experts support, but embed is not a dense layer\. Name embed in .* `exclude`"
+        r".* `override`",
     ),
     "tp that cuts tiles by row": (
         dense(256, 192, parallel="column"),
@@ -130,6 +171,25 @@ def test_layers_of_whole_tiles_per_tensor_rank_are_multiplied():
     with scope(gtp=2, tp=2):
         model = gtp.init(dense(128, 256, parallel="column"), nnx.Rngs(0))
         assert gtp.explain(model, gtp.FP8Blocks(exclude=())).facts[0].wire == "FP8_BLOCKS"
+
+
+@pytest.mark.parametrize("parallel", ["features", "expert", None])
+def test_experts_of_whole_tiles_per_tensor_rank_are_multiplied(parallel):
+    with scope(gtp=2, tp=2):
+        model = gtp.init(lambda rngs: Experts(rngs, hidden=256, parallel=parallel), nnx.Rngs(0))
+        assert {fact.wire for fact in gtp.explain(model, gtp.FP8Blocks()).facts} == {"FP8_BLOCKS"}
+
+
+def test_experts_cannot_be_frozen_in_tiles():
+    class Adapted(Experts):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.adapter = nnx.LoRA(128, 2, 128, rngs=rngs)
+
+    with scope(gtp=2):
+        model = gtp.init(Adapted, nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"sends moe\.\w+ in FP8_BLOCKS, which cannot be stored"):
+            gtp.freeze(model, gtp.FP8Blocks())
 
 
 def test_freezing_and_gathering_ahead_are_refused():
