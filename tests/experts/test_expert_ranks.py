@@ -306,7 +306,11 @@ def rows_that_leave(ranks, num_experts, top_k, tokens):
     return (pairs.sum() - np.trace(pairs)) / ranks
 
 
-@pytest.mark.parametrize("recipe", [None, gtp.FP8(matmuls=True, exclude=())], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, gtp.FP8(matmuls=True, exclude=()), gtp.FP8Blocks(exclude=())],
+    ids=["bfloat16", "FP8", "FP8 in blocks"],
+)
 @pytest.mark.parametrize(
     ("ranks", "num_experts", "top_k", "chunks"), [(4, 8, 2, 1), (8, 64, 6, 2)], ids=["2 of 8, ep 4", "6 of 64, ep 8"]
 )
@@ -320,17 +324,22 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
         model = gtp.nn.abstract_model(lambda rngs: gtp.MoE(features, HIDDEN, **options, rngs=rngs))
         (found,) = gtp.experts.exchanges(model, recipe, tokens=tokens)
     assert (found.ranks, found.transport, found.tokens) == (ranks, "ragged", tokens)
-    numbers = features * rows_that_leave(ranks, num_experts, top_k, tokens)
+    blocks = isinstance(recipe, gtp.FP8Blocks)
+    leave = rows_that_leave(ranks, num_experts, top_k, tokens)
     of_choices = 4 * (ranks - 1) * tokens * top_k
     codes = recipe is not None
     rows = "ragged-all-to-all", chunks
-    row_of = {"u8": numbers, "u16": 2 * numbers}
+    row_of = {"u8": leave * (features + 4 * blocks), "u16": leave * 2 * features}  # a float32 for up to 128 codes
     tokens_as = "u8" if codes else "u16"
     assert found.dispatched_bytes == pytest.approx(row_of[tokens_as], rel=0.01)
     wanted = [
         ("forward", "choices", "all-gather", 1, "s32", of_choices),
         ("forward", "shares", "all-gather", 1, "f32", of_choices),
-        *([("forward", "amax of tokens", "all-reduce", 1, "f32", 8 * (ranks - 1) // ranks)] if codes else []),
+        *(
+            [("forward", "amax of tokens", "all-reduce", 1, "f32", 8 * (ranks - 1) // ranks)]
+            if codes and not blocks
+            else []
+        ),
         ("forward", "dispatch of tokens", *rows, tokens_as, row_of[tokens_as]),
         ("forward", "combine of partial sums", *rows, "u16", row_of["u16"]),
         ("backward", "dispatch of tokens, again", *rows, tokens_as, row_of[tokens_as]),

@@ -12,7 +12,7 @@ from selection import others_slow
 
 import gtp_jax as gtp
 
-EXPERTS, FEATURES = 4, 128
+EXPERTS, FEATURES, SMALL = 4, 128, 2.0**-20
 
 
 def loss(model, batch):
@@ -21,21 +21,26 @@ def loss(model, batch):
 
 
 def trained(degrees, recipe, microbatches=1, **options):
-    """Losses of two steps, and how they changed each parameter."""
+    """Losses of two steps, and how the first changed each parameter."""
     rng = np.random.default_rng(1)
     batch = {name: rng.normal(size=(16, 4, FEATURES)) for name in "xy"}
     optimizer = optax.sgd(4.0)
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])):
-        sizes = dict(num_experts=EXPERTS, top_k=2, round_size=8.0)
+        sizes = dict(num_experts=EXPERTS, top_k=2, round_size=8.0, aux_loss_coeff=0.0)
         dtypes = dict(dtype="float64", param_dtype="float64")
         make = lambda rngs: gtp.MoE(FEATURES, 256, **sizes, **dtypes, **options, rngs=rngs)  # noqa: E731
-        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer)
+        model = gtp.init(make, nnx.Rngs(0))
+        # `up` then gets gradients so small that they would be lost in a block with those of `gate`
+        gate = model.up.kernel["gate"]
+        gate.set_value(gate.get_value() * SMALL)
+        state = gtp.TrainState.create(model, optimizer)
         step = gtp.train_step(loss, optimizer, recipe=recipe, microbatches=microbatches)
-        before, losses = jax.tree.map(np.asarray, state.params), []
+        params, losses = [], []
         for _ in range(2):
+            params.append(jax.tree.map(np.asarray, state.params))
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-        return losses, jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
+        return losses, jax.tree.map(lambda before, after: after - before, *params)
 
 
 @functools.cache

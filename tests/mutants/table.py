@@ -216,6 +216,18 @@ MUTANTS = (
         (_VIEWS,),
     ),
     Mutant(
+        "ranks with different parts of a kernel share the scales of tiles",
+        "return tuple(axis for axis in (*layout.experts.axes, *layout.tensor.axes) if axis in names)",
+        "return ()",
+        ("tests/weights/test_expert_tiles.py::test_ranks_with_different_parts_of_a_kernel_keep_their_own_scales",),
+    ),
+    Mutant(
+        "blocks of an expert's gradient begin where shards do",
+        "taken=taken, order=self.group.order)",
+        "taken=taken)",
+        ("tests/experts/test_experts_in_blocks.py::test_steps_are_those_of_one_device[gtp 2 x tp 2 x ep 2]",),
+    ),
+    Mutant(
         "partial sums of tokens are added in bfloat16",
         "wide = jnp.promote_types(dtype, jnp.float32)\n    own = [",
         "wide = dtype\n    own = [",
