@@ -49,7 +49,7 @@ def on_one_device(microbatches, quantized=True):
 
 
 # Blocks of wgrad run along the tokens that an expert gets at once: those of the ranks that send to it. So a mesh rounds
-# what one device rounds in as many microbatches as there are such sets of ranks.
+# what one device rounds in one microbatch for each such set of ranks.
 MESHES = {
     "gtp 8": (dict(gtp=8), 8, {}),
     "gtp 4 x ep 2": (dict(gtp=4, ep=2), 4, {}),

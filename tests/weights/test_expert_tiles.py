@@ -35,6 +35,7 @@ PLACES = {
         dict(gtp=2, tp=2, ep=2),
         dict(experts_axis="ep", parallel="expert"),
     ),
+    "experts unevenly over tp": ((256, 64), dict(gtp=2, tp=3), dict(parallel="expert")),
     "gathered over tp too": ((256, 64), dict(gtp=2, tp=2), dict(axes=("tp", "gtp"))),
     "dp shards too": ((256, 64), dict(dp=2, gtp=2), dict(axes=("dp", "gtp"))),
     "stored in parts over dp": ((256, 64), dict(dp=2, gtp=4), {}),
