@@ -63,9 +63,10 @@ def check(
 
     Raises:
         TypeError: if `loss` is not callable, or `recipe` is not a recipe.
-        ValueError: if `view`, `has_aux` or `microbatches` has a value that `train_step` would refuse, if there is no
-            mesh in scope, if the loss on the mesh is not finite, or if a tensor differs by more than `tolerance`; the
-            message names the first such tensor.
+        ValueError: if `view` or `microbatches` has a value that `train_step` would refuse, if `has_aux` is used in
+            local view, if there is no mesh in scope, if the loss on the mesh is not finite, or if a tensor differs by
+            more than `tolerance`; the message names the first such tensor. Errors of the factory and of the step pass
+            through.
     """
     check_loss(loss)
     check_view(view, has_aux=has_aux)

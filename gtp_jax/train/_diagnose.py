@@ -35,9 +35,10 @@ class Diagnosis:
         rank: the coordinates, on the mesh axes that shard the batch, of the ranks that hold the sample; `None` without
             a sample, and empty without a mesh.
         devices: the ids of these ranks' devices; empty without a sample or a mesh.
-        layer: the path of the first module whose output or gradient is not finite, with the layer's number in a
-            `Stack`; empty for the model itself. `None` without a sample, or if the outputs and gradients of all modules
-            are finite; the cause is then in the loss function.
+        layer: the path of the first called module whose output or gradient is not finite, with the layer's number in a
+            `Stack`; empty for the model itself. If the gradient of the model's own output is finite, that output is
+            named only if nothing else is not finite, because logits may be masked with `-inf`. `None` without a sample,
+            or if the outputs and gradients of all modules are finite; the cause is then in the loss function.
         kind: what is not finite in `layer`: `output`, or `gradient` for the gradient of the loss with respect to the
             module's output; `None` if `layer` is.
     """
@@ -83,17 +84,17 @@ def diagnose(
     Pass the state that the skipped step returned, which is the old state, and the batch of that step. Call this in
     every process. The arguments are those of `train_step`; state and batch are not donated.
 
-    The search first runs the samples in groups with one sample per rank. If the result of a group is not finite, it
-    runs the samples of the group one at a time, each repeated on every rank. It then runs the first sample whose result
-    is not finite once more, and checks the output and the gradient of every module. The loss and its gradients are
-    compiled at most twice.
+    The search first runs the samples in groups, with one sample for each part into which the mesh divides a batch. If
+    the result of a group is not finite, it runs the samples of the group one at a time, each repeated in every part. It
+    then runs the first sample whose result is not finite once more, and checks the output and the gradient of every
+    module that is called. The loss and its gradients are compiled at most twice.
 
     Raises:
-        ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; if the number of rows
-            is not a multiple of the number of ranks that shard the batch, or differs between leaves; if the batch holds
-            an empty array, a list of numbers or no array with rows; if the state's arrays were donated to a step, or
-            the state has no values.
-        TypeError: if `loss` is not callable.
+        ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; or if the state's
+            arrays were donated to a step, or the state has no values. Unless a parameter is not finite, also if the
+            number of rows is not a multiple of the number of parts, or differs between leaves; or if the batch holds an
+            empty array, a list of numbers or no array with rows. What a step refuses is refused too.
+        TypeError: if `loss` is not callable, or returns anything other than `train_step` allows.
     """
     check_loss(loss)
     check_view(view, has_aux=has_aux)
@@ -190,7 +191,8 @@ def _first(probes: Probes) -> tuple[str | None, str | None]:
 
 
 def _rank(number: int, axes: Sequence[str], mesh: Any) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the coordinates and the devices of the ranks that hold one part of the batch; both empty without a mesh.
+    """Returns the coordinates of the ranks that hold one part of the batch, on the mesh axes that shard it, and the ids
+    of their devices. Both are empty without a mesh.
 
     Args:
         number: the number of the part.

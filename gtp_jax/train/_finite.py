@@ -18,7 +18,7 @@ def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
         step: the number of the step, for the message.
 
     Raises:
-        FloatingPointError: if the loss or the norm is not finite; the message says which of them.
+        FloatingPointError: if the loss or the norm is not finite; the message names the loss if neither is finite.
     """
     which = "a step" if step is None else f"step {step}"
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):

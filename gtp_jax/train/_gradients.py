@@ -43,7 +43,7 @@ _VIEWS: tuple[View, ...] = ("global", "local")
 
 
 def check_view(view: Any, *, has_aux: bool) -> None:
-    """Raises `ValueError` unless `view` is a view, and supports `has_aux` if that is true."""
+    """Raises `ValueError` if `view` is neither 'global' nor 'local', or if `has_aux` is true in local view."""
     if view not in _VIEWS:
         raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, _VIEWS))}.")
     if has_aux and view == "local":
@@ -91,11 +91,11 @@ class Computed(NamedTuple):
             them again. Both sums grow by the same factor, so `total / tokens` is still the mean.
         gradients: the gradients of `total` with respect to the parameters. Each has the dtype of its parameter, or a
             narrower one that holds the same values (see `uncast`). `()` if only the loss was computed.
-        model_state: the model's variables other than parameters, after the last microbatch; `()` if only the loss was
-            computed.
+        model_state: the model's variables other than parameters, after the last microbatch; empty in local view, which
+            supports no such variables, and if only the loss was computed.
         aux: the `aux` of the loss function; `()` if there is none.
         amaxes: for each module with delayed scaling, by path: the amaxes of its input and of the gradient of its
-            output, `(*layers, 2)`.
+            output, `(*layers, 2)`. Empty if only the loss was computed.
     """
 
     total: jax.Array
@@ -122,9 +122,10 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
 
     Raises:
         ValueError: if an array in the batch is empty; if the batch cannot be split as requested; if the model was built
-            for other mesh degrees; if layers are to be gathered in advance without a recipe; if the state lacks the
-            amaxes that delayed scaling needs; if a `MoE` of the model was built for the other kind of loss; or if in
-            local view the model has variables other than parameters.
+            for other mesh degrees; if layers are to be gathered in advance without a recipe, or more layers than any
+            stack sends as codes; if the state lacks the amaxes that delayed scaling needs; if a `MoE` of the model was
+            built for the other kind of loss; if there are several microbatches, and the loss changes the shapes or
+            dtypes of the model's variables; or if in local view the model has variables other than parameters.
         TypeError: if a parameter is an integer or boolean array, or if the loss function returns the wrong kind of
             result.
     """
@@ -140,8 +141,8 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
     Raises:
         ValueError: if an array in the batch is empty; if the model was built for other mesh degrees; if the state lacks
-            the amaxes that delayed scaling needs; or, in local view, if the batch cannot be divided among ranks, or the
-            model has variables other than parameters.
+            the amaxes that delayed scaling needs; or, in local view, if the batch holds a scalar or a list of numbers,
+            or cannot be divided among ranks, or if the model has variables other than parameters.
         TypeError: if the loss function returns the wrong kind of result.
     """
     check_filled(batch)
@@ -241,7 +242,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
 def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Differentiates the sum of all ranks' losses in one `shard_map`. Each rank computes the loss of its own part of
-    the batch."""
+    the batch. Without a mesh, there is one part and no `shard_map`."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
 
@@ -283,7 +284,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def _rounds(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe rounds stochastically."""
+    """Returns whether a recipe rounds operands of matmuls stochastically."""
     return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
 
@@ -329,8 +330,8 @@ class _ModelOf(NamedTuple):
 def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = False) -> _ModelOf:
     """Returns a function that makes the model of a microbatch.
 
-    Quantizes the weights and gathers them over the optimizer's axes before it returns, so that all microbatches share
-    the results.
+    Before it returns, quantizes the weights that the recipe quantizes, and gathers those that the optimizer's axes
+    divide, so that all microbatches share the results.
 
     Args:
         request: the request, with or without a recipe.
@@ -431,8 +432,8 @@ def _is_inexact(value: jax.Array) -> bool:
 
 
 def _sharded(batch: Tree, roles: Roles) -> Tree:
-    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too. An array whose
-    first dimension the ranks cannot divide evenly stays as it is."""
+    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too. Scalars, and
+    arrays whose first dimension the ranks cannot divide evenly, stay as they are. Without a mesh, so do all arrays."""
     return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
 
 
@@ -483,8 +484,9 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
 
     Raises:
         ValueError: if the model has variables other than parameters. By the function, if the batch contains a list of
-            numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot divide evenly; if its
-            arrays have different numbers of rows; or if the model was built for other mesh degrees.
+            numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot divide evenly; if the
+            batch is split and its arrays have different numbers of rows; or if the model was built for other mesh
+            degrees.
     """
     model_def = state.model_def
     _check_model_state(state)

@@ -23,7 +23,7 @@ Tree = Any
 
 
 def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: ModelDef, params: Tree) -> None:
-    """Warns if an optimizer updates the layers of a `Stack` differently from the same layers in a list.
+    """Warns if an optimizer treats the layers of a `Stack` as one tensor; see `layers_as_one`.
 
     Raises:
         NotPerLayer: if a `per_layer` in the optimizer refuses its update.
@@ -50,8 +50,8 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
     Traces the update twice on abstract arrays: once with all layers of a stack in one array, and once with the arrays
     of a single layer. A stacked parameter is reported if the two traces compute different functions. It is also
     reported if the update of a single layer uses a reduction over the layer's array, or another operation on it that is
-    not elementwise; see [Note: layers in a list and layers in one array]. Returns an empty list if the update cannot be
-    traced, because a step traces it too and raises the error.
+    not elementwise; see [Note: layers in a list and layers in one array]. Returns an empty list if no parameter is
+    stacked, or if the update cannot be traced; in the latter case, a step traces it too and raises the error.
 
     Args:
         optimizer: any optax optimizer.
@@ -109,7 +109,8 @@ def _outputs(
 def traced_update(
     optimizer: optax.GradientTransformation, like: Tree, counts: Mapping[Path, int]
 ) -> tuple[Any, tuple[Any, ...], tuple[Tree, Tree]]:
-    """Traces an update on abstract arrays.
+    """Traces an update on abstract arrays. A `per_layer` in the optimizer checks its own update, and then returns the
+    gradients and its state unchanged (see `layers_in_scope`).
 
     Args:
         optimizer: any optax optimizer.

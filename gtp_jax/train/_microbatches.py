@@ -60,9 +60,9 @@ def as_stored(params: Tree, number: jax.Array) -> Tree:
     """Keeps parameters in the row-major memory layout in which they are stored, for the computation of one microbatch.
 
     XLA chooses the layout of values that a loop reads but does not change. If weights are transposed before they are
-    sent, XLA would therefore copy all of them into the transposed layout, in 32 bits, before the loop. The constraint
-    prevents these copies. On platforms other than GPUs parameters are returned unchanged: `jax.export` does not support
-    constraints on layouts, and memory is no concern on CPUs.
+    sent, XLA would therefore copy all of them into the transposed layout, in their stored dtype (float32 by default),
+    before the loop. The constraint prevents these copies. On platforms other than GPUs parameters are returned
+    unchanged: `jax.export` does not support constraints on layouts, and memory is no concern on CPUs.
 
     Args:
         params: the parameters.

@@ -102,7 +102,7 @@ def decides_collective_kernels(flags: dict[str, str]) -> bool:
 
 
 def flags_in_environment() -> dict[str, str]:
-    """Returns the options that XLA_FLAGS sets, by name, with their values."""
+    """Returns the options that XLA_FLAGS sets, by name, with their values; `true` for an option without a value."""
     words = os.environ.get("XLA_FLAGS", "").split()
     pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
     return {name: value if equals else "true" for name, equals, value in pairs}

@@ -3,15 +3,15 @@
 If a model is created under `even_shares`, an array that the mesh cannot divide evenly is stored padded. The logical
 array is the same array without its padding.
 
-[Note: optimizers on padding] An elementwise update of a padded array is right outside the padding, whatever the
-padding holds. A sum over a whole array is right if the padding is zero. An optimizer is given the logical arrays if it
-does anything else with a padded array. Examples are a mean, which divides by the number of elements, a factored moment,
-a matrix product, and a random number per element.
+[Note: optimizers on padding] Outside the padding, an elementwise update of a padded array is correct, whatever the
+padding holds. A sum over a whole array is correct if the padding is zero. An optimizer is given the logical arrays if
+it does anything else with a padded array. Examples are a mean, which divides by the number of elements, a factored
+moment, a matrix product, and a random number per element.
 
-To find out, the update is traced once for the padded and once for the logical shapes, and the two jaxprs are compared
-operation by operation. They must have the same operations. Each value then either has the same shape in both, or is an
-array with padding in the first. Its padding is zero (`Kind.ZERO`) or unknown (`Kind.ANY`). Unknown padding of a result
-is set to zero after the update, so the padding of parameters and of the optimizer's state is always zero.
+To decide this, the update is traced once for the padded and once for the logical shapes, and the two jaxprs are
+compared operation by operation. They must have the same operations. Each value then either has the same shape in both,
+or is an array with padding in the first. Its padding is zero (`Kind.ZERO`) or unknown (`Kind.ANY`). Unknown padding of
+a result is set to zero after the update, so the padding of parameters and of the optimizer's state is always zero.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
 
 
 def _is_zero_of(eqn: Any, zeros: list[bool], args: list[Kind]) -> bool:
-    """Returns whether the result of an elementwise operation is zero in the padding.
+    """Returns whether the result of an elementwise operation is known to be zero in the padding.
 
     Args:
         eqn: the operation.
-        zeros: for each argument, whether it is zero in the padding.
+        zeros: for each argument, whether it is known to be zero in the padding.
         args: for each argument, what its padding holds.
     """
     name = eqn.primitive.name

@@ -39,6 +39,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
 
     Raises:
         TypeError: by `update`, if the optimizer's update requires an extra argument that was not passed.
+        NotPerLayer: by `init` and `update`, if a `per_layer` in the optimizer refuses.
     """
     names = _extra_names(optimizer)
 

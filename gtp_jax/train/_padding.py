@@ -47,7 +47,7 @@ class Paddings:
     """Converts trees between stored and logical arrays.
 
     The methods take the parameters, and trees whose paths end with those of the parameters, such as an optimizer's
-    state. They change only arrays that belong to a padded parameter and have its shape.
+    state. They change only arrays that belong to a padded parameter and whose last dimensions have its shape.
 
     Attributes:
         known: the padded parameters, with their paths.

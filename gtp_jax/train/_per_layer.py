@@ -41,8 +41,8 @@ def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> It
 
     Args:
         counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
-        examined: whether `per_layer` checks its optimizer's update and then returns the gradients unchanged. A trace of
-            the update then shows only the transformations around `per_layer`.
+        examined: whether `per_layer` checks its optimizer's update, and then returns the gradients and the state
+            unchanged. A trace of the update then shows only the transformations around `per_layer`.
     """
     token = _scope.set(_Scope(counts, examined))
     try:
@@ -71,14 +71,15 @@ def per_layer(
     Args:
         optimizer: the optimizer to map. Functions in it that compute masks or labels get the arrays of one layer.
             Masks, labels and dimension numbers that are trees have one entry per parameter, as without `per_layer`.
+            Its update does not get extra arguments that are functions, such as the `value_fn` of a line search.
         model: the model whose parameters `init` and `update` get. `TrainState.create` and `train_step` do not need it;
             pass it for `nnx.Optimizer`, or if you call `init` and `update` yourself.
 
     Raises:
         ValueError: by `init` and `update`, not by `per_layer` itself: if the model is not known; if an array is not one
-            of its parameters, or does not have the parameter's number of layers; or if the update or the state of a
-            stacked parameter depends on random numbers, or that of any parameter on another stacked parameter (as a
-            norm of all gradients does).
+            of its parameters, or does not have the parameter's number of layers; if the update or the state of a
+            stacked parameter depends on random numbers; or if an update or a part of the state depends on a stacked
+            parameter to which it does not belong (as a norm of all gradients does).
     """
     inner = optax.with_extra_args_support(optimizer)
     own = None if model is None else layer_counts(model)
@@ -149,8 +150,8 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
             numbers in scope, if there are any, take precedence.
 
     Raises:
-        ValueError: if no numbers are known, if an array is not a parameter of the model, or if its first dimension is
-            not the number of layers.
+        ValueError: if no numbers are known, if an array is not a parameter of the model, or if the first dimension of a
+            stacked parameter is not its number of layers.
     """
     scope = _scope.get()
     known = own if scope is None else scope.counts

@@ -1,4 +1,5 @@
-"""Checks, while a program runs, whether the output of every module of a model and its gradient are finite."""
+"""Checks, while a program runs, whether the outputs of a model's modules, and the gradients of these outputs, are
+finite."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ _PATH = "_path_in_model"
 
 
 class Probes:
-    """A context manager that adds probes to the modules of a model.
+    """A context manager that adds probes to the calls (`__call__`) of a model's modules.
 
     Entering the context returns a state. A program has the probes if it is traced inside the context and makes its
     model from that state.
 
-    A probe checks one value while the program runs: an output of a module in forward, or the gradient of that output in
-    backward. It returns the value unchanged. The callbacks of a program arrive in any order, so probes are numbered in
-    the order in which they are traced, which is the order of the computation. The layers of a `Stack` are unrolled, so
-    that each layer has its own probes.
+    A probe checks one value while the program runs: a floating-point output of a module in forward, or the gradient of
+    that output in backward. It returns the value unchanged. The callbacks of a program arrive in any order, so probes
+    are numbered in the order in which they are traced, which is the order of the computation. The layers of a `Stack`
+    are unrolled, so that each layer has its own probes.
 
     Args:
         state: the state of the model; it may be abstract.
@@ -85,7 +86,7 @@ class Probes:
 
     def _layer(self, path: str) -> str:
         """Returns the path of a module that is called. In a `Stack`, includes the number of the layer, which is counted
-        from the earlier calls of modules with this path."""
+        from the earlier calls of modules with this path; each layer must call the module once."""
         layers = next((name for name in self._lengths if path.startswith(name)), None)
         if layers is None:
             return path

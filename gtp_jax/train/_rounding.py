@@ -12,8 +12,8 @@ def rounding_key(
 ) -> jax.Array:
     """Returns the key of a microbatch, as words of uint32, `(2,)`.
 
-    The key depends only on the arguments and the rank. A run can therefore be repeated exactly, and a resumed run uses
-    the same keys as one that was never interrupted.
+    The key depends only on the arguments and, with `of_rank`, on the rank. A run can therefore be repeated exactly, and
+    a resumed run uses the same keys as one that was never interrupted.
 
     Args:
         seed: the seed of the run.

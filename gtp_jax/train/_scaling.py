@@ -46,8 +46,8 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
     recipe has delayed scaling.
 
     Raises:
-        ValueError: if a module's weight has a dimension of layers but is not in a `Stack`, or if the recipe does not
-            fit the model.
+        ValueError: if the weight of one layer does not have two dimensions, as when layers are stacked without a
+            `Stack`; or if the recipe does not fit the model.
     """
     if recipe is None or not recipe.delays:
         return {}
@@ -105,9 +105,9 @@ def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax
 def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
     """Returns the slots of modules: zeros whose gradients are amaxes; see [Note: delayed scaling].
 
-    In local view, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for that of the
-    gradient of the output. In global view, it is `(*layers, ranks * 2)`, with the zeros of all ranks, sharded by
-    `ranks_spec`.
+    In local view and without a mesh, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for
+    that of the gradient of the output. In global view, it is `(*layers, ranks * 2)`, with the zeros of all ranks,
+    sharded by `ranks_spec`.
     """
     ranks = jax.sharding.get_abstract_mesh().size if current_view() == "global" else 1
 
@@ -130,7 +130,7 @@ def scaling_of(
 
 def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
     """Returns the maximum over all ranks of each module's amaxes, `(*layers, 2)`, by path. All modules share one
-    all-reduce of a single vector.
+    all-reduce of a single vector. In local view, divides the amaxes of gradients by `_copies`.
 
     Args:
         found: the gradients of the slots, by path.
@@ -205,7 +205,7 @@ def next_amaxes(
 
 
 def _copies() -> int:
-    """Returns how many ranks count the loss of the same example: 1 in global view.
+    """Returns how many ranks count the loss of the same example: 1 in global view and without a mesh.
 
     In local view, the ranks along an axis that does not shard the batch have the same examples. Each adds its loss to
     the sum, which multiplies all gradients by this factor. The amaxes in a state are those of gradients without it.

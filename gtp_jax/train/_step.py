@@ -1,4 +1,5 @@
-"""Makes the functions that users call: the optimizer step, the evaluation, and loss and gradients by themselves."""
+"""Provides what users call to train: `train_step` and `eval_step`, which make jitted functions, and
+`loss_and_gradients`."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def train_step(
     So any optax optimizer works.
 
     If the loss or a gradient is NaN or Inf on any device, and `skip_nonfinite` is true, the step returns the old state
-    bit for bit: parameters, optimizer state, the model's other variables and the step count. A compiled program cannot
+    bit for bit: parameters, optimizer state, the model's other variables, the amaxes of delayed scaling and the step
+    count. A compiled program cannot
     raise an error for this. Instead, `metrics["skipped"]` is true, and `gtp_jax.check_finite(metrics)` raises the
     error. `check_finite` waits for the step, so you may call it some steps later. The steps launched in the meantime
     used the old state; if they got `skip=metrics["skipped"]` of the step before them, they were skipped too.
@@ -106,7 +108,8 @@ def train_step(
             last microbatch. With several microbatches, `"last"` requires local view. With one microbatch both are the
             same program.
         view: `"global"` or `"local"`, see above.
-        seed: the seed of stochastic rounding, which uses different bits for every step, microbatch and rank.
+        seed: the seed of stochastic rounding and of the dropout of adapters. Both use different bits for every step and
+            microbatch; stochastic rounding also does for every rank.
         replicas: `gtp_jax.Replicas`, for a run that continues without some of its devices, so that its replicas may
             have unequal tensor-parallel degrees. The state is on the mesh `replicas.core`, and the batch has
             `replicas.plan.batch` rows. If the replicas are unequal, the view must be local, because its losses are sums
@@ -116,8 +119,9 @@ def train_step(
 
     Returns:
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
-        is the batch, a multiple of `microbatches`. The number of examples per microbatch must be a multiple of dp * gtp
-        in local view, and in global view if a gtp_jax module gets them. `skip` is a bool scalar; if it is true, the
+        is the batch, a multiple of `microbatches`. The number of examples per microbatch must be a multiple of the
+        degree of the axes that shard the batch, by default dp * gtp, in local view, and in global view if a gtp_jax
+        module gets them. `skip` is a bool scalar; if it is true, the
         update is skipped in any case. Metrics are device scalars: `loss` (the mean over tokens, or over microbatches),
         `grad_norm` (before clipping), `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
         `expert_load` if routers have biases. With `has_aux`, `aux` is among them too. XLA options are chosen for the
@@ -130,8 +134,9 @@ def train_step(
             or of other mesh degrees, or lacks the amaxes that delayed scaling needs; if `pregathered_layers` is set
             without a recipe, or no stack has that many layers that are sent as codes; if the optimizer has a line
             search and `max_grad_norm` is set; if `loss` returns a mean, but a `MoE` of the model was built for a sum,
-            or the other way round; if `loss` changes the shapes or dtypes of the model's variables; or if in local view
-            the model has variables other than parameters.
+            or the other way round; if `loss` changes the shapes or dtypes of the model's variables, and the step has a
+            mesh or several microbatches, or may be skipped; if the optimizer's update changes those of its state, or a
+            `per_layer` in it refuses the update; or if in local view the model has variables other than parameters.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
             `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
             anything other than described above, or if the optimizer's update requires an argument that a step does not
@@ -227,16 +232,18 @@ def loss_and_gradients(
 
     The loss is the one that `train_step` reports, and the arguments are those of `train_step`. Call this with the mesh
     in scope and under `jax.jit`; outside `jax.jit` operations run one by one. The random bits of stochastic rounding
-    depend on `seed` and `state.step`: increment `state.step` after every update, or every step will use the same bits.
-    What the model writes to its variables is discarded. If a weight is stored padded (see `even_shares`), its gradient
-    is padded with zeros. Your step must then update each element by itself, as AdamW does; a mean over the array, for
-    example, would count the padding.
+    and of adapters' dropout depend on `seed` and `state.step`: increment `state.step` after every update, or every step
+    will use the same bits. What the model writes to its variables is discarded. If a weight is stored padded (see
+    `even_shares`), its gradient is padded with zeros. Your step must then update each element by itself, as AdamW does;
+    a mean over the array, for example, would count the padding.
 
     Raises:
         ValueError: if `microbatches`, `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step`
             would refuse; if the recipe has delayed scaling; if the state was donated to a step, has no values or is of
-            other mesh degrees; if the batch is empty or cannot be divided; or if in local view the model has variables
-            other than parameters.
+            other mesh degrees; if the batch is empty or cannot be divided; if `loss` returns a mean, but a `MoE` of the
+            model was built for a sum, or the other way round; if there are several microbatches, and `loss` changes the
+            shapes or dtypes of the model's variables; or if in local view the model has variables other than
+            parameters.
         TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, a parameter is an
             integer or boolean array, or `loss` returns anything other than `train_step` allows.
     """

@@ -67,7 +67,8 @@ def updated(
     Raises:
         ValueError: if the optimizer state is of another optimizer, or its update changes the shapes or dtypes in it; if
             the loss changed the shapes or dtypes of the model's variables, and the step has a mesh or may be skipped;
-            or if the optimizer has a line search and `compute` is `None` or `max_grad_norm` is set.
+            if a `per_layer` in the optimizer refuses its update; or if the optimizer has a line search and `compute` is
+            `None` or `max_grad_norm` is set.
         TypeError: if the optimizer's update requires an extra argument other than `value`, `grad` and `value_fn`.
 
     Returns:
@@ -137,7 +138,7 @@ def _value_fn(
             )
         if clipped:
             raise ValueError(
-                "the optimizer evaluates the loss at other parameters, as a line search does, which needs the "
+                "the optimizer evaluates the loss at other parameters, as a line search does. That requires the "
                 "gradients of the loss itself, but `max_grad_norm` scales them. Pass `max_grad_norm=None`."
             )
         computed = compute(params)
