@@ -52,8 +52,8 @@ def check_stock(layer: Any, name: str) -> None:
     dimensions of the input.
 
     Raises:
-        ValueError: if the layer contracts dimensions other than the last ones, has batch axes, or has a stacked kernel.
-            The message names the layer and the reason.
+        ValueError: if the layer's axes are not those of the last dimensions, given as negative numbers in ascending
+            order; or if the layer has batch axes or a stacked kernel. The message names the layer and the reason.
     """
     features = len(_tuple(layer.in_features))
     ahead = layer.kernel.get_raw_value().ndim - features - len(_tuple(layer.out_features))

@@ -49,7 +49,8 @@ class Adapter(nnx.Module):
         rngs: the random streams; only the stream `params` is used.
 
     Attributes:
-        a: the first matrix, `(features in, rank)`, initially Kaiming-uniform.
+        a: the first matrix, `(features in, rank)`, initially Kaiming-uniform. In a `Stack`, both matrices have a
+            leading dimension of layers.
         b: the second matrix, `(rank, features out)`, initially zero.
         words: the seed of the dropout (`DropoutWords`); `None` without dropout.
     """
@@ -90,13 +91,14 @@ class Adapter(nnx.Module):
 
     def low(self, x: jax.Array, layout: Layout, ranks: tuple[str, ...], part: int) -> jax.Array:
         """Returns `scale * dropout(x) @ a`, which maps this tp rank's `(..., features in)` to `(..., rank)`. For a
-        row-parallel kernel, the result is a partial sum, which the caller must sum over tp.
+        row-parallel kernel, the result is a partial sum, which the caller must sum over tp. Nothing is dropped unless
+        `with_dropout` returned the model.
 
         Args:
             x: the input.
             layout: the layout of the kernel.
-            ranks: the mesh axes whose ranks have different examples, positions or features, and therefore different
-                dropout masks.
+            ranks: the mesh axes whose ranks have different examples, positions or features. In local view, these ranks
+                draw different dropout masks.
             part: the index of this part of the sequence. Parts have different dropout masks.
         """
         a = self.a.get_value()

@@ -33,22 +33,22 @@ class GatheredOnUse(Padded):
         is a `tensor_dim`, the result contains only this tp rank's part of that dimension, padded with zeros if tp
         divides it unevenly.
 
-        In a layer of a `Stack`, the array was gathered while the previous layer computed. Elsewhere, the gathered array
-        is saved if backward needs it. Wrap your code in `nnx.remat` to gather the array again in backward instead.
+        In a `Stack` or another chain, the chain has already gathered the array. Elsewhere, the gathered array is saved
+        if backward needs it. Wrap your code in `nnx.remat` to gather the array again in backward instead.
 
         Raises:
             ValueError: if the variable holds the stacked arrays of all layers of a `Stack`; if the weight was built for
-                other mesh degrees than those in scope; or if the array does not have the shape that the weight was
-                built with.
+                other mesh degrees than those in scope; or, outside a `shard_map`, if the array does not have the shape
+                that the weight was built with.
         """
         return gather_array(self)
 
     def get_value(self, **index: Any) -> Any:
-        """Returns the value of the variable. In a layer of a `Stack`, the variable holds the gathered weight, and this
-        method returns what `gather` returns.
+        """Returns the value of the variable. In a layer of a chain, such as a `Stack`, the variable holds the gathered
+        weight, and this method returns what `gather` returns.
 
-        Reads such as `param[...]` and `param * x` thus give the logical array in a `Stack` too, without a mesh and in
-        global view. In local view outside a `Stack`, they give this rank's shard.
+        Without a mesh and in global view, reads such as `param[...]` and `param * x` thus give the logical array in a
+        chain too. In local view, they give what `gather` returns in a chain, and this rank's shard elsewhere.
         """
         if not isinstance(self.get_raw_value(), Gathered):
             return super().get_value(**index)
@@ -183,7 +183,8 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
 def over_batch(
     module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool
 ) -> jax.Array:
-    """Returns `function(module, x)`. The module's `kernel` is gathered for the call, and again in backward.
+    """Returns `function(module, x)`. If the module's `kernel` is sharded, gathers it for the call, and again in
+    backward, unless a chain has already gathered it.
 
     In global view, each rank calls the function on its own examples, and computes the gradient for these examples
     alone; the gradients of all ranks are then summed. If `x` is not a batch, or the ranks cannot divide the batch

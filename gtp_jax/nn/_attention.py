@@ -18,8 +18,8 @@ from ._options import DenseOptions
 
 
 class Attention(Layer):
-    """Self-attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245) and a rotary embedding. Normalizes
-    its input first.
+    """Self-attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245) and a rotary embedding, unless
+    `rope_theta` is `None`. Normalizes its input first, unless `norm` is `None`.
 
     `gtp_jax.explain` reports whether cuDNN kernels are used.
 
@@ -287,8 +287,8 @@ def _by_head(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def _partition(layer: Layer, name: int | str, array: Any) -> PartitionSpec:
-    """Returns the partition of a mask, positions or segment ids in global view. An array that all examples share is
-    replicated."""
+    """Returns the partition, in global view, of an input after the first. A mask or positions that all examples share
+    are replicated."""
     alike = {"mask": array.ndim == 2 or array.shape[0] == 1, "positions": array.ndim == 1} if array.ndim else {}
     return PartitionSpec() if alike.get(str(name)) else Layer.partition_of_input(layer, name, array)
 

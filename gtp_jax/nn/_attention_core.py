@@ -139,12 +139,12 @@ class AttentionCore(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the outputs of the heads, in the shape of the queries, given queries, keys and values, each `(batch,
-        sequence, heads, head_dim)`. Keys and values may have fewer heads.
+        sequence, heads, head_dim)`. Keys and values may have fewer heads, and another sequence length.
 
         Raises:
-            ValueError: if `mask` has four dimensions and dimension 1 is not 1; or, in the copy of a model that
-                `gtp_jax.generate` calls, if there is a mask, there are segments, there are no positions, or a call that
-                follows the first has more than one token per sequence.
+            ValueError: if shapes are not consistent with each other; if `mask` has four dimensions and dimension 1 is
+                not 1; or, in the copy of a model that `gtp_jax.generate` calls, if there is a mask, there are segments,
+                there are no positions, or a call that follows the first has more than one token per sequence.
         """
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")

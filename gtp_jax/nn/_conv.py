@@ -65,7 +65,8 @@ class Conv(nnx.Conv):
         self.kernel = array_weight(self.kernel, self.dtype, grad_reduce)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Maps `(*batch, *spatial, in_features)` to `(*batch, *spatial, out_features)`.
+        """Maps `(*batch, *spatial, in_features)` to `(*batch, *spatial, out_features)`. The spatial sizes of the result
+        depend on `padding` and `strides`.
 
         Raises:
             ValueError: if the input does not have `in_features` features, or has too few dimensions.

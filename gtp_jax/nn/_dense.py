@@ -1,4 +1,4 @@
-"""Dense layers."""
+"""Provides dense layers whose kernels are sharded over gtp, and in parallel layers also over tp."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Dense(WeightOwner):
         use_bias: whether to add a bias. The bias is whole on every rank, with one exception: in a column-parallel
             layer, it is sharded over tp if tp divides the features evenly.
         units: the number of consecutive features that stay together on a tp rank, such as the features of a head: one
-            number, or one for each name of `out_features`.
+            number, or one for each name of `out_features`. These are output features of a column-parallel layer, and
+            otherwise input features.
         padding_value: the value of the padding after a rank's last feature if tp divides the output unevenly. The
             default, -inf, does not affect softmax, maxima or `cross_entropy`. Row-parallel layers ignore the padding of
             their input, whatever its values.
@@ -87,8 +88,9 @@ class Dense(WeightOwner):
             adapters.
 
     Raises:
-        ValueError: if a size is not positive; if `units` does not divide the features; or if `parallel` or
-            `grad_reduce` is not one of its names.
+        ValueError: if a size is not positive, or `out_features` is an empty mapping; if `units` does not divide the
+            features, or its names are not those of `out_features`; or if `parallel` or `grad_reduce` is not one of its
+            names.
     """
 
     codes_multiply = True
@@ -116,7 +118,8 @@ class Dense(WeightOwner):
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
         if not sizes or min(in_features, *sizes.values()) < 1:
             raise ValueError(
-                f"Dense({in_features}, {out_features}): feature sizes must be whole numbers of at least 1."
+                f"Dense({in_features}, {out_features}): feature sizes must be whole numbers of at least 1, and a "
+                "mapping must have at least one name."
             )
         self.in_features = in_features
         self.names = tuple(sizes)
@@ -171,7 +174,12 @@ class Dense(WeightOwner):
 
     def __call__(self, x: jax.Array) -> Any:
         """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or to a dict of such arrays if
-        `out_features` is a mapping."""
+        `out_features` is a mapping. Inside a `shard_map`, both are this rank's parts.
+
+        Raises:
+            ValueError: if the last dimension of the input does not have the expected size; if the model was built for
+                other mesh degrees; or if the mesh cannot divide the input.
+        """
         self._check_features(x)
         return super().__call__(x)
 
@@ -182,14 +190,14 @@ class Dense(WeightOwner):
 
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Returns whether the parts of the sequence are sent over tp one at a time, overlapped with matmuls. Otherwise,
-        the whole sequence is sent at once, before or after the matmul."""
+        whatever a parallel layer sends over tp is sent at once, before or after the matmul."""
         operands = self.operands
         as_values_or_codes = operands is None or (operands.weight.block is None and operands.delayed is None)
         return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and as_values_or_codes
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns the output of a layer that is not row-parallel, as one output for each part of the sequence
-        (`collectives.Parts`). If the whole sequence is sent at once, there is a single part."""
+        (`collectives.Parts`). If `moves_in_parts` is false, there is a single part."""
         self._check_features(x)
         x, axis, whole = self.prepare(x).astype(self.dtype), self.roles.tensor, self.shards_sequence(x.ndim)
         low = self._low(x)
@@ -242,7 +250,7 @@ class Dense(WeightOwner):
         return x
 
     def _low(self, x: jax.Array, part: int = 0) -> list[jax.Array]:
-        """Returns a list of one array, which concatenates the results of `Adapter.low` of all adapters along the last
+        """Returns a list of one array, the concatenation of the results of `Adapter.low` of all adapters along the last
         dimension. Returns an empty list if the layer has no adapters."""
         if self.lora is None:
             return []
@@ -279,8 +287,8 @@ class Dense(WeightOwner):
             raise ValueError(f"{type(self).__name__} takes {expected} input features{rank}; got shape {x.shape}.")
 
     def _named(self, outputs: Sequence[jax.Array]) -> Any:
-        """Adds the biases, fills the padding with `padding_value`, and returns the output, or a dict of outputs by
-        name."""
+        """Adds the biases, fills the padding of column-parallel outputs with `padding_value`, and returns the output,
+        or a dict of outputs by name."""
         column = self.parallel == "column"
         if self.bias is not None:
             biases = [b.get_value() for b in self._parts_of(self.bias)]
@@ -345,10 +353,11 @@ def check_norm(norm: Any) -> Norm:
 class LayerNormDense(Dense):
     """A `Dense` layer, column-parallel by default, that first normalizes its input.
 
-    Each rank normalizes its own part of the sequence. The scale of the norm is whole on every rank.
+    Each rank normalizes its own part of the sequence, or the whole sequence if it is not sharded. The parameters of the
+    norm are whole on every rank.
 
     Args:
-        norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
+        norm: `"rms"` (RMSNorm), `"layer"` (LayerNorm with bias), or `None` for no norm.
         epsilon: the epsilon of the norm.
 
     The other arguments are as in `Dense`, but `parallel` is `"column"` by default, and may not be `"row"`.

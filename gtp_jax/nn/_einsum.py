@@ -1,4 +1,4 @@
-"""An einsum layer with a sharded kernel."""
+"""Provides an einsum layer whose kernel is sharded over gtp."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ._array import array_weight, over_batch, refuse_options
 class Einsum(nnx.Einsum):
     """`nnx.Einsum` with a kernel that is sharded over gtp and gathered for each call.
 
-    On every mesh, the result for each example equals that of `nnx.Einsum` bit for bit. If input and output begin with
-    the same letter, and the kernel does not contain that letter (`"bte,ehd->bthd"`), the letter stands for the batch,
-    and each rank multiplies its own examples. Otherwise, or if the batch cannot be divided evenly among the ranks,
-    every rank computes the whole result. In a layer of a `Stack`, the kernel is gathered while the previous layer
-    computes. No recipe quantizes the kernel.
+    On every mesh, the result for each example equals that of `nnx.Einsum` bit for bit. Each rank multiplies its own
+    examples if input and output begin with the same letter, which is then the batch, such as `b` in
+    `"bte,ehd->bthd"`. The letter must occur once in the input, and not in the kernel. Input and output may also both
+    begin with `...`, if the kernel does not contain it. Otherwise, or if the batch cannot be divided evenly among the
+    ranks, every rank computes the whole result. In a layer of a `Stack`, the kernel is gathered while the previous
+    layer computes. No recipe quantizes the kernel.
 
     Args:
         einsum_str: the einsum string of two operands, the input and the kernel, such as `"bte,ehd->bthd"`.

@@ -98,7 +98,8 @@ class Embed(WeightOwner):
 
         Raises:
             TypeError: if tokens are not integers.
-            ValueError: if tokens are concrete (not traced), and at least one is outside the vocabulary.
+            ValueError: if tokens are concrete (not traced), and at least one is outside the vocabulary; or if the mesh
+                cannot divide the batch evenly, or the table was built for other mesh degrees.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
@@ -171,11 +172,12 @@ class TiedHead(Layer):
     """Applies the final norm, and projects to the vocabulary with the table of an embedding. For a head with a weight
     of its own, use a `LayerNormDense`.
 
-    The embedding and the head each gather the table, and each reduce-scatter its gradient.
+    The embedding and the head each gather the table, and each reduce-scatter its gradient. (A lookup of few tokens does
+    not gather it; see `Embed`.)
 
     Args:
         embed: the embedding whose table is used.
-        norm: the norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for no norm.
+        norm: `"rms"` (RMSNorm), `"layer"` (LayerNorm with bias), or `None` for no norm.
         epsilon: the epsilon of the norm.
         param_dtype: the dtype of the norm's parameters.
         rngs: the random streams; only the stream `params` is used.

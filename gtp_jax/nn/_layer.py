@@ -209,7 +209,8 @@ class Layer(nnx.Module):
         """Computes the call on this rank's part of the input."""
 
     def shards_sequence(self, ndim: int) -> bool:
-        """Returns whether an activation of `ndim` dimensions is sharded over the tensor axis between layers.
+        """Returns whether an activation of `ndim` dimensions is sharded along the sequence between layers, if there is
+        a tensor axis to shard it over.
 
         With `sequence_parallel`, an activation of three dimensions or more, `(batch, sequence, ..., features)`, is
         sharded in dimension 1. An activation of two dimensions, `(batch, features)`, has no sequence to shard.
@@ -326,9 +327,9 @@ def in_shard_map(
 
     Raises:
         ValueError: if the input has too few dimensions; if the mesh does not divide the batch or the sequence evenly;
-            if inputs differ in the size of the batch; if the model was built for other mesh degrees; if a weight's
-            array does not have the shape that it was built with; or if the call writes variables other than parameters
-            and caches.
+            if a further input that is sharded over the batch does not have the batch size of `x`; if the model was
+            built for other mesh degrees; if a weight's array does not have the shape that it was built with; or if the
+            call writes variables other than parameters and caches.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others

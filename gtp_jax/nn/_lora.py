@@ -63,11 +63,11 @@ def lora[M: nnx.Module](
         rngs: the random streams; only the stream `params` is used.
 
     Raises:
-        ValueError: if an argument is out of range; if a pattern matches no projection, or matches weights that are not
-            projections, such as those of experts; if a targeted Flax layer is in several places of the model, has a
-            stacked kernel, or does not contract the last dimensions of its input; if a `recipe` is given and a Flax
-            layer is targeted; if the model has no projections, already has adapters, or is abstract; if the call is
-            inside a `shard_map`; or for the reasons that `freeze` gives.
+        ValueError: if an argument is out of range; if `targets` is not a list of patterns; if a pattern matches no
+            projection, or matches weights that are not projections, such as those of experts; if a targeted Flax layer
+            is in several places of the model, has a stacked kernel, or does not contract the last dimensions of its
+            input; if a `recipe` is given and a Flax layer is targeted; if the model has no projections, already has
+            adapters, or is abstract; if the call is inside a `shard_map`; or for the reasons that `freeze` gives.
         TypeError: if `recipe` is not a recipe.
     """
     _check(rank, alpha, dropout)
@@ -130,7 +130,7 @@ class _Place:
         words: the path of the projection as strings, which patterns must match.
         path: the path of its layer.
         layer: the layer, a `Dense` or a Flax layer.
-        name: the name of the kernel in a `Dense`; empty if it is the only one.
+        name: the name of the kernel, for a `Dense` whose `out_features` is a mapping; otherwise empty.
         layout: the layout of the kernel.
         dtype: the compute dtype of a `Dense`, or the parameter dtype of a Flax layer.
         holder: the node that contains a Flax layer; `None` for a `Dense`.
@@ -227,9 +227,9 @@ def _matching(
         if other is not None:
             raise ValueError(
                 f"`targets` has {pattern!r}, which matches {'.'.join(other)} ({others[other]}). Only projections "
-                "can have adapters: the kernels of gtp_jax.Dense and of Flax's linear layers, each used in one "
-                "place. The weights of experts, embeddings and single arrays cannot. Use a pattern that matches "
-                "only projections."
+                "can have adapters: the kernels of gtp_jax.Dense, and those of Flax's linear layers that are in only "
+                "one place of the model. Other weights, such as those of experts, embeddings and `gtp_jax.Param`s, "
+                "cannot have adapters. Use a pattern that matches only projections."
             )
         if not any(matches(pattern, words) for words in projections):
             known = [".".join(words) for words in projections]

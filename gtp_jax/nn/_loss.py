@@ -15,7 +15,7 @@ def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None, *, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the token losses and the sum of the weights, which by default is the number of
-    tokens. Their quotient is the mean loss.
+    tokens that are not left out. Their quotient is the mean loss.
 
     Inside a `shard_map`, the sums are over this rank's examples; otherwise, over the whole batch. In global view, if
     the batch cannot be divided evenly among the ranks, every rank computes the sums of the whole batch. A token that is
@@ -32,11 +32,11 @@ def cross_entropy(
             it.
         weights: `(batch, ...)`, the weight of each token in both sums: 0 leaves the token out. 1 by default.
         vocab_size: the size of the whole vocabulary; by default, the last dimension of the logits. Required inside a
-            `shard_map` over tp, where it shows whether the logits are sharded.
+            `shard_map` if the tp degree is above 1, where it shows whether the logits are sharded.
 
     Raises:
         ValueError: if shapes are not consistent with each other; if a concrete target is not below the vocabulary size;
-            or if `vocab_size` is missing inside a `shard_map` over tp, or does not fit the logits.
+            or if `vocab_size` is required but missing, or does not fit the logits.
         TypeError: if targets are not integers.
     """
     if (

@@ -35,12 +35,13 @@ class ModelDef:
         variables: an NNX state of the model's variables and arrays, without their values.
         specs: a nested dict of the parameters' partitions.
         layouts: a nested dict with the `Layout` of each parameter, or `None` for a parameter that is not gathered.
-        state_specs: a nested dict of the partitions of the variables that are neither parameters nor frozen.
+        state_specs: a nested dict of the partitions of the variables that are neither parameters nor frozen, and of the
+            arrays that are plain attributes.
         key_impls: the implementation of the random generator of each variable that holds random keys, by path.
             `Split.model_state` holds the words of these keys, not the keys.
         roles: the roles of the mesh axes.
         frozen_specs: a nested dict of the partitions of the variables that are frozen (`Frozen`): weights, and the
-            seeds of adapters' dropout.
+            seeds of adapters' dropout. For a weight stored as codes, those of its codes and scales.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         padded: the layouts of the stored arrays of parameters and frozen weights that are padded, by path. A weight
             that is frozen as codes has a `PartLayout` for each of its arrays.
@@ -92,7 +93,7 @@ class ModelDef:
         Args:
             params: a nested dict of the parameters.
             model_state: a nested dict of the other variables, if there are any.
-            frozen: a nested dict of the frozen weights, if there are any.
+            frozen: a nested dict of the values of the frozen variables, if there are any.
             read_only: whether setting a parameter of the returned model raises an error. A step would lose such a
                 change.
         """
@@ -109,7 +110,7 @@ class ModelDef:
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
         """Returns the values of the variables of `model` that are neither parameters nor frozen, for example after a
-        call. Leaves out variables that the model did not have when it was split."""
+        call, as in `Split.model_state`. Leaves out variables that the model did not have when it was split."""
         known = {path for path, _ in nnx.to_flat_state(self.variables)}
         found = [(path, v) for path, v in _others(nnx.split(model)[1]) if path in known]
         return _nested(found)
@@ -120,9 +121,10 @@ class Split(NamedTuple):
 
     Attributes:
         model_def: the definition.
-        params: the parameters.
-        model_state: the other variables, such as batch statistics, random keys and counts.
-        frozen: the parameters that are not trained, some of which are stored as codes (see `freeze`), and the seeds of
+        params: the stored arrays of the parameters.
+        model_state: the values of the other variables, such as batch statistics and counts; for random keys, their
+            words (see `ModelDef.key_impls`).
+        frozen: the parameters that are not trained, which may be stored as codes (see `freeze`), and the seeds of
             adapters' dropout.
     """
 

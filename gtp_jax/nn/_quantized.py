@@ -78,9 +78,12 @@ def with_groups(
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
-    """Returns the layers of a stack after quantizing their weights, all layers at once. If a step has already decided
-    about the weights (`Stored`), quantizes them again only if one has been replaced since. Otherwise, returns the
-    layers unchanged if no recipe is in scope, or if recipes apply to none of the weights."""
+    """Quantizes the weights of a stack's layers, all layers at once, and returns the layers with them.
+
+    If a step has already decided about the weights (`Stored`), quantizes them again if one has been replaced since, and
+    otherwise returns the layers unchanged. If no step has, also returns the layers unchanged if no recipe is in scope,
+    or if recipes apply to none of the weights.
+    """
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):
@@ -106,7 +109,7 @@ def keys_of(key: jax.Array, groups: Groups) -> dict[ModulePath, CallKeys]:
     """Returns the keys of the modules that round gradients stochastically, by path.
 
     Args:
-        key: the key of this step, microbatch and rank, uint32 `(2,)`.
+        key: the key of this step and microbatch, and in local view also of this rank, uint32 `(2,)`.
         groups: the weight groups, as `gtp_jax.weights.resolve` returns them.
     """
     found = {}

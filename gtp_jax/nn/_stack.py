@@ -24,8 +24,8 @@ from ._weight import StackedLayers
 
 
 class Stack(StackedLayers):
-    """A chain of `length` layers of the same structure. Each layer's weights are gathered while the previous layer
-    computes.
+    """A chain of `length` layers of the same structure. By default, each layer's weights are gathered while the
+    previous layer computes (`Schedule.prefetch`).
 
     `stack(x, *shared, **named)` equals
 
@@ -38,7 +38,7 @@ class Stack(StackedLayers):
     Variables that a layer writes, such as `nnx.BatchStat`, the counts of dropout's `nnx.RngStream`, `gtp_jax.AuxLoss`
     or values captured by `nnx.capture`, are updated as in that loop: once per call, even if backward recomputes the
     layer. Gradients flow through the floating-point values of these variables, except those of `nnx.BatchStat`,
-    `nnx.RngState` and `gtp_jax.Metric`, which leave the stack as constants.
+    `nnx.RngState`, `gtp_jax.Metric` and `gtp_jax.nn.Cache`, which leave the stack as constants.
 
     Each variable is stored as one stacked array, with a leading dimension of `length`.
 
@@ -46,7 +46,7 @@ class Stack(StackedLayers):
     `nnx.Dropout` are the same as without a mesh. Layers that derive from `gtp_jax.nn.Layer` are an exception: each of
     their calls opens a `shard_map`, in which `local` computes on a rank's own part. All layers share one `shard_map` if
     they have no variables other than parameters, frozen weights and caches, if no shared input contains an array, and
-    if the output of a layer is partitioned like its input.
+    if the output of a layer is partitioned like its input and is not converted (`Layer.converts`).
 
     Args:
         factory: a function that makes one layer, called as `factory(rngs=...)`. The layer maps activations to
@@ -112,8 +112,8 @@ class Stack(StackedLayers):
         return getattr(self.layers, "fewest_dims", 1)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the partitions of input and output in global view. They are those of the stack's layers, if these
-        state them."""
+        """Returns the partitions of input and output in global view: those that the stack's layers state, or the
+        defaults of `Layer` if they state none."""
         layer = self.layers
         return layer.partitions(ndim) if states_partitions(layer) else super().partitions(ndim)
 
@@ -138,8 +138,8 @@ def run_chain(
     computation of the module before it.
 
     `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`. In addition, the first block's
-    weights are gathered while the embedding computes, and the head's weights while the last block computes. In
-    backward, gathers overlap in the same way.
+    weights are gathered while the embedding computes, and the head's weights while the last block computes, unless the
+    schedule switches prefetching off. In backward, gathers overlap in the same way.
 
     Args:
         x: the first module's input.

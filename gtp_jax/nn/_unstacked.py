@@ -41,8 +41,8 @@ def with_gathered_weights(model: nnx.Module) -> nnx.Module:
     program that takes no gradients.
 
     Args:
-        model: the model. It is changed in place, unless it is itself a `Stack`. It may not contain weights that are
-            stored as codes.
+        model: the model. It is changed in place; if it is itself a `Stack`, it is left unchanged, and the result is a
+            new module. It may not contain weights that are stored as codes.
     """
     for path, module in list(nnx.iter_modules(model)):
         if isinstance(module, StackedLayers):

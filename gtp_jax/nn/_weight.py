@@ -249,7 +249,8 @@ class Weight(abc.ABC):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the kernels. For a weight of any shape, the layout of its matrix; see `ArrayLayout`."""
+        """The layouts of the kernels. For a weight of any shape, the only layout is that of its matrix; see
+        `ArrayLayout`."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
 
     @property
@@ -263,12 +264,13 @@ class Weight(abc.ABC):
         return self.weights()[0].get_metadata().get("frozen")
 
     def stored(self) -> tuple[Any, ...]:
-        """Returns what this rank stores of each kernel: an array, or codes if the kernel was frozen as codes."""
+        """Returns what is stored of each kernel: an array, or codes if the kernel was frozen as codes. In local view,
+        these are this rank's parts; otherwise, they are global arrays."""
         return tuple(w.get_raw_value() for w in self.weights())
 
     def shards(self) -> Shards:
-        """Returns what this rank stores of each kernel. Gradients are taken with respect to these arrays. Returns an
-        empty tuple if the weight is frozen."""
+        """Returns what is stored of each kernel, as `stored` does. Gradients are taken with respect to these arrays.
+        Returns an empty tuple if the weight is frozen."""
         return () if self.frozen else self.stored()
 
     @property
@@ -337,7 +339,8 @@ class Weight(abc.ABC):
 
     @property
     def keys(self) -> CallKeys | None:
-        """The keys for stochastic rounding in the owner's calls; `None` if nothing is rounded stochastically."""
+        """The keys for stochastic rounding in the owner's calls; `None` if nothing is rounded stochastically, or if no
+        step has provided keys."""
         value = self.value
         return value.keys if isinstance(value, Stored | Gathered) else None
 
@@ -414,8 +417,8 @@ class Weight(abc.ABC):
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Checks that the kernels were laid out for the degrees of the mesh in scope, and that their variables hold
-        arrays of the shapes that they were built with.
+        """Checks that the kernels were laid out for the degrees of the mesh in scope, and, except in local view, that
+        their variables hold arrays of the shapes that they were built with.
 
         Raises:
             ValueError: if not. The message names both degrees or shapes, and the remedy.
