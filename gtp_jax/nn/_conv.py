@@ -1,4 +1,4 @@
-"""Convolutions."""
+"""Provides convolutions whose kernels are sharded over gtp."""
 
 from __future__ import annotations
 
