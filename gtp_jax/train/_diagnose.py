@@ -36,8 +36,8 @@ class Diagnosis:
             a sample, and empty without a mesh.
         devices: the ids of these ranks' devices; empty without a sample or a mesh.
         layer: the path of the first called module whose output or gradient is not finite, with the layer's number in a
-            `Stack`; empty for the model itself. If the gradient of the model's own output is finite, that output is
-            named only if nothing else is not finite, because logits may be masked with `-inf`. `None` without a sample,
+            `Stack`; empty for the model itself. The model's own output, in which logits may be masked with `-inf`, is
+            named only if its gradient is not finite either, or if everything else is finite. `None` without a sample,
             or if the outputs and gradients of all modules are finite; the cause is then in the loss function.
         kind: what is not finite in `layer`: `output`, or `gradient` for the gradient of the loss with respect to the
             module's output; `None` if `layer` is.
@@ -90,10 +90,10 @@ def diagnose(
     module that is called. The loss and its gradients are compiled at most twice.
 
     Raises:
-        ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; or if the state's
-            arrays were donated to a step, or the state has no values. Unless a parameter is not finite, also if the
-            number of rows is not a multiple of the number of parts, or differs between leaves; or if the batch holds an
-            empty array, a list of numbers or no array with rows. What a step refuses is refused too.
+        ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; if the state's arrays
+            were donated to a step, or the state has no values; if the number of rows is not a multiple of the number of
+            parts, or differs between leaves; if the batch holds an empty array, a list of numbers or no array with
+            rows; or if a step would refuse the state. The batch is not checked if a parameter is not finite.
         TypeError: if `loss` is not callable, or returns anything other than `train_step` allows.
     """
     check_loss(loss)

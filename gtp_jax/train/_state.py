@@ -64,7 +64,8 @@ class TrainState:
         cls, model: nnx.Module, optimizer: optax.GradientTransformation, *, recipe: Recipe | None = None
     ) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
-        optimizer treats the layers of a `Stack` as one tensor; see `per_layer`.
+        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`), or if there are several devices but no
+        mesh in scope.
 
         Args:
             model: the model.
@@ -74,8 +75,9 @@ class TrainState:
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
-                different roles, if the recipe has delayed scaling and does not fit the model, if a `per_layer` in the
-                optimizer cannot be mapped over layers, or if this is called while JAX traces.
+                different roles, if a weight's array does not have the shape that it was built with, if the model has an
+                `nnx.WeightNorm` or `nnx.SpectralNorm`, if the recipe has delayed scaling and does not fit the model, if
+                a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)

@@ -108,8 +108,8 @@ def train_step(
             last microbatch. With several microbatches, `"last"` requires local view. With one microbatch both are the
             same program.
         view: `"global"` or `"local"`, see above.
-        seed: the seed of stochastic rounding and of the dropout of adapters. Both use different bits for every step and
-            microbatch; stochastic rounding also does for every rank.
+        seed: the seed of stochastic rounding, which uses different bits for every step, microbatch and rank; and of the
+            dropout of adapters, which uses different bits for every step and microbatch (for ranks, see `lora`).
         replicas: `gtp_jax.Replicas`, for a run that continues without some of its devices, so that its replicas may
             have unequal tensor-parallel degrees. The state is on the mesh `replicas.core`, and the batch has
             `replicas.plan.batch` rows. If the replicas are unequal, the view must be local, because its losses are sums
@@ -119,13 +119,12 @@ def train_step(
 
     Returns:
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
-        is the batch, a multiple of `microbatches`. The number of examples per microbatch must be a multiple of the
-        degree of the axes that shard the batch, by default dp * gtp, in local view, and in global view if a gtp_jax
-        module gets them. `skip` is a bool scalar; if it is true, the
-        update is skipped in any case. Metrics are device scalars: `loss` (the mean over tokens, or over microbatches),
-        `grad_norm` (before clipping), `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and
-        `expert_load` if routers have biases. With `has_aux`, `aux` is among them too. XLA options are chosen for the
-        mesh and the recipe in scope at the call.
+        is the batch, a multiple of `microbatches`. In local view, and in global view if a `gtp_jax.nn.Layer` gets them,
+        the number of examples per microbatch must be a multiple of the number of ranks along the batch axes, by default
+        dp * gtp. `skip` is a bool scalar; if it is true, the update is skipped in any case. Metrics are device scalars:
+        `loss` (the mean over tokens, or over microbatches), `grad_norm` (before clipping), `skipped` (whether the
+        update was skipped), `tokens` if `loss` counts them, and `expert_load` if routers have biases. With `has_aux`,
+        `aux` is among them too. XLA options are chosen for the mesh and the recipe in scope at the call.
 
     Raises:
         ValueError: if a number or a name is not one of those described above, if local view or `replicas` do not
