@@ -52,8 +52,8 @@ class Attention(Layer):
         options: further arguments for the projections `qkv` and `out`; see `Dense`.
 
     Raises:
-        ValueError: if there are fewer key-value heads than tp ranks, or the arguments are not consistent with each
-            other.
+        ValueError: if there are fewer key-value heads than tp ranks, or if an argument is out of range or not
+            consistent with the others.
     """
 
     def __init__(

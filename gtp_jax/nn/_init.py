@@ -18,8 +18,9 @@ from ._weight import name_weights
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     """Builds a model on the mesh in scope, with every array sharded from the start.
 
-    The program that computes the values is compiled with the shardings of its outputs, so that no device ever holds a
-    whole model. Initializers compute the logical arrays, so that models on different meshes start with equal values.
+    The program that computes the values is compiled with the shardings of its outputs, so that no device ever holds
+    more than its own part of the model. Initializers compute the logical arrays, so that models on different meshes
+    start with equal values.
 
     Args:
         factory: a function that makes the model, such as its class. It is traced once to find the shapes, and once

@@ -65,7 +65,8 @@ class Stack(StackedLayers):
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer contains a `Stack` or
-            variables that `factory` did not make. A call raises it if a layer writes a parameter.
+            variables that `factory` did not make. A call raises it if a layer writes a parameter, or an array that is a
+            plain attribute; or if the weights were built for other mesh degrees.
         TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """
 
