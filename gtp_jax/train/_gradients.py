@@ -284,7 +284,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 
 def _rounds(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe rounds operands of matmuls stochastically."""
+    """Returns whether a recipe stochastically rounds the gradients that matmuls take as operands."""
     return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
 

@@ -1,4 +1,5 @@
-"""Checks that every array of a batch has one row per example."""
+"""Checks the arrays of a batch: that none is empty, that none is a list of numbers, and that all have the same number
+of rows."""
 
 from __future__ import annotations
 

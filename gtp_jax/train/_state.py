@@ -64,8 +64,8 @@ class TrainState:
         cls, model: nnx.Module, optimizer: optax.GradientTransformation, *, recipe: Recipe | None = None
     ) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
-        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`), or if there are several devices but no
-        mesh in scope.
+        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); and, unless the model is abstract, if
+        there are several devices but no mesh in scope.
 
         Args:
             model: the model.

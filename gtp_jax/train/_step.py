@@ -61,19 +61,19 @@ def train_step(
     microbatch.
 
     In local view the loss and its gradients are computed inside one `shard_map` over the whole mesh. `loss` gets a
-    rank's own sequences and returns a sum over their tokens. Gradients are accumulated over microbatches and summed
-    over replicas once. Use this view only if every operation of the model is written for a rank's own part of the
-    arrays, as in `gtp_jax.models`.
+    rank's own sequences and returns a sum over their tokens. Gradients are accumulated over microbatches. They are
+    summed over dp in each microbatch or once (see `reduce_over_dp`), and over other replicas once. Use this view only
+    if every operation of the model is written for a rank's own part of the arrays, as in `gtp_jax.models`.
 
     The optimizer runs outside the `shard_map`, on global arrays, and its updates are those of arrays without padding.
     So any optax optimizer works.
 
     If the loss or a gradient is NaN or Inf on any device, and `skip_nonfinite` is true, the step returns the old state
     bit for bit: parameters, optimizer state, the model's other variables, the amaxes of delayed scaling and the step
-    count. A compiled program cannot
-    raise an error for this. Instead, `metrics["skipped"]` is true, and `gtp_jax.check_finite(metrics)` raises the
-    error. `check_finite` waits for the step, so you may call it some steps later. The steps launched in the meantime
-    used the old state; if they got `skip=metrics["skipped"]` of the step before them, they were skipped too.
+    count. A compiled program cannot raise an error for this. Instead, `metrics["skipped"]` is true, and
+    `gtp_jax.check_finite(metrics)` raises the error. `check_finite` waits for the step, so you may call it some steps
+    later. The steps launched in the meantime used the old state; if they got `skip=metrics["skipped"]` of the step
+    before them, they were skipped too.
 
     Args:
         loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
