@@ -21,8 +21,8 @@
 - *master*: the stored value of a trained weight, which the optimizer updates. A frozen weight has none.
 - *weight group*: the decisions about the kernels that are gathered together, such as dtypes and formats; see
   `gtp_jax.weights.WeightGroup`.
-- *chain*: layers that run in sequence, where each layer's weights are gathered while the previous layer computes; see
-  `Stack` and `run_chain`.
+- *chain*: layers that run in sequence. By default, each layer's weights are gathered while the previous layer
+  computes; see `Stack` and `run_chain`.
 - *slot*: an array whose value is never read, and whose gradient returns a value from backward. (The slots of a
   `Cache` are unrelated.)
 - *path*: the keys that lead from the model to a module or variable, such as `("blocks", "layers", "mlp", "up")`.

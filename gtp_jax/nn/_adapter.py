@@ -1,4 +1,4 @@
-"""The low-rank term that LoRA adds to the product with one kernel (Hu et al. 2021, arXiv 2106.09685)."""
+"""Provides the low-rank term that LoRA adds to the product with one kernel (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of any shape that are gathered where they are used."""
+"""Provides weights of any shape that are gathered where they are used."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Param(GatheredOnUse, nnx.Param):
             the end.
         dtype: the dtype in which the array is sent, and of the gathered array; by default, the dtype of `value`.
         grad_reduce: how its gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see `reduction_of`.
-            Your computation produces the gradient in `dtype`. In global view outside a `Stack`, XLA sums the gradient,
+            Your computation produces the gradient in `dtype`. In global view outside a chain, XLA sums the gradient,
             also in `dtype`.
         metadata: metadata as for any `nnx.Variable`, except a sharding such as `out_sharding`, which follows from the
             mesh.
@@ -224,8 +224,8 @@ def over_batch(
 
 
 def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, sums: np.dtype) -> jax.Array:
-    """Returns what `Param.gather` returns in global view outside a `Stack`: a stored array, which XLA gathers.
-    Constrains its gradient to the partition of the stored array."""
+    """Returns what `Param.gather` returns in global view outside a chain: the logical array, which XLA gathers from the
+    stored one. Constrains its gradient to the partition of the stored array."""
 
     def gather(value: jax.Array) -> jax.Array:
         return cut(lax.with_sharding_constraint(value.astype(dtype), array.use_spec), array)

@@ -1,4 +1,4 @@
-"""Self-attention and cross-attention layers of transformer blocks."""
+"""Provides the self-attention and cross-attention layers of transformer blocks."""
 
 from __future__ import annotations
 

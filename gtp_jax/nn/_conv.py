@@ -17,7 +17,7 @@ class Conv(nnx.Conv):
 
     On every mesh, the result for each example equals that of `nnx.Conv` bit for bit, because no example is split: each
     rank convolves whole examples of its own. If the batch cannot be divided evenly among the ranks, every rank computes
-    the whole batch. In a layer of a `Stack`, the kernel is gathered while the previous layer computes. No recipe
+    the whole batch. In a `Stack`, the chain gathers the kernel with the layer's other weights. No recipe
     quantizes the kernel.
 
     Args:

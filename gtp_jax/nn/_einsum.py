@@ -19,8 +19,8 @@ class Einsum(nnx.Einsum):
     examples if input and output begin with the same letter, which is then the batch, such as `b` in
     `"bte,ehd->bthd"`. The letter must occur once in the input, and not in the kernel. Input and output may also both
     begin with `...`, if the kernel does not contain it. Otherwise, or if the batch cannot be divided evenly among the
-    ranks, every rank computes the whole result. In a layer of a `Stack`, the kernel is gathered while the previous
-    layer computes. No recipe quantizes the kernel.
+    ranks, every rank computes the whole result. In a `Stack`, the chain gathers the kernel with the layer's other
+    weights. No recipe quantizes the kernel.
 
     Args:
         einsum_str: the einsum string of two operands, the input and the kernel, such as `"bte,ehd->bthd"`.

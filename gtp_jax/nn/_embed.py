@@ -1,4 +1,4 @@
-"""Token embeddings, and output heads that multiply by the table of an embedding."""
+"""Provides token embeddings, and output heads that multiply by the table of an embedding."""
 
 from __future__ import annotations
 

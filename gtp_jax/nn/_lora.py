@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on a model's projections, with all other parameters frozen."""
+"""Adds low-rank adapters (LoRA) to a model's projections, and freezes all other parameters."""
 
 from __future__ import annotations
 

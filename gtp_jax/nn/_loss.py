@@ -1,4 +1,4 @@
-"""The cross-entropy loss of logits that may be sharded."""
+"""Computes the cross-entropy loss of logits that may be sharded."""
 
 from __future__ import annotations
 

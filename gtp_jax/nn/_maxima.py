@@ -1,4 +1,4 @@
-"""Arrays whose gradients are maxima instead of sums.
+"""Provides arrays whose gradients are maxima instead of sums.
 
 JAX adds the gradients of an array that is used several times, as in two calls of a module or in the iterations of a
 loop. But the gradient of the slot of a `gtp_jax.weights.Scaling` is an amax, and several amaxes must be combined by

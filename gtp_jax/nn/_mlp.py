@@ -1,4 +1,4 @@
-"""The feed-forward layer of a transformer block."""
+"""Provides the feed-forward layer of a transformer block."""
 
 from __future__ import annotations
 

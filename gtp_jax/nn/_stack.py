@@ -1,4 +1,4 @@
-"""Chains of modules: `Stack` for layers of the same structure, and `run_chain` for any sequence of
+"""Provides chains of modules: `Stack` for layers of the same structure, and `run_chain` for any sequence of
 `gtp_jax.nn.Layer`s."""
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Stack(StackedLayers):
 
     def linked(self, ndim: int) -> bool:
         """Returns whether a layer's output can be the next layer's input without a conversion: for activations of
-        `ndim` dimensions, both have the same partition, and both flags of `Layer.converts` are false."""
+        `ndim` dimensions, both have the same partition, and, for a `Layer`, both flags of `converts` are false."""
         into, out = self.partitions(ndim)
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
@@ -332,8 +332,8 @@ def _shared_inputs(shared: Any) -> SharedInputs:
     if isinstance(shared, list | tuple):
         return SharedInputs(tuple(shared), {})
     raise TypeError(
-        f"`shared` is a {type(shared).__name__}; it must be a tuple of positional arguments, or a dict of keyword "
-        "arguments, for the layers of each `Stack`."
+        f"`shared` is a {type(shared).__name__}; it must be a tuple or list of positional arguments, or a mapping of "
+        "keyword arguments, for the layers of each `Stack`."
     )
 
 

@@ -149,7 +149,7 @@ REFUSED = {
     "one shared array": (
         lambda: gtp.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
         TypeError,
-        "`shared` is a ArrayImpl; it must be a tuple of positional arguments, or a dict of keyword arguments",
+        "`shared` is a ArrayImpl; it must be a tuple or list of positional arguments, or a mapping of keyword",
     ),
 }
 
