@@ -22,11 +22,31 @@ WRONG = {
 }
 
 
-@pytest.mark.skipif(os.environ.get("GTP_TEST_PLATFORM") == "gpu", reason="shapes are checked on CPUs alone")
+on_cpus = pytest.mark.skipif(os.environ.get("GTP_TEST_PLATFORM") == "gpu", reason="shapes are checked on CPUs alone")
+
+
+@on_cpus
 @pytest.mark.parametrize("name", WRONG)
 def test_a_shape_that_the_signature_forbids_fails(name):
     with pytest.raises(jaxtyping.TypeCheckError):
         WRONG[name]()
+
+
+@on_cpus
+def test_inner_functions_share_checks_only_if_their_annotations_are_equal():
+    from annotations import checked
+
+    def outer(kind, returned):
+        def inner(x: kind) -> kind:
+            return returned
+
+        return jaxtyping.jaxtyped(inner, typechecker=checked)
+
+    one, two, text = outer(int, 1), outer(int, 2), outer(str, "text")
+    assert (one(0), two(0), text("")) == (1, 2, "text")
+    for function, wrong in ((one, ""), (two, ""), (text, 0), (outer(int, "text"), 0)):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            function(wrong)
 
 
 def test_users_calls_are_not_checked():
