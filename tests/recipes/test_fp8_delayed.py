@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -66,7 +67,7 @@ def trained(degrees, make=Model, *, recipe=RECIPE, rate=1e-4, steps=STEPS, **opt
     count = int(np.prod(list(degrees.values())))
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
         optimizer = optax.sgd(rate)
-        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer, recipe=recipe)
+        state = gtp.TrainState.create(placed(make), optimizer, recipe=recipe)
         step = gtp.train_step(loss, optimizer, recipe=recipe, **options)
         for number in range(steps):
             state, _ = step(state, batch(number))
@@ -210,7 +211,7 @@ def test_each_step_scales_by_the_amaxes_of_the_steps_before_it_and_records_its_o
     recipe = gtp.FP8Delayed(history=2, exclude=())
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         optimizer = optax.sgd(rate)
-        state = gtp.TrainState.create(gtp.init(Pair, nnx.Rngs(0)), optimizer, recipe=recipe)
+        state = gtp.TrainState.create(placed(Pair), optimizer, recipe=recipe)
         step = gtp.train_step(pair_loss, optimizer, recipe=recipe)
         kernels = {name: np.asarray(state.params[name]["kernel"]) for name in "ab"}
         oracles = {name: Oracle(2) for name in "ab"}
@@ -236,7 +237,7 @@ def test_each_step_scales_by_the_amaxes_of_the_steps_before_it_and_records_its_o
 
 
 def start(make=Pair, recipe=RECIPE):
-    return gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), OPTIMIZER, recipe=recipe)
+    return gtp.TrainState.create(placed(make), OPTIMIZER, recipe=recipe)
 
 
 def pair_batch(c=1.0):
@@ -344,7 +345,7 @@ def fitted(recipe):
     data = {"x": x, "y": jnp.roll(x, 1, axis=-1)}
     with scope(gtp=2):
         optimizer = optax.adam(1e-2)
-        model = gtp.init(lambda rngs: gtp.Stack(functools.partial(Block, dtype="bfloat16"), 2, rngs=rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: gtp.Stack(functools.partial(Block, dtype="bfloat16"), 2, rngs=rngs))
         state = gtp.TrainState.create(model, optimizer, recipe=recipe)
         step = gtp.train_step(
             lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2), optimizer, recipe=recipe
@@ -465,7 +466,7 @@ def test_what_cannot_be_scaled_by_earlier_steps_is_refused_by_name(case):
 
 def test_explain_says_how_operands_are_scaled():
     with scope(gtp=2):
-        model = gtp.init(Pair, nnx.Rngs(0))
+        model = placed(Pair)
         (fact, _), life = gtp.explain(model, RECIPE).facts, str(gtp.explain(model, RECIPE, path="a"))
     assert fact.wire == "FP8_E4M3" and fact.matmul.startswith("FP8_E4M3, gradients FP8_E5M2, delayed scaling")
     assert "FP8_E4M3 codes, scaled by the amaxes of earlier steps" in life
