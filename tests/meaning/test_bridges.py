@@ -60,7 +60,8 @@ def test_a_model_in_linen_has_the_loss_and_gradients_of_plain_jax(kind, numbers)
 
 def back_in_nnx(kind: str, dtype: str) -> nnx.Module:
     weights, x = values()
-    model = nnx.bridge.ToNNX(nnx.bridge.to_linen(MODELS[kind], dtype=dtype), rngs=nnx.Rngs(0)).lazy_init(x)
+    bridged = nnx.bridge.ToNNX(nnx.bridge.to_linen(MODELS[kind], dtype=dtype), rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda model, x: model.lazy_init(x))(bridged, x)  # eager, each operation would be a program
     nnx.update(model, with_weights(nnx.state(model, nnx.Param), weights))
     return model
 
