@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 from selection import diagonal, every, others_slow
 
 import gtp_jax as gtp
@@ -64,7 +65,7 @@ def measured(name, ours, mesh, batch=24):
     make, shape = LAYERS.get(name, (None, (5, 8)))
     with mesh_in_scope(mesh):
         factory = (lambda rngs: make(module, rngs=rngs, **options)) if make else (lambda rngs: Stacked(module, rngs))
-        graph, state = nnx.split(gtp.init(factory, nnx.Rngs(0)))
+        graph, state = nnx.split(placed(factory))
         x = jax.random.normal(jax.random.key(1), (batch, *shape), jnp.float64)
 
         def loss(state, x):
@@ -94,7 +95,7 @@ def test_one_example_without_a_batch(x64):
     make = lambda m: m.Conv(8, 16, (3,), param_dtype=jnp.float64, rngs=nnx.Rngs(0))  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (8, 8), jnp.float64)
     with mesh_in_scope("gtp 8"):
-        model = gtp.init(lambda _: make(gtp), nnx.Rngs(0))
+        model = placed(lambda _: make(gtp))
         found = jax.jit(lambda x: model(x))(x)
     assert_close(found, make(nnx)(x))
 
@@ -116,7 +117,7 @@ def test_a_stack_saves_no_gathered_kernel_for_backward():
     def temporary(length):
         conv = lambda rngs: gtp.Conv(512, 512, (1,), use_bias=False, rngs=rngs)  # noqa: E731
         options = dict(remat="everything", schedule=gtp.Schedule(keep_gathered=0))
-        graph, state = nnx.split(gtp.init(lambda rngs: gtp.Stack(conv, length, **options, rngs=rngs), nnx.Rngs(0)))
+        graph, state = nnx.split(placed(lambda rngs: gtp.Stack(conv, length, **options, rngs=rngs)))
         grad = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))))
         compiled = jax.jit(grad).lower(state, jnp.ones((8, 4, 512))).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -130,7 +131,7 @@ def test_bfloat16_is_computed_as_flax_computes_it():
     x = jax.random.normal(jax.random.key(1), (8, 7, 8))
     plain = jax.jit(make(nnx, nnx.Rngs(0)))(x)
     with mesh_in_scope("gtp 4 x tp 2"):
-        model = gtp.init(lambda rngs: make(gtp, rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: make(gtp, rngs))
         found = jax.jit(lambda x: model(x))(x)
     assert found.dtype == jnp.bfloat16 and np.asarray(found).tobytes() == np.asarray(plain).tobytes()
 
@@ -140,7 +141,7 @@ def test_a_step_trains_it_as_flax_does(x64):
         loss = lambda model, x: jnp.mean((model(x) - jnp.roll(x, 1, 1)) ** 2)  # noqa: E731
         with mesh_in_scope(mesh):
             optimizer = optax.adamw(1e-2)
-            state = gtp.TrainState.create(gtp.init(lambda rngs: Stacked(module, rngs), nnx.Rngs(0)), optimizer)
+            state = gtp.TrainState.create(placed(lambda rngs: Stacked(module, rngs)), optimizer)
             step = gtp.train_step(loss, optimizer, microbatches=2)
             found = []
             for number in range(3):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -30,7 +31,7 @@ def batch():
 
 def losses(recipe, steps=6, config=CONFIG):
     optimizer = optax.sgd(0.1)
-    state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
+    state = gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs)), optimizer)
     step, found = gtp.train_step(next_token_loss, optimizer, recipe=recipe), []
     for _ in range(steps):
         state, metrics = step(state, batch())
@@ -48,7 +49,7 @@ def test_a_model_trains_as_in_bfloat16():
 
 def test_embedding_head_and_norms_stay_in_high_precision_and_explain_says_what_multiplies():
     with scope(gtp=4):
-        model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: Llama(CONFIG, rngs=rngs))
         facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
         life = str(gtp.explain(model, gtp.FP8Blocks(), path="mlp.down"))
     blocks = [name for name, fact in facts.items() if fact.wire == "FP8_BLOCKS"]
@@ -73,7 +74,7 @@ def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_
         return jnp.sum(layer(batch["x"]) * batch["c"]), jnp.float32(1)
 
     with scope(gtp=1):
-        layer = gtp.init(lambda rngs: gtp.Dense(64, 96, dtype="float32", rngs=rngs), nnx.Rngs(0))
+        layer = placed(lambda rngs: gtp.Dense(64, 96, dtype="float32", rngs=rngs))
         state = gtp.TrainState.create(layer, optax.sgd(1.0))
         _, gradient = gtp.loss_and_gradients(loss, state, {"x": x, "c": c}, recipe=gtp.FP8Blocks(exclude=()))
     wanted = rounded_blocked(x.reshape(256, 64).T, (1, 128)) @ rounded_blocked(c.reshape(256, 96).T, (1, 128)).T
@@ -162,14 +163,14 @@ MODELS = {
 def test_what_cannot_be_multiplied_in_tiles_is_refused_by_name(name):
     make, degrees, message = MODELS[name]
     with scope(**degrees):
-        model = gtp.init(make, nnx.Rngs(0))
+        model = placed(make)
         with pytest.raises(ValueError, match=message):
             gtp.explain(model, gtp.FP8Blocks(exclude=()))
 
 
 def test_layers_of_whole_tiles_per_tensor_rank_are_multiplied():
     with scope(gtp=2, tp=2):
-        model = gtp.init(dense(128, 256, parallel="column"), nnx.Rngs(0))
+        model = placed(dense(128, 256, parallel="column"))
         assert gtp.explain(model, gtp.FP8Blocks(exclude=())).facts[0].wire == "FP8_BLOCKS"
 
 
@@ -194,7 +195,7 @@ def test_experts_cannot_be_frozen_in_tiles():
 
 def test_freezing_and_gathering_ahead_are_refused():
     with scope(gtp=4):
-        model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: Llama(CONFIG, rngs=rngs))
         with pytest.raises(ValueError, match="in FP8_BLOCKS, which cannot be stored"):
             gtp.freeze(model, gtp.FP8Blocks(), trained=nnx.PathContains("embed"))
         optimizer = optax.sgd(0.1)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -56,9 +57,7 @@ def test_a_gathered_weight_is_near_its_master(place, several):
         return jnp.asarray(spread, dtype)
 
     with scope(degrees):
-        layer = gtp.init(
-            lambda rngs: gtp.Dense(WIDTH, sizes, dtype="float32", kernel_init=init, rngs=rngs, **options), nnx.Rngs(0)
-        )
+        layer = placed(lambda rngs: gtp.Dense(WIDTH, sizes, dtype="float32", kernel_init=init, rngs=rngs, **options))
         masters = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer))["kernel"])
         with gtp.use_recipe(RowFP8()):
             x = jnp.repeat(jnp.eye(WIDTH)[:, None], 6, axis=1)  # a sequence that tp divides
@@ -103,7 +102,7 @@ def trained(degrees, recipe=None, hidden=96, **options):  # of which tp leaves s
     """Losses of three steps, and the parameters before and after the first."""
     with scope(degrees):
         optimizer = optax.sgd(0.1)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs, hidden), nnx.Rngs(0)), optimizer)
+        state = gtp.TrainState.create(placed(lambda rngs: Model(rngs, hidden)), optimizer)
         params, losses = [jax.tree.map(np.asarray, state.params)], []
         step = gtp.train_step(loss, optimizer, recipe=recipe, **options)
         for _ in range(3):
@@ -143,7 +142,7 @@ def test_a_step_multiplies_rounded_weights_and_its_gradient_goes_straight_to_the
     losses, before, after = at_gtp_4
     rounded = jax.tree_util.tree_map_with_path(lambda path, x: by_rows(x) if "kernel" in str(path) else x, before)
     with scope(dict(gtp=1)):
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs, 96), nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(lambda rngs: Model(rngs, 96)), optax.sgd(0.1))
         run = jax.jit(lambda params: gtp.loss_and_gradients(loss, dataclasses.replace(state, params=params), batch()))
         value, gradient = run(rounded)
         unrounded, _ = run(before)
@@ -157,7 +156,7 @@ def test_a_step_multiplies_rounded_weights_and_its_gradient_goes_straight_to_the
 def test_a_weight_travels_as_bytes_in_forward_and_backward(degrees):
     with scope(degrees):
         optimizer = optax.sgd(0.1)
-        model = gtp.init(Model, nnx.Rngs(0))
+        model = placed(Model)
         told = {fact.module: fact.bytes for fact in gtp.explain(model, RowFP8()).facts}
         state = gtp.TrainState.create(model, optimizer)
         text = gtp.train_step(loss, optimizer, recipe=RowFP8()).lower(state, batch()).compile().as_text()

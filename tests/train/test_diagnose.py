@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -25,7 +26,7 @@ ROWS, BAD_TOKEN = 8, 95
 
 def make_state():
     """A model of which the bad token alone has a feature that layer 1's MLP makes larger than float32 holds."""
-    state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(1)), optax.sgd(1.0))
+    state = gtp.TrainState.create(placed(lambda rngs: Llama(CONFIG, rngs=rngs), 1), optax.sgd(1.0))
     params = jax.tree.map(lambda x: x, state.params)
     table, layers = params["embed"]["table"], params["blocks"]["layers"]
     params["embed"]["table"] = table.at[:, 0].set(0.0).at[BAD_TOKEN, 0].set(100.0)
@@ -78,7 +79,7 @@ class Steep(nnx.Module):
 
 def test_the_first_gradient_that_is_not_finite_is_named(key):
     x = jax.random.normal(key, (4, 2, 8)).at[2].set(100.0)
-    state = gtp.TrainState.create(gtp.init(lambda rngs: Steep(rngs), nnx.Rngs(0)), optax.sgd(1.0))
+    state = gtp.TrainState.create(placed(lambda rngs: Steep(rngs)), optax.sgd(1.0))
 
     def loss(model, batch):
         return jnp.mean(model(batch["x"]) ** 2)
@@ -134,7 +135,7 @@ def square(model, x):
 def test_the_model_itself_is_among_what_is_named(factory, loss, large, layer, kind, said, key):
     x = jax.random.normal(key, (4, 2, 8)).at[2].set(large)
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
+        state = gtp.TrainState.create(placed(factory), optax.sgd(1.0))
         found = gtp.diagnose(loss, state, x)
     assert (found.sample, found.layer, found.kind) == (2, layer, kind)
     assert str(found).endswith(said)
@@ -143,7 +144,7 @@ def test_the_model_itself_is_among_what_is_named(factory, loss, large, layer, ki
 def test_a_loss_that_counts_on_the_number_of_rows_fails_with_a_note(key):
     x, wanted = jax.random.normal(key, (4, 2, 8)), jnp.zeros((4, 2, 8))
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(dense, nnx.Rngs(0)), optax.sgd(1.0))
+        state = gtp.TrainState.create(placed(dense), optax.sgd(1.0))
         with pytest.raises(TypeError, match="broadcasting") as raised:
             gtp.diagnose(lambda model, x: jnp.mean((model(x) - wanted) ** 2), state, x)
     assert raised.value.__notes__[0].startswith("`diagnose` gives the loss 2 of the 4 rows of `batch` at a time.")
@@ -163,6 +164,6 @@ class Masked(nnx.Module):
 
 def test_logits_that_are_masked_with_infinity_are_not_blamed(key):
     x = jax.random.normal(key, (4, 2, 8)).at[2].set(11.0)
-    state = gtp.TrainState.create(gtp.init(Masked, nnx.Rngs(0)), optax.sgd(1.0))
+    state = gtp.TrainState.create(placed(Masked), optax.sgd(1.0))
     found = gtp.diagnose(lambda model, x: -jnp.mean(jax.nn.log_softmax(model(x))[..., 2:]), state, x)
     assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")

@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 
@@ -42,7 +43,7 @@ def mesh(x64):
 
 
 def state_of(optimizer):
-    return gtp.TrainState.create(gtp.init(Regression, nnx.Rngs(0)), optimizer)
+    return gtp.TrainState.create(placed(Regression), optimizer)
 
 
 WITH_VALUES = {
@@ -157,7 +158,7 @@ def to_target(model, x):
 
 def test_one_array_in_two_parameters_is_trained_as_two(mesh):
     optimizer = optax.sgd(0.1)
-    model = gtp.init(WithTarget, nnx.Rngs(0))
+    model = placed(WithTarget)
     nnx.update(model.target, nnx.state(model.online))
     state = gtp.TrainState.create(model, optimizer)
     before = jax.tree.map(np.asarray, state.params)
@@ -171,7 +172,7 @@ def test_one_array_in_two_parameters_is_trained_as_two(mesh):
 
 def test_a_state_that_holds_one_array_twice_is_refused(mesh):
     optimizer = optax.sgd(0.1)
-    state = gtp.TrainState.create(gtp.init(WithTarget, nnx.Rngs(0)), optimizer)
+    state = gtp.TrainState.create(placed(WithTarget), optimizer)
     shared = dataclasses.replace(state, params={name: state.params["online"] for name in ("online", "target")})
     with pytest.raises(ValueError, match="holds one array twice: 'params.online.down.bias' and 'params.target.down.bi"):
         gtp.train_step(to_target, optimizer)(shared, X)

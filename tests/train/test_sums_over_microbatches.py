@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -31,7 +32,7 @@ class Model(nnx.Module):
 
 def metrics_of(loss, batch, microbatches, **options):
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         return gtp.train_step(loss, optax.sgd(0.1), microbatches=microbatches, **options)(state, batch)[1]
 
 
@@ -87,7 +88,7 @@ def test_aux_has_the_same_dtypes_for_every_number_of_microbatches():
         aux = metrics_of(loss, batch_of(8), count, has_aux=True)["aux"]
         assert {name: str(value.dtype) for name, value in aux.items()} == given, count
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         aux = gtp.eval_step(loss, has_aux=True)(state, batch_of(8))["aux"]
     assert {name: str(value.dtype) for name, value in aux.items()} == given
 
@@ -111,7 +112,7 @@ def test_a_leaf_whose_first_dimension_is_not_the_batch_s_is_refused_where_it_wou
         with pytest.raises(ValueError, match=message):
             metrics_of(loss, batch, 1, view=view)
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         with pytest.raises(ValueError, match=f"whose samples are run one by one must.*{message}"):
             gtp.diagnose(loss, state, batch, view=view)
         with pytest.raises(ValueError, match=message):
@@ -146,7 +147,7 @@ def test_a_list_of_numbers_in_a_batch_is_named(view, microbatches):
         return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         step = gtp.train_step(loss, optax.sgd(0.1), microbatches=microbatches, view=view)
         for call in (
             lambda: step(state, batch),
@@ -162,7 +163,7 @@ def test_a_number_in_a_batch_is_for_all_examples():
 
     batch = {"x": batch_of(4).at[2, 1].set(jnp.inf), "factor": 2.0}
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         assert gtp.diagnose(loss, state, batch).sample == 2
 
 
