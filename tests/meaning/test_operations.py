@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 
@@ -49,7 +50,7 @@ class Model(nnx.Module):
 def gradients(between, inside, stacked, degrees, microbatches):
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
     with scope(degrees):
-        model = gtp.init(lambda rngs: Model(between, inside, stacked, rngs), nnx.Rngs(0))
+        model = placed(lambda rngs: Model(between, inside, stacked, rngs))
         graph, params = nnx.split(model)
 
         @jax.jit

@@ -19,6 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from placed import placed
 from selection import diagonal
 
 import gtp_jax as gtp
@@ -175,7 +176,7 @@ NUMBERS = {
 def traced_with(case: str, kind: str, numbers: str, weights: np.ndarray, x: jax.Array) -> tuple[Any, Any]:
     """Returns the traced loss and gradients of a model with these weights, and the state."""
     dtype, recipe, _ = NUMBERS[numbers]
-    model = gtp.init(lambda rngs: MODELS[kind](rngs, dtype=dtype), nnx.Rngs(0))
+    model = placed(lambda rngs: MODELS[kind](rngs, dtype=dtype))
     if kind == "list":
         for layer, w in zip(model.layers, weights, strict=True):
             layer.kernel[...] = jnp.asarray(w)
