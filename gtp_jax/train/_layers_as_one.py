@@ -107,15 +107,16 @@ def _outputs(
 
 
 def traced_update(
-    optimizer: optax.GradientTransformation, like: Tree, counts: Mapping[Path, int]
+    optimizer: optax.GradientTransformation, like: Tree, counts: Mapping[Path, int], *, examined: bool = True
 ) -> tuple[Any, tuple[Any, ...], tuple[Tree, Tree]]:
-    """Traces an update on abstract arrays. A `per_layer` in the optimizer checks its own update, and then returns the
-    gradients and its state unchanged (see `layers_in_scope`).
+    """Traces an update on abstract arrays.
 
     Args:
         optimizer: any optax optimizer.
         like: the shapes and dtypes of the parameters.
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
+        examined: whether a `per_layer` in the optimizer only checks its own update, and then returns the gradients and
+            its state unchanged (see `layers_in_scope`).
 
     Returns:
         The closed jaxpr; the shapes and dtypes of its arguments, `(gradients, state, parameters, loss)`; and the shapes
@@ -126,7 +127,7 @@ def traced_update(
     def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
         return update(grads, state, params, value=value, grad=grads, value_fn=_any_loss)
 
-    with layers_in_scope(counts, examined=True):
+    with layers_in_scope(counts, examined=examined):
         state = jax.eval_shape(lambda params: optimizer.init(params), like)
         given = (like, state, like, jax.ShapeDtypeStruct((), jnp.float32))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*given)

@@ -80,8 +80,8 @@ def _found(
     stored = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*form) for form in forms])
     logical = paddings.shapes(stored)
     try:
-        one, given, _ = traced_update(optimizer, stored, model_def.layer_counts)
-        other, again, _ = traced_update(optimizer, logical, model_def.layer_counts)
+        one, given, _ = traced_update(optimizer, stored, model_def.layer_counts, examined=False)
+        other, again, _ = traced_update(optimizer, logical, model_def.layer_counts, examined=False)
         pairs = zip(jax.tree.leaves(given), jax.tree.leaves(again), strict=True)
         kinds = kinds_of(one, other, [Kind.NONE if a.shape == b.shape else Kind.ZERO for a, b in pairs])
     except NotPerLayer:

@@ -327,3 +327,36 @@ def test_what_cannot_be_mapped_over_layers_is_refused(model):
     one = jax.tree.map(lambda p: p[0], params_of(model))
     with pytest.raises(ValueError, match=r"of shape \(16,\) for 'first.layers.bias', a parameter of 3 layers"):
         gtp.per_layer(optax.lamb(0.1), model).init(one)
+
+
+def over_mean_magnitude():
+    """An optimizer that is not elementwise: it divides each gradient by its mean magnitude."""
+    update = lambda grads, state, params=None: (jax.tree.map(lambda g: g / jnp.mean(jnp.abs(g)), grads), state)  # noqa: E731
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: gtp.per_layer(over_mean_magnitude()),
+        lambda: gtp.per_layer(optax.adafactor(0.1, min_dim_size_to_factor=2)),
+        lambda: optax.chain(optax.clip(1.0), gtp.per_layer(optax.contrib.muon(0.1))),
+    ],
+    ids=["mean", "adafactor", "muon"],
+)
+def test_of_padded_weights_it_sees_each_layers_logical_array(optimizer, x64):
+    def stepped(degrees):
+        dtypes = dict(dtype="float64", param_dtype="float64")
+        mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: degrees["gtp"]])
+        with jax.set_mesh(mesh), gtp.even_shares():
+            make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(6, 6, rngs=rngs, **dtypes), 2, rngs=rngs)  # noqa: E731
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer())
+            x = jax.random.normal(jax.random.key(1), (8, 6), jnp.float64)
+            step = gtp.train_step(lambda model, x: jnp.mean(model(x) ** 2), optimizer())
+            padded, (state, _) = bool(state.model_def.padded), step(state, x)
+            return padded, jax.tree.map(np.asarray, state.logical().params)
+
+    (no, alone), (yes, found) = stepped(dict(gtp=1)), stepped(dict(gtp=4))
+    assert (no, yes) == (False, True)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
