@@ -149,11 +149,14 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
     """Returns an array padded for storage. In global view, unless JAX traces a program, also moves it to the devices of
     the mesh in scope. A pretrained array, for example, may have been made elsewhere."""
-    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # if so, the program that makes the array places it
     value = pad(value, array)
-    if traced or current_view() != "global":
+    if current_view() != "global":
         return jnp.asarray(value)
-    return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # in a trace, even of `vmap`: the program that makes the array, or the `Stack`, places it
+        return jnp.asarray(value)
+    return jax.device_put(value, NamedSharding(mesh, array.spec))
 
 
 def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:

@@ -205,6 +205,21 @@ def test_a_model_of_such_weights_alone_has_nothing_to_quantize():
         gtp.explain(model, gtp.NVFP4())
 
 
+class Drawn(nnx.Module):
+    def __init__(self, rngs):
+        self.drawn, self.ones = gtp.Param(normal(rngs.params(), (8, 8), jnp.float64)), gtp.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x):
+        return x @ self.drawn.gather() + self.ones.gather()
+
+
+def test_a_stack_that_is_made_outside_of_init_has_the_same_weights(x64):
+    with mesh_in_scope("gtp 8"):
+        eager = gtp.Stack(Drawn, 2, rngs=nnx.Rngs(0))
+        made = gtp.init(lambda rngs: gtp.Stack(Drawn, 2, rngs=rngs), nnx.Rngs(0))
+        np.testing.assert_allclose(eager(jnp.ones((8, 8))), made(jnp.ones((8, 8))), rtol=1e-12)
+
+
 def test_errors_name_the_argument_and_the_remedy():
     with pytest.raises(ValueError, match=r"`tensor_dim` of a weight of shape \(4, 4\) is 2; it must be one of"):
         gtp.Param(jnp.ones((4, 4)), tensor_dim=2)
