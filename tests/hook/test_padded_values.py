@@ -180,13 +180,17 @@ def test_parameters_of_other_classes_or_with_hooks_are_stored_whole(x64):
     same(found[1], found[0])
 
 
-def test_weights_that_the_core_and_a_replica_pad_differently_do_not_move(x64):
+def test_weights_that_the_core_and_a_replica_pad_differently_move_by_their_logical_shapes(x64):
     models = []
-    for degree in (7, 5):
+    for degree in (1, 7, 5):
         with on(gtp=degree):
             models.append(split_model(make()))
-    with pytest.raises(ValueError, match=r"is stored padded to .* or .*, but differently on the core and in a replica"):
-        leaf_specs(models[0].model_def, models[0].params, models[1].model_def)
+    alone, *models = models
+    found = leaf_specs(models[0].model_def, models[0].params, models[1].model_def)
+    assert [leaf.shape for leaf in found] == [array.shape for array in jax.tree.leaves(alone.params)]
+    stored = [[array.shape for array in jax.tree.leaves(model.params)] for model in models]
+    assert [[leaf.core_shape for leaf in found], [leaf.replica_shape for leaf in found]] == stored
+    assert any(len({leaf.shape, leaf.core_shape, leaf.replica_shape}) == 3 for leaf in found)
 
 
 def test_a_partition_by_name_that_does_not_divide_a_weight_is_refused_rather_than_padded(x64):
