@@ -169,7 +169,7 @@ def _rows_of(batch: Tree) -> int:
 
 def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    flags = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]))([x for _, x in leaves])
+    flags = jax.jit(lambda xs: jnp.array([jnp.isfinite(x).all() for x in xs], bool))([x for _, x in leaves])
     names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in leaves]
     return np.asarray(flags.addressable_shards[0].data), names
 

@@ -40,7 +40,7 @@ class Probes:
     def __init__(self, state: TrainState) -> None:
         self.fired: set[int] = set()
         self._names: list[tuple[str, str]] = []
-        self._calls: Counter[tuple[str, str]] = Counter()
+        self._calls: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
         model = state.model()
         for path, module in nnx.iter_modules(model):
@@ -75,8 +75,9 @@ class Probes:
     def _probed(self, call: Any) -> Any:
         @functools.wraps(call)
         def probed(module: Any, *args: Any, **kwargs: Any) -> Any:
-            y = call(module, *args, **kwargs)
             path = getattr(module, _PATH, None)
+            self._calls[path] += path in self._lengths
+            y = call(module, *args, **kwargs)
             if path is None:
                 return y
             layer = self._layer(path)
@@ -85,13 +86,12 @@ class Probes:
         return probed
 
     def _layer(self, path: str) -> str:
-        """Returns the path of a module that is called. In a `Stack`, includes the number of the layer, which is counted
-        from the earlier calls of modules with this path; each layer must call the module once."""
-        layers = next((name for name in self._lengths if path.startswith(name)), None)
+        """Returns the path of a module that is called. In a `Stack`, includes the number of the layer, of which the
+        call that has begun last is under way."""
+        layers = next((name for name in self._lengths if f"{path}.".startswith(f"{name}.")), None)
         if layers is None:
             return path
-        number = self._calls[layers, path] % self._lengths[layers]
-        self._calls[layers, path] += 1
+        number = (self._calls[layers] - 1) % self._lengths[layers]
         return f"{layers}[{number}]{path.removeprefix(layers)}"
 
     def _probe(self, x: jax.Array, layer: str) -> jax.Array:

@@ -167,3 +167,33 @@ def test_logits_that_are_masked_with_infinity_are_not_blamed(key):
     state = gtp.TrainState.create(placed(Masked), optax.sgd(1.0))
     found = gtp.diagnose(lambda model, x: -jnp.mean(jax.nn.log_softmax(model(x))[..., 2:]), state, x)
     assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")
+
+
+class Twice(nnx.Module):
+    """A layer that calls a module twice, and makes NaN between the calls if its flag is set."""
+
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(8, 8, dtype="float32", rngs=rngs)
+        self.ruins = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x):
+        return self.dense(jnp.where(self.ruins[...] > 0, jnp.nan, 1.0) * self.dense(x))
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_that_calls_a_module_twice_has_its_own_number(layer):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        model = gtp.init(lambda rngs: gtp.Stack(Twice, 3, rngs=rngs), nnx.Rngs(0))
+        model.layers.ruins.set_value(jnp.zeros(3).at[layer].set(1.0))
+        found = gtp.diagnose(square, gtp.TrainState.create(model, optax.sgd(1.0)), jnp.ones((2, 8)))
+    assert (found.layer, found.kind) == (f"layers[{layer}].dense", "output")
+
+
+def test_a_model_without_parameters_is_diagnosed_too():
+    class Logarithm(nnx.Module):
+        def __call__(self, x):
+            return jnp.log(x)
+
+    state = gtp.TrainState.create(Logarithm(), optax.sgd(1.0))
+    found = gtp.diagnose(square, state, jnp.ones((4, 8)).at[2, 3].set(-1.0))
+    assert (found.sample, found.layer, found.kind) == (2, "", "output")
