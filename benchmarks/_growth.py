@@ -151,7 +151,8 @@ def _point(work: Workload, name: str, value: int) -> Point:
 
 
 def _ends_first(count: int) -> list[int]:
-    """Returns the indices below `count`: the last, the first, and then repeated midpoints, breadth first."""
+    """Returns the indices below `count`, each once: the last, the first, and then the midpoints of the gaps between
+    those already listed, breadth first."""
     order = list(dict.fromkeys([count - 1, 0])) if count else []
     gaps = [(0, count - 1)]
     for low, high in gaps:  # the list grows during the iteration

@@ -1,4 +1,5 @@
-"""Lists the recipes whose loss curves are compared, and deliberate mistakes that show what parts of recipes gain."""
+"""Lists the recipes whose loss curves are compared, and deliberate mistakes that show how much each part of a
+recipe contributes."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:
 
 
 def _cut(stage: Stage, weights: Tree) -> Tree:
-    """Returns the weights of a layer after `Stage.cut`, with the marks of weights that are not needed unchanged."""
+    """Applies `Stage.cut` to the weights of a layer. Marks of weights that are not needed stay as they are."""
     if stage.cut is None:
         return weights
     found = stage.cut(jax.tree.map(lambda own: None if is_mark(own) else own, weights, is_leaf=is_mark))
@@ -227,7 +227,7 @@ def _cut(stage: Stage, weights: Tree) -> Tree:
 
 
 def _marks(residual: Tree) -> list[bool]:
-    """Returns, for each leaf of a residual, whether it is an operand that must be supplied again."""
+    """Returns, for each leaf of a residual, whether it marks an operand that must be supplied again."""
     return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=is_mark)]
 
 
@@ -237,7 +237,8 @@ def _chosen(residual: Tree, operands: Tree) -> list[Any]:
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """Returns the residual with these operands, in order, instead of the marks of those that must be supplied again."""
+    """Returns the residual with each mark of an operand that must be supplied again replaced, in order, by the next of
+    `operands`."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=is_mark)
     values = iter(operands)
     marks = _marks(residual)

@@ -1,4 +1,4 @@
-"""Stacks the values that a pass computes layer by layer, in any order."""
+"""Stacks, in the order of the layers, values that a pass may compute in any order."""
 
 from __future__ import annotations
 

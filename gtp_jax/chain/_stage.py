@@ -76,7 +76,7 @@ class Stage:
         source: the name of the module that the layers belong to, for `offloads_recorded`.
         cut: a function from the result of `gather` to the weights that `apply` takes, whose gradients `reduce` takes;
             `None` if they are the same. Both passes call it where weights are used, so that XLA can read a part of a
-            gathered array in place. In backward, weights that are not needed are passed to it as `None`.
+            gathered array in place. In backward, weights that are not needed may be passed to it as `None`.
     """
 
     shards: Tree
@@ -159,9 +159,9 @@ def place(origin: Any, layer: int) -> Any:
 def in_loop(origin: Any) -> bool:
     """Returns whether `origin` is the layer of a loop's iteration.
 
-    In a loop, a copy to the host is not tied to the layer, nor is the start of a copy back; the barrier ties only its
-    end. The copies stay within the iteration anyway, because each iteration reads and writes its own part of an array
-    on the host. XLA accepts no barrier between a copy and that array.
+    In a loop, only the end of a copy back is tied to the layer, by the barrier. Neither the start of that copy nor a
+    copy to the host is tied. The copies stay within the iteration anyway, because each iteration reads and writes its
+    own part of an array on the host. XLA accepts no barrier between a copy and that array.
     """
     return not isinstance(origin, int)
 

@@ -32,7 +32,7 @@ class Attention(Layer):
         head_dim: the size of a head; `features // num_heads` by default.
         causal: whether tokens attend only to themselves and to earlier tokens.
         window: the size of the attention window: a token attends to keys less than this many positions away, including
-            its own. With `causal`, these are the last `window` keys.
+            the key at its own position. With `causal`, these are the last `window` keys.
         soft_cap: if given, scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
         qk_norm: whether to normalize each head of queries and keys by RMSNorm, as in Qwen3.
         sinks: whether to learn, for each head, a logit that takes part in the softmax but has no value, as in gpt-oss.

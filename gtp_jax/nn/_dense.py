@@ -189,8 +189,8 @@ class Dense(WeightOwner):
         return jax.tree.map(lambda *parts: self._whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
-        """Returns whether the parts of the sequence are sent over tp one at a time, overlapped with matmuls. Otherwise,
-        whatever a parallel layer sends over tp is sent at once, before or after the matmul."""
+        """Returns whether the parts of the sequence are sent over tp one at a time, overlapped with matmuls. If
+        not, a parallel layer sends everything at once, before or after the matmul."""
         operands = self.operands
         as_values_or_codes = operands is None or (operands.weight.block is None and operands.delayed is None)
         return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and as_values_or_codes

@@ -100,8 +100,8 @@ def stacks_of(model: nnx.Module) -> dict[ModulePath, StackedLayers]:
 
 
 def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
-    """Returns, for each parameter of a model, by path, the number of layers that it holds along its first dimension; 0
-    outside a `Stack`."""
+    """Returns the number of layers that each parameter of a model holds along its first dimension, by path; 0 outside a
+    `Stack`."""
     stacks = stacks_of(model)
     found = {}
     for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):

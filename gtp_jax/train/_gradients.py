@@ -125,7 +125,8 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
             for other mesh degrees; if layers are to be gathered in advance without a recipe, or more layers than any
             stack sends as codes; if the state lacks the amaxes that delayed scaling needs; if a `MoE` of the model was
             built for the other kind of loss; if there are several microbatches, and the loss changes the shapes or
-            dtypes of the model's variables; or if in local view the model has variables other than parameters.
+            dtypes of the model's variables; or if in local view the model has variables that are
+            neither parameters nor frozen.
         TypeError: if a parameter is an integer or boolean array, or if the loss function returns the wrong kind of
             result.
     """
@@ -142,7 +143,8 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     Raises:
         ValueError: if an array in the batch is empty; if the model was built for other mesh degrees; if the state lacks
             the amaxes that delayed scaling needs; or, in local view, if the batch holds a scalar or a list of numbers,
-            or cannot be divided among ranks, or if the model has variables other than parameters.
+            or cannot be divided among ranks, or if the model has variables that are neither parameters
+            nor frozen.
         TypeError: if the loss function returns the wrong kind of result.
     """
     check_filled(batch)
@@ -520,7 +522,8 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
 
 
 def _check_model_state(state: TrainState) -> None:
-    """Refuses a model with variables other than parameters, which local view does not support.
+    """Refuses a model that has variables that are neither parameters nor frozen, such as batch statistics, because
+    local view does not support them.
 
     Raises:
         ValueError: if there are any; the message names the first ones.

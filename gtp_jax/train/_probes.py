@@ -86,8 +86,8 @@ class Probes:
         return probed
 
     def _layer(self, path: str) -> str:
-        """Returns the path of a module that is called. In a `Stack`, includes the number of the layer, of which the
-        call that has begun last is under way."""
+        """Returns the path of a module that is called. Inside a `Stack`, the path includes the number of the layer
+        whose call began last, which is the layer that is running."""
         layers = next((name for name in self._lengths if f"{path}.".startswith(f"{name}.")), None)
         if layers is None:
             return path

@@ -135,7 +135,8 @@ def train_step(
             search and `max_grad_norm` is set; if `loss` returns a mean, but a `MoE` of the model was built for a sum,
             or the other way round; if `loss` changes the shapes or dtypes of the model's variables, and the step has a
             mesh or several microbatches, or may be skipped; if the optimizer's update changes those of its state, or a
-            `per_layer` in it refuses the update; or if in local view the model has variables other than parameters.
+            `per_layer` in it refuses the update; or if in local view the model has variables that are
+            neither parameters nor frozen.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
             `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
             anything other than described above, or if the optimizer's update requires an argument that a step does not
@@ -198,7 +199,8 @@ def eval_step(
     Raises:
         ValueError: if `view` is an unknown name, or `has_aux` is used in local view. By the evaluation, if the batch is
             empty or cannot be divided; if the state was donated, has no values, is of other mesh degrees, or lacks the
-            amaxes that delayed scaling needs; or if in local view the model has variables other than parameters.
+            amaxes that delayed scaling needs; or if in local view the model has variables that are
+            neither parameters nor frozen.
         TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
             `TrainState`, or if `loss` returns anything other than `train_step` allows.
     """
