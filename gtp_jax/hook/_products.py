@@ -19,7 +19,7 @@ view is a list of runs `(stride, size)`, outermost first: `size` steps of `strid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,9 +110,8 @@ def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
         own = frozenset[int]().union(*read)
         if not own:
             continue
-        for inner in _jaxprs_in(eqn.params):
-            last = read[len(read) - len(inner.invars) :]  # the index of a branch comes before its operands
-            found |= narrowed(inner, last) if len(last) == len(inner.invars) else own
+        for inner, inputs in _nested(eqn, read):
+            found |= narrowed(inner, inputs) if len(inputs) == len(inner.invars) else own
         if all(isinstance(v, Literal) or one for v, one in zip(eqn.invars, read, strict=True)):
             known.update((v, own) for v in eqn.outvars)
             found |= own if any(is_narrow(v.aval.dtype) for v in eqn.outvars) else frozenset()  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,10 +123,23 @@ def is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, jnp.float32) != dtype
 
 
-def _jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
-    """Returns the jaxprs among the parameters of an operation."""
-    each = [one for value in params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
-    return [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+def _nested(eqn: Any, read: Sequence[frozenset[int]]) -> list[tuple[Jaxpr, Sequence[frozenset[int]]]]:
+    """Returns the jaxprs among the parameters of an operation, each with the entries of `read` for its inputs. Except
+    for a `while`, its inputs are taken to be the last operands; if there are too few, the entries are those of all
+    operands.
+
+    Args:
+        eqn: the operation.
+        read: for each operand, the numbers of the weights from which it is computed.
+    """
+    each = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    found = [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+    if eqn.primitive.name == "while":  # the operands are the constants of both jaxprs, and then the carry
+        of_condition, both = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        return [(condition, [*read[:of_condition], *read[both:]]), (body, read[of_condition:])]
+    # the index of a branch comes before its operands
+    return [(inner, read[max(0, len(read) - len(inner.invars)) :]) for inner in found]
 
 
 def evaluate(

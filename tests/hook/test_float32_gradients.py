@@ -127,6 +127,28 @@ def test_explain_names_the_weights_whose_gradients_keep_the_dtype_of_the_computa
     )
 
 
+class Loop(nnx.Module):
+    """A `while_loop` whose condition reads one weight in bfloat16, and whose body reads another in float32."""
+
+    def __init__(self, rngs):
+        self.bound = nnx.Param(jnp.ones((32, 32)))
+        self.step = nnx.Param(jnp.ones((32, 32)))
+
+    def __call__(self, x):
+        scale = x[0, 0].astype(BF16)
+        more = lambda x: x.sum().astype(BF16) < scale * self.bound[...].astype(BF16).sum()  # noqa: E731
+        return jax.lax.while_loop(more, lambda x: x + x @ self.step[...], x)
+
+
+def test_explain_tells_the_weights_of_a_loops_condition_from_those_of_its_body():
+    with scope(ALL_MESHES["gtp 8"]):
+        model = Model(nnx.Rngs(0))
+        model.blocks = nnx.List([Loop(nnx.Rngs(0))])
+        model = gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32")
+        found = gtp.explain(model, call=lambda model: model(jnp.ones((BATCH, 32))))
+    assert found.narrow == ("blocks.0.bound",)
+
+
 @pytest.mark.parametrize("remat", ["nothing", "everything"])
 def test_remat_and_frozen_weights_change_no_gradient(remat):
     def of_up(model, x, **options):
