@@ -47,9 +47,11 @@ def call_unit(
     batch: tuple[str, ...],
     wide: bool,
 ) -> Any:
-    """Returns `method(unit, *args, **kwargs)`, and gathers the unit's weights in forward, and again in backward.
+    """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
+    in backward.
 
-    Under `without_hook`, or if no weight must be gathered or quantized, only calls the method.
+    Only calls the method under `without_hook`, within a call of another unit, or if no weight must be gathered or
+    quantized.
 
     Args:
         method: the method.
@@ -58,16 +60,18 @@ def call_unit(
         kwargs: keyword arguments.
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether the gathered weights are saved for backward too if no unit follows in the walk.
+        keep_last: whether the gathered weights are saved for backward too if no unit follows in the walk; has no
+            effect outside of walks.
         batch: the mesh axes that shard the batch.
-        wide: whether the gradients of the unit's weights are summed in at least float32.
+        wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
-        ValueError: if the mesh in scope is not the one for which the unit was sharded, a weight is no longer sharded,
-            the recipe asks for something that sharded models do not support, or the call writes a quantized weight; in
-            local view, also if a weight is sharded and `without_hook` is in scope, if the unit has a partitioned
-            variable that no call gathers, or if it constrains a sharding over a mesh axis.
-        TypeError: if the call is differentiated in forward mode.
+        ValueError: unless `without_hook` is in scope: if weights must be gathered or quantized, and the mesh in scope
+            has Explicit axes, or other sizes of the axes that shard them; if a weight is not stored as `shard` stored
+            it; if the recipe asks for something that sharded models do not support; or if the call writes a quantized
+            weight. In local view, also if a weight is sharded and `without_hook` is in scope, if the unit has a
+            partitioned variable that no call gathers, or if it constrains a sharding over a mesh axis.
+        TypeError: if a gather is differentiated in forward mode.
     """
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
@@ -97,11 +101,13 @@ def call_unit(
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
     """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
 
-    The units that the method calls belong to one walk. Under `without_hook`, only calls the method.
+    The units that the method calls in the same trace belong to one walk. Only calls the method under `without_hook` and
+    within a call of a unit.
 
     Raises:
-        ValueError: for the same reasons as `call_unit`.
-        TypeError: if the call is differentiated in forward mode.
+        ValueError: for the same reasons as `call_unit`; or if the holder is called inside a transformation into which
+            it was not passed, and a weight of its own is quantized, or, in local view, gathered.
+        TypeError: if a gather is differentiated in forward mode.
     """
     _refuse_parts(holder)
     variables = own_variables(holder)
@@ -119,7 +125,7 @@ Sharded = list[tuple[nnx.Variable, Placement]]
 
 def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[ModulePath, Placement]:
     """Returns, by path, the placements that are missing from the metadata of a module's weights. `nnx.update` with the
-    state of another model removes them, because it replaces the metadata of variables too.
+    state of an unsharded model removes them, because it replaces the metadata of variables too.
 
     A variable of another class, or with a value of a shape that does not fit the placement, is not the weight that was
     sharded, and is left out. An `nnx.Param` may be in the place of a weight that is stored padded.
@@ -156,8 +162,8 @@ def _refuse_parts(owner: nnx.Module) -> None:
             raise ValueError(
                 f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
                 f"{', '.join(axes)}, as annotated, and no call gathers it, because it has fewer elements than "
-                "`min_size` of `gtp_jax.shard`, `specs` leaves it whole, or it is not a floating-point `nnx.Param`. In "
-                f"local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
+                "`min_size` of `gtp_jax.shard`, `specs` has `None` for it, or it is not a floating-point `nnx.Param`. "
+                f"In local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
                 "Pass a smaller `min_size`, leave it out of `specs`, or use the global view."
             )
 
@@ -167,7 +173,7 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
 
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or is not the one for which the weights were sharded, or if
-            an array is no longer sharded.
+            a concrete array is not stored as `shard` stored it.
     """
     if not weights:
         return False
@@ -241,7 +247,14 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
 
     During the call, these variables have no placement. So they are not gathered again, neither by units and holders
     that share them nor in the copies that `nnx.remat` and other transformations make. If the call writes a weight, each
-    rank keeps its part of the new value; if a recipe quantizes the weight, a `ValueError` is raised.
+    rank keeps its part of the new value.
+
+    A variable that belongs to an outer trace cannot be set. In global view, it then keeps its shards, which XLA
+    gathers.
+
+    Raises:
+        ValueError: if the call writes a weight that the recipe in scope quantizes; or if a variable cannot be set, and
+            its weight is quantized or the view is local.
     """
     if not weights:
         yield

@@ -24,8 +24,8 @@ class Choice:
 
     Attributes:
         blocks: the modules that the caller named as blocks, or that were found by default.
-        others: the outermost modules outside of blocks that hold weights themselves and contain no block; they are
-            units too.
+        others: the outermost modules that have a path outside of blocks, hold weights themselves and contain no block;
+            they are units too.
         holders: the modules that contain units and are not within one.
     """
 
@@ -97,7 +97,7 @@ def in_order(
     module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
 ) -> Iterable[tuple[ModulePath, nnx.Module]]:
     """Yields a module, then the modules within it, each once and with its path, in the order in which attributes were
-    set."""
+    set. Searches lists, tuples and dicts, but does not yield them."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -136,8 +136,8 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
 
 
 def own_variables(module: nnx.Module) -> dict[ModulePath, nnx.Variable]:
-    """Returns, by path, the variables that a module holds directly or in lists and dicts. The variables of inner
-    modules are left out."""
+    """Returns, by path, the variables that a module holds directly or in lists, tuples and dicts. The variables of
+    inner modules are left out."""
     found: dict[ModulePath, nnx.Variable] = {}
     for name, value in _children(module):
         if isinstance(value, nnx.Variable):

@@ -1,4 +1,5 @@
-"""Quantizes weights to a recipe's codes, which ranks gather instead of the weights' values, and gathers the codes."""
+"""Quantizes weights to a recipe's codes, which ranks gather instead of the weights' values, and gathers and decodes the
+codes."""
 
 from __future__ import annotations
 
@@ -73,7 +74,11 @@ def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
 
 
 def moving(variable: Any) -> Placement | None:
-    """Returns the placement of a weight that must be gathered or quantized before use; `None` for anything else."""
+    """Returns the placement of a weight that must be gathered or quantized before use; `None` for anything else.
+
+    Raises:
+        ValueError: for the same reasons as `placement_of` and `decide`.
+    """
     placement = placement_of(variable)
     if placement is None or placement.gathered or coded(variable, placement) is not None:
         return placement
@@ -156,8 +161,8 @@ def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout, with rows and columns exchanged if shards divide only the columns and the codes are the same
-    either way. Shards are then whole rows, which a gather concatenates without a copy."""
+    """Returns the layout, with rows and columns exchanged if the gather joins columns and the codes are the same either
+    way. Shards are then whole rows, which a gather concatenates without a copy."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -165,12 +170,13 @@ def _in_order(layout: Layout, form: Format) -> Layout:
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
-    """Quantizes weights, in the view in scope, and returns their codes. One kernel computes all amaxes. Weights with
-    the same format, dtype and axes share a buffer.
+    """Quantizes weights, in the view in scope, and returns their codes. One kernel computes all amaxes that a `Format`
+    needs. Weights share a buffer if they have the same format, dtype and axes, and are used alike, except those whose
+    codes are multiplied without being decoded.
 
     Args:
         shards: the shards of all weights.
-        weights: how each weight is quantized; `None` for a weight that is not, which is left out.
+        weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
         dtypes: the dtype in which each is used.
     """
     groups = _groups(shards, weights, dtypes)
@@ -189,12 +195,12 @@ def decode(
     dtypes: Sequence[np.dtype],
     placements: Sequence[Placement],
 ) -> dict[int, jax.Array]:
-    """Gathers codes, in the view in scope, and returns the decoded weights by number, their index in `weights`.
+    """Gathers codes, in the view in scope, and returns the decoded weights. The key of each is its index in `weights`.
 
     Args:
         wires: the codes of all quantized weights, from `encode` or from the step.
         shards: the shards of all weights, or their `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
-        weights: how each weight is quantized; `None` for a weight that is not, which is left out.
+        weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
         dtypes: the dtype in which each is used.
         placements: the placements of all weights.
     """
@@ -214,9 +220,9 @@ def decode(
 
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
-    """Returns a gathered weight in the dtype in which it is used. Codes in tiles arrive undecoded, and are decoded
-    here. Because the scales of tiles are powers of two, a product that rounds these values to tiles again does not
-    change them."""
+    """Returns a gathered weight in the dtype in which it is used. Codes in tiles may arrive undecoded, and are then
+    decoded here. Because the scales of tiles are powers of two, a product that rounds these values to tiles again does
+    not change them."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

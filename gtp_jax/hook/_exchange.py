@@ -2,9 +2,9 @@
 
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
-gradient of a single rank. To exchange gradients, the hook keeps them apart: products add them to a slot with one more
-dimension than the weight. This leading dimension has one entry per rank of the batch, and is sharded over the axes of
-the batch. In local view, each rank has its own gradient anyway.
+gradient of a single rank. To exchange gradients, the hook keeps them apart: the products that are found add them to a
+slot with one more dimension than the weight. This leading dimension has one entry per rank of the batch, and is sharded
+over the axes of the batch. In local view, each rank has its own gradient anyway.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ._scope import recipe_in_scope
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
     """How the gradient of a weight is exchanged. Each rank sends every other rank that rank's shard of the gradient,
-    and sums the shards that it receives.
+    and adds the shards that it receives to its own.
 
     Attributes:
         wire: the format or dtype in which gradients are sent; they are summed in at least float32.
@@ -106,11 +106,11 @@ def exchange(
     axes: tuple[str, ...],
 ) -> dict[int, jax.Array]:
     """Exchanges gradients, in the view in scope, and returns the gradients of shards, by number. Gradients with the
-    same axes and `wire` are sent in one all-to-all, and summed in at least float32.
+    same axes and `wire` may be sent in one all-to-all. They are summed in at least float32.
 
     Args:
         gradients: the gradients of gathered weights, by number. In local view, each is the gradient of this rank; in
-            global view, its leading dimension holds those of all ranks, see [Note: one gradient per rank].
+            global view, its leading dimension holds those of all ranks of the batch; see [Note: one gradient per rank].
         weights: how the gradient of each weight is exchanged; `None` for a weight that is left out.
         placements: the placement of each weight.
         axes: the axes of the mesh that shard the batch.

@@ -60,10 +60,10 @@ class WeightFact:
         also: its other paths, if several modules hold it.
         shape: its logical shape, or that of one slice if it is stacked and a traced call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
-        wire: the name of the format in which it is gathered; empty if it is gathered in the dtype in which it is used.
-        bytes: the number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight
-            is not quantized, all its elements in the dtype of the parameter. If a call casts the weight to a narrower
-            dtype before the gather, the gather moves fewer bytes than this.
+        wire: the name of the format in which it is gathered; empty if it is not quantized.
+        bytes: the size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is
+            not quantized, all its elements in the dtype of the parameter. If a call casts an unquantized weight to a
+            narrower dtype before the gather, there are fewer bytes than this.
         reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
             its patterns matches this one.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
@@ -81,17 +81,17 @@ class WeightFact:
 
 @dataclasses.dataclass(frozen=True)
 class UnitCall:
-    """One call of a unit.
+    """One call in which the hook gathers or quantizes the weights of a unit.
 
     Attributes:
-        module: the path of the unit in the model.
-        prefetched: whether its weights are gathered while the previous unit computes.
+        module: the path of the unit in the model; "a copy" for a copy whose path is unknown.
+        prefetched: whether its weights may be gathered while the previous unit computes.
         reason: why they are not gathered earlier; empty if they are prefetched.
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
             stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not, because
-            the call has no product with them for which this is supported.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but may not be,
+            because the call has no product with them for which this is supported.
     """
 
     module: str
@@ -145,11 +145,12 @@ class ShardedWeight:
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
-        coded: how the weight is quantized for its gather; if it is not quantized, the reason in words.
+        coded: how the weight is quantized for its gather; if it is not quantized, the reason in words, which may be
+            empty.
         exchanged: how its gradient is exchanged; `None` if it is not exchanged.
         ahead: whether a unit gathers it, which may happen while the previous unit computes. Otherwise, a holder gathers
             it when the holder's call begins.
-        wide: whether its unit sums the gradients of weights in at least float32.
+        wide: whether a unit gathers it whose model was sharded with `grad_reduce="float32"`.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -164,9 +165,9 @@ class ShardedWeight:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes that one gather moves in total: the codes and scales of all shards, or, if the weight is
-        not quantized, all its elements and padding in the dtype of the stored array. If a call casts the weight to a
-        narrower dtype before the gather, the gather moves fewer bytes than this."""
+        """The size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is not
+        quantized, all its elements and padding in the dtype of the stored array. If a call casts an unquantized weight
+        to a narrower dtype before the gather, there are fewer bytes than this."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.placement.with_padding(self.shape)) * self.dtype.itemsize
@@ -210,9 +211,9 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns the number of bytes that the reduced gradients of the largest unit take on one rank; 0 if the model has
-    no units. A gradient has 4 bytes per element if it is summed in float32, otherwise 2, as in a model that computes in
-    16 bits."""
+    """Estimates the number of bytes that the reduced gradients of the largest unit take on one rank, and returns it; 0
+    if no unit has weights to gather. Counts 4 bytes per element for gradients that are summed in float32, and otherwise
+    2, as in a model that computes in 16 bits."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 
@@ -247,7 +248,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
 
 
 def _shapes(calls: Sequence[UnitCall]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape in which calls gather each weight, by the path of the weight."""
+    """Returns the shape of each weight in the last call that gathers or quantizes it, by the path of the weight."""
     return {path: shape for call in calls for path, shape in call.weights}
 
 
@@ -256,8 +257,8 @@ def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]])
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
-    """Traces `function(model, *args)` without running it, and returns one `UnitCall` for each call of a unit, in
-    order."""
+    """Traces `function(model, *args)` without running it. Returns, in order, one `UnitCall` for each call in which the
+    hook gathers or quantizes the weights of a unit."""
     graph, state = nnx.split(model)
     paths: dict[int, str] = {}
 

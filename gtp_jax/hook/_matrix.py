@@ -1,9 +1,10 @@
-"""Treats weights of any number of dimensions as matrices.
+"""Treats weights of two or more dimensions as matrices.
 
 [Note: seen as a matrix]
-A weight of any number of dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
-layer. The leading dimensions are joined into the input features, and the others into the output features; `features_in`
-returns how many are leading. If the blocks of a format are not square, they run along the input features.
+A weight of two or more dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
+layer, unless its sharding prevents this. The leading dimensions are joined into the input features, and the others into
+the output features; `features_in` returns how many dimensions are joined into the input features. If the blocks of a
+format are not square, they run along the input features.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gradient of the stored array, given the gradient of the gathered weight. It is summed over the axes
-    over which the weight is gathered, and partitioned like the stored array."""
+    """Returns the gradient of the stored array, given the gradient of the gathered weight. It is partitioned like the
+    stored array. In local view, it is summed over the axes over which the weight is gathered; in global view, XLA sums
+    it."""
     gradient = placement.pad(gradient)
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)

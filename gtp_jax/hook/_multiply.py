@@ -21,9 +21,10 @@ from ._products import Array, Factor, values_of
 def multiplies(coded: Coded | None, factor: Factor) -> bool:
     """Returns whether a product with a weight is computed in a recipe's formats.
 
-    The recipe must ask for it. A format's blocks must run along the contraction or be square, so the order of the
-    weight's elements in the product must be known; see [Note: order of a view]. For a format without blocks, that order
-    must be known only if tensor ranks divide the weight.
+    The recipe must ask for it. If the format has blocks, or tensor ranks divide the weight, the product must also
+    contract exactly the weight's input features, or exactly its output features, in their order in the weight; see
+    [Note: order of a view]. If the format has blocks that are not square, only the input features will do, because the
+    blocks must run along the contraction.
     """
     if coded is None or coded.operands is None:
         return False
@@ -35,7 +36,8 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
 
 def ranks_know(seen: Matrix, factor: Factor) -> bool:
     """Returns whether each rank can compute its part of a product with a weight. It cannot if tensor ranks divide the
-    weight and the order of the weight's elements in the product is unknown."""
+    weight, unless the product contracts exactly the weight's input features, or exactly its output features, in their
+    order in the weight."""
     return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
 
 
@@ -65,8 +67,8 @@ def product(
             returns false for the weight and `factor`.
         factor: the weight as a factor of the product.
         batch: the mesh axes that shard the batch.
-        key: the key of stochastic rounding, uint32 `(2,)`. In global view, ranks with different parts of the operands
-            derive different keys from it.
+        key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with
+            different parts of the operands derive different keys from it.
     """
     inner, outer = tuple(seen.used)
     if turned(seen, factor):

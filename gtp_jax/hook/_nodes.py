@@ -25,7 +25,7 @@ def is_array(value: Any) -> bool:
 
 
 def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
-    """Returns the arrays within a value, and a function that rebuilds the value from other arrays.
+    """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
         value: any pytree, which may contain nodes.
@@ -70,13 +70,13 @@ def value_of(leaf: Any) -> Any:
 
 
 def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a copy of a variable with another value and other metadata; if the leaf is an array, returns that
-    value."""
+    """Returns a copy of a variable with another value and with the given metadata changed; if the leaf is an array,
+    returns that value."""
     return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 
 def is_dynamic(value: Any) -> bool:
-    """Returns whether the value of a variable is a JAX or NumPy array."""
+    """Returns whether a value is a JAX or NumPy array."""
     return isinstance(value, jax.Array | np.ndarray)
 
 

@@ -15,10 +15,10 @@ class Parts(NamedTuple):
     """The jaxpr of a call in parts.
 
     Attributes:
-        casts: for each weight, the narrower dtype to which it is cast before its gather, if nothing reads the uncast
-            weight; otherwise `None`, and the weight is gathered in its own dtype.
-        before: the jaxpr of what is computed from weights alone. Its inputs are the cast weights; its outputs are the
-            values that `after` or the result of the call needs.
+        casts: for each weight, the narrower dtype to which the call casts it, if that cast is the only use of the
+            weight; it is then cast before its gather. Otherwise `None`: the weight is used in its own dtype.
+        before: the jaxpr of what is computed from weights alone. Its inputs are the weights, cast as in `casts`; its
+            outputs are the values that `after` or the result of the call needs.
         after: the jaxpr of the rest of the call. Its inputs are the outputs of `before`, then the call's inputs other
             than weights.
     """
@@ -59,7 +59,7 @@ def in_parts(jaxpr: Jaxpr, weights: int) -> Parts:
 
 
 def cast(weights: Sequence[Any], casts: Sequence[np.dtype | None]) -> list[jax.Array]:
-    """Returns weights in the dtypes in which they are gathered."""
+    """Returns weights in the dtypes in which they are used, given those to which they are cast."""
     return [w if dtype is None else w.astype(dtype) for w, dtype in zip(weights, casts, strict=True)]
 
 

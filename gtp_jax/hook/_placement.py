@@ -118,14 +118,14 @@ class Placement:
         return tuple(size + more * (dim == self.padding.dim) for dim, size in enumerate(shape))
 
     def check_mesh(self, owner: str) -> None:
-        """Raises an error if an axis that shards the weight is missing from the mesh in scope, or has another size
-        there.
+        """Checks that the mesh in scope has the axes that shard the weight, in the same sizes.
 
         Args:
             owner: what was sharded, as the message names it: a weight and its module, or "the model".
 
         Raises:
-            ValueError: if the mesh in scope is such a mesh, or if no mesh is in scope. The message names the sizes.
+            ValueError: if an axis is missing, as when no mesh is in scope, or has another size. The message names the
+                sizes.
         """
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
@@ -161,7 +161,8 @@ class Placement:
         return dataclasses.replace(self, stored=stored, used=used, shape=self.shape[1:], padding=padding)
 
     def check_padding(self, shape: Sequence[int], *, of_shard: bool) -> None:
-        """Checks that an array has the padding with which the weight was stored, because it is cut off by its size.
+        """Checks that an array has the padding with which the weight was stored. The padding is later removed according
+        to its recorded size, so it must not differ.
 
         Args:
             shape: the shape of the array that a variable holds.
@@ -182,8 +183,8 @@ class Placement:
 
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
-    `None` if `shard` gave the variable no placement, if a holder has gathered it for the current call, or if it has
-    copied the metadata of a variable of another class.
+    `None` if it is not a variable, if `shard` gave the variable no placement, if a holder has gathered it for the
+    current call, or if it has copied the metadata of a variable of another class.
 
     In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
     tensor ranks, so each rank must compute with the whole weight.
@@ -208,10 +209,10 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
     Tries four ways in turn. First, all axes of the roles `weights` and `optimizer` shard one dimension. Second, the
-    axes of `weights` shard one dimension, and those of `optimizer` another. Third, under `even_shares`, all axes shard
-    one dimension, which is padded. Fourth, fewer of these axes shard one dimension. Among the dimensions that the axes
-    divide evenly, those that `used` leaves whole are preferred, then those whose shards are also shards of a matrix
-    (`features_in`), then the longest.
+    axes of `weights` shard one dimension, and those of `optimizer` another. Third, under `even_shares`, and if the
+    weight may be padded, all axes shard one dimension, which is padded. Fourth, fewer of these axes shard one
+    dimension. Among the dimensions that the axes divide evenly, those that no axis divides yet are preferred, then
+    those whose shards are also shards of a matrix (`features_in`), then the longest.
 
     If no axis divides a dimension, the weight is stored as `used`. It has a placement nevertheless, so that a recipe
     quantizes it, and its values are the same on every mesh.
@@ -248,8 +249,8 @@ def placed(
 
 
 def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding:
-    """Returns the padding of a weight so that this many ranks divide one dimension; `UNPADDED` if every dimension is
-    divided by axes of `used` already.
+    """Returns the padding of a weight so that this many ranks divide one dimension; `UNPADDED` if every dimension has
+    size 1 or is divided by axes of `used` already.
 
     Prefers dimensions whose shards are also shards of a matrix (`features_in`), padded to whole blocks, or else to
     equal shards, if that adds little. Otherwise, pads the dimension where that adds least.

@@ -1,19 +1,21 @@
-"""Finds products with weights in the jaxpr of a call, and computes them in a recipe's format.
+"""Finds products with weights in the jaxpr of a call, so that they can be computed in another way.
 
 [Note: products found]
 A product with a weight is a `dot_general` with contracting dimensions and without batch dimensions. Exactly one of its
-operands is a view of a weight: the gathered weight after any number of casts, reshapes and transposes. The result has
-the dtype of the operands, a float of at least 16 bits. Nested jits are searched for views and products, except jits at
-the top level of the call that read only weights. All other operations read a quantized weight as the values of its
-codes.
+operands is a view of a weight: the gathered weight after any number of casts, reshapes, transposes, squeezes and
+copies. The result has the dtype of the operands, a float of at least 16 bits. Nested jits are searched for views and
+products, except jits at the top level of the call that read only weights. All other operations read a quantized weight
+as the values of its codes.
 
-If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. The products that are found
-add the weight's gradient to the slot. A cast changes the dtype of a view, but not that of its slot.
+If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. Those of the found products
+that the hook computes add the weight's gradient to the slot. A cast changes the dtype of a view, but not that of its
+slot.
 
 [Note: order of a view]
-Blocks of a format run along a dimension of the weight. So a product in blocks must contract that dimension, and in the
-order of the weight's elements. A view therefore records where its elements are in the weight. Each dimension of the
-view is a list of runs `(stride, size)`, outermost first: `size` steps of `stride` elements of the weight.
+Blocks of a format run along a dimension of the weight. So a product in blocks must contract that dimension, or, if the
+blocks are square, the matrix's other dimension, in the order of the weight's elements. A view therefore records where
+its elements are in the weight. Each dimension of the view is a list of runs `(stride, size)`, outermost first: `size`
+steps of `stride` elements of the weight.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Factor(NamedTuple):
     kept: Runs | None
 
 
-# For each input, how it is a view of a weight; `None` if it is not.
+# Says of each of some arrays (the inputs or outputs of a jaxpr, or the operands of an operation) how it is a view of a
+# weight; `None` if it is not.
 Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
 # A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input
@@ -94,8 +97,9 @@ def values_of(array: Any) -> Any:
 
 
 def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
-    """Returns the numbers of the weights that occur in a float dtype narrower than float32 in a jaxpr or in one nested
-    in it: as an input, or in a value that is computed from weights alone.
+    """Returns the numbers of the weights that a jaxpr, or one nested in it, may hold in a float dtype narrower than
+    float32, as an input or in a value computed from weights alone. If the inputs of a nested jaxpr cannot be matched
+    with the operands of its operation, every weight that the operation reads counts.
 
     Args:
         jaxpr: the jaxpr.

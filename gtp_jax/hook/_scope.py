@@ -17,15 +17,15 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
     gather their weights.
 
     Use it, in global view, for what the hook does not support, such as forward-mode differentiation. In local view,
-    where XLA gathers nothing, calls are refused. The setting is part of the cache key of `jax.jit`. The context also
-    works as a decorator.
+    where XLA gathers nothing, calls of modules with sharded weights are refused. The setting is part of the cache key
+    of `jax.jit`. The context also works as a decorator.
     """
     return _off("by the user")
 
 
 def within_unit() -> contextlib.AbstractContextManager[None]:
-    """Returns a context for the code of a unit, whose weights, and those of the modules within it, are gathered. Calls
-    of these modules are ordinary calls."""
+    """Returns a context for the code of a unit. The unit's weights, and those of the modules within it, are ready for
+    use, so calls of these modules are ordinary calls."""
     return _off("within a unit")
 
 

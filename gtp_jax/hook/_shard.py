@@ -39,7 +39,7 @@ from ._placement import Placement, place, placed, placement_of, shards_of
 from ._shards import refuse_read
 from ._unit import Holder, Unit, kind_of, make, methods_of
 
-# A value of `specs`: the partition in which a weight is stored; `None` for a weight that stays whole.
+# A value of `specs`: the partition in which a weight is stored; `None` for a weight that `shard` does not partition.
 Spec = PartitionSpec | tuple[Any, ...] | None
 Paths = tuple[ModulePath, ...]  # all paths of one variable, which several modules may hold
 
@@ -66,21 +66,22 @@ def shard[M: nnx.Module](
         model = Transformer(config, rngs=rngs)                  # anyone's NNX model
         model = gtp_jax.shard(model, blocks="layers.*")
 
-    Every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of the roles
-    `weights` (gtp) and `optimizer` (dp, ZeRO). Forward gathers the weights of a block while the previous block
-    computes. Backward gathers the weights again, also while another block computes, and reduces a block's gradients in
-    the same way. Modules with weights outside of blocks, such as an embedding or a head, are treated like blocks.
-    Without a recipe, results are those of the model without a mesh. Under a recipe, ranks gather codes of matrices in
-    its wire format, and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is
-    done with each module. Under `gtp_jax.even_shares`, a weight is stored padded where the ranks divide none of its
-    dimensions, unless `specs` or an annotation of the model names its partition over them; read and set, it has its
-    logical shape. A parameter of another class than `nnx.Param`, or with a hook that sees the array that is read or
-    created, is not padded.
+    By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
+    the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. Forward gathers the weights of a
+    block while the previous block computes. Backward gathers the weights again, also while another block computes, and
+    reduces a block's gradients in the same way. Modules with weights outside of blocks, such as an embedding or a head,
+    are treated like blocks, unless they contain blocks. Without a recipe, results are those of the model without a
+    mesh, except for rounding. Under a recipe, ranks gather codes of the matrices that it quantizes, in its wire format,
+    and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is done with each
+    module. Under `gtp_jax.even_shares`, a weight is stored padded where the ranks divide none of its dimensions, unless
+    `specs` or an annotation of the model names its partition over them; read and set, it has its logical shape. A
+    parameter of another class than `nnx.Param`, or with a hook that sees the array that is read or created, is not
+    padded.
 
-    The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
-    array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. The weights of
-    gtp_jax's own layers are left alone, because these layers shard them. If arrays of a sharded model have been
-    replaced by unsharded ones, another call stores the new arrays as shards.
+    The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
+    weights as shards. Blocks, and modules around them, remain instances of their classes, but their `type` becomes a
+    subclass. The weights of gtp_jax's own layers are left alone, because these layers shard them. If arrays of a
+    sharded model have been replaced by unsharded ones, another call stores the new arrays as shards.
 
     Args:
         model: any NNX model.
@@ -89,8 +90,8 @@ def shard[M: nnx.Module](
             count. By default, blocks are the members of the longest lists of modules of one class.
         min_size: the minimum number of elements of a sharded weight.
         specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
-            stay whole. A weight of a shared module has several paths. The first pattern that matches any of them
-            applies.
+            `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
+            of a shared module has several paths. The first pattern that matches any of them applies.
         remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`, but without moving it to the host.
         keep_last: whether to keep the gathered weights of the last block (or other module with weights) in a call of
             the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
@@ -98,19 +99,21 @@ def shard[M: nnx.Module](
         methods: the names of the methods whose calls gather weights as described above. In all other methods of a
             block, XLA gathers the weights, which it can only do in global view.
         grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
-            which the model computes, and ranks sum them in that dtype. With `"float32"`, both use at least float32,
-            like gtp_jax's layers. The default still applies to weights that a block uses in no product
-            (`gtp_jax.explain` with `call` names them), and to weights that a module around blocks holds itself.
+            which the model computes, and ranks sum them in that dtype, unless a recipe has a `grad_wire`. With
+            `"float32"`, both use at least float32, like gtp_jax's layers. The default still applies to weights of a
+            block for which no product is found (`gtp_jax.explain` with `call` names them), and to weights that a module
+            around blocks holds itself.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, the mesh has Explicit axes, or the roles name none of its axes; if no module
-            matches `blocks`, or no module defines one of `methods`; if no weight is large enough, or one has been
-            frozen; if a pattern of `specs` matches no weight; if `specs` or an annotation of the model names a
-            partition that does not fit the mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an
-            allowed value; or if the model is sharded already, and none of its arrays has been replaced, the mesh is
-            not the one for which it was sharded, or `remat` or `grad_reduce` is neither the default nor the value with
-            which it was sharded.
+        ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
+            weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
+            has no list that gives the default; if no module defines one of `methods`; if no weight is large enough, or
+            a large one has been frozen; if a pattern of `specs` matches no weight; if `specs` or an annotation of the
+            model names a partition that does not fit the mesh or the weight; if `min_size`, `remat` or `grad_reduce` is
+            not an allowed value; or if the model is sharded already, and none of its arrays has been replaced, the mesh
+            is not the one for which it was sharded, an array has a shape that does not fit its weight, or `remat` or
+            `grad_reduce` is neither the default nor the value with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -133,8 +136,8 @@ def shard[M: nnx.Module](
     is_weight = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and _is_weight(v, min_size)  # noqa: E731
     if not any(map(is_weight, variables.values())):
         raise ValueError(
-            f"the model has no floating-point `nnx.Param` of {min_size} elements or more, so there is nothing to "
-            "shard. Pass a smaller `min_size`."
+            f"the model has no floating-point `nnx.Param` of {min_size} elements or more outside of gtp_jax's own "
+            "layers, so there is nothing to shard. Pass a smaller `min_size`."
         )
     choice, specs = choose(model, blocks, is_weight), specs or {}
     weights = {paths: v for paths, v in variables.items() if is_weight(v)}
@@ -262,8 +265,8 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 def _check_patterns(
     specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
-    """Raises an error if a pattern matches no weight to shard. A pattern with the value `None` may instead match
-    another variable, which stays whole anyway."""
+    """Raises an error if a pattern matches no weight to shard. A pattern with the value `None` may also match a
+    variable that `shard` does not gather; it has no effect on that variable."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
@@ -288,8 +291,12 @@ def _why_whole(variable: nnx.Variable, min_size: int) -> str:
 
 
 def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
-    """Returns the placement of a weight; `None` if `specs` keeps it whole, if it is a scalar, or if the partition that
-    `specs` names has no axes of more than one rank."""
+    """Returns the placement of a weight; `None` if `specs` has `None` for it, if it is a scalar, or if the partition
+    that `specs` names has no axes of more than one rank.
+
+    Raises:
+        ValueError: for the same reasons as `_checked_spec`.
+    """
     shape = variable.get_raw_value().shape
     gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
     pattern = _pattern(specs, paths)
@@ -323,8 +330,8 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     """Checks a partition that the user or the model's author has named, and returns it without axes of size 1.
 
     Raises:
-        ValueError: if the partition has more dimensions than the weight, names an axis twice, names an axis that the
-            mesh lacks, or does not divide the weight evenly.
+        ValueError: if the partition has more dimensions than the weight, names an axis of several ranks twice, names an
+            axis that the mesh lacks, or does not divide the weight evenly.
     """
     entries = () if named is None else tuple(named)
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -394,7 +401,8 @@ def _with_refusal(hooks: Any) -> tuple[Any, ...]:
 
 
 def _padded(value: Any, placement: Placement) -> Any:
-    """Returns an array of the stored shape, given one of the logical or the stored shape. Either may be abstract."""
+    """Pads an array of the logical shape to the stored shape; returns any other array as it is. The result is abstract
+    if the array is."""
     if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -442,11 +450,12 @@ def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> N
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
-    """Stores arrays that have replaced shards as shards again, and moves arrays without a placement back to the mesh if
-    they are on other devices.
+    """Puts a model's arrays back where `shard` stored them. Stores an array that has replaced a shard as a shard again,
+    and moves an array without a placement to the mesh if it is on more or fewer devices.
 
     Raises:
-        ValueError: if there are no such arrays, or if the mesh in scope is not the one for which the model was sharded.
+        ValueError: if there is nothing to put back (an uncommitted array without a placement does not count), if the
+            mesh in scope is not the one for which the model was sharded, or for the same reasons as `placement_of`.
     """
     variables, lost = _variables(model), dict[int, Placement]()
     for _, module in nnx.iter_modules(model):
@@ -497,7 +506,7 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
             pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {ranks} ranks divide none of its "
-                f"dimensions. Choose sizes that the degrees divide, {pad}or name its partition in `specs` if it is "
-                "intended.",
+                f"dimensions, or the model annotates another partition. Choose sizes that the degrees divide, {pad}or "
+                "name its partition in `specs` if it is intended.",
                 stacklevel=3,
             )

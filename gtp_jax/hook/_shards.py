@@ -38,7 +38,8 @@ def refuse_read(variable: nnx.Variable, value: Any) -> Any:
     """Returns the value that code reads from the variable of a sharded weight; Flax calls this as `on_get_value`.
 
     Raises:
-        ValueError: in local view, if the weight is not gathered, so that the value is a rank's shard.
+        ValueError: in local view, if the value is only a rank's shard of the weight; or for the same reasons as
+            `placement_of`.
     """
     if on_parts() and not is_within_unit():
         placement = placement_of(variable)

@@ -35,7 +35,7 @@ class Products(NamedTuple):
 
     Attributes:
         multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but are not,
+        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but may not be,
             because no product with them was found for which this is supported.
     """
 
@@ -80,14 +80,14 @@ def run(
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
             weights.
-        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. No policy saves gathered weights, or
-            what is computed from them alone; see `keep_last`.
+        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. No policy saves gathered weights (see
+            `keep_last`), or what operations outside of nested functions compute from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether a
-            unit follows. So forward returns the gathered weights of every unit to backward, and XLA removes those that
-            backward does not use.
+            unit follows. So, in a trace, forward returns the gathered weights of every unit to backward, and XLA
+            removes those that backward does not use.
         axes: the axes of the mesh that shard the batch.
-        wide: whether products return the gradients of weights in at least float32, and ranks sum the gradients in that
-            dtype.
+        wide: whether the products that are found return the gradients of weights in at least float32, and ranks sum
+            these gradients in that dtype.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)

@@ -38,8 +38,9 @@ class Program:
             quantize.
         exchanged: how each weight's gradient is exchanged; `None` for a weight whose gradient is not exchanged.
         arguments: the start and end of the call's arguments among the other arrays (`Traced.rest`). Before the
-            arguments come the values of the variables that are not gathered, both of the unit and of nodes among the
-            arguments. After them come the traced constants, which are not inputs of the jaxpr.
+            arguments come the other arrays of the unit and of the nodes among the arguments: the values of variables
+            that are neither gathered nor quantized, and arrays that are attributes. After them come the traced
+            constants, which are not inputs of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -112,8 +113,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         axes: the axes of the mesh that shard the batch.
 
     Raises:
-        ValueError: if the call writes a weight that the recipe in scope quantizes, or if that recipe asks for something
-            that sharded models do not support.
+        ValueError: if the call writes a weight that the recipe in scope quantizes, if that recipe asks for something
+            that sharded models do not support, or for the same reasons as `placement_of`.
     """
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
@@ -179,7 +180,8 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is a floating-point parameter that is whole on every rank, because no axis shards it."""
+    """Returns whether a leaf is a floating-point parameter that is whole on every rank, because its annotation names no
+    axis."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 

@@ -18,14 +18,14 @@ from ._call import Placements, call_holder, call_unit
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The kind of a module whose weights are gathered for each of its calls.
+    """The kind of a module that gathers its weights when it is called.
 
     Attributes:
         remat: the policy for what is saved for backward.
         keep_last: whether its gathered weights are saved for backward too if no unit follows in the walk.
-        methods: the names of the methods whose calls gather the weights.
+        methods: the names of the methods whose calls gather the weights; the module may lack some of them.
         roles: the roles of the mesh axes.
-        wide: whether the gradients of its weights are summed in at least float32.
+        wide: whether the model was sharded with `grad_reduce="float32"`.
         placements: the placements of its weights, by their paths in the module.
     """
 
@@ -63,9 +63,9 @@ def make(module: nnx.Module, kind: Kind) -> None:
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns, by name, a class's public methods and `__call__`, except those of `nnx.Module`. Only plain functions
-    count: generators, properties, and static and class methods are left out. So are methods with other names than
-    `names`, if given."""
+    """Returns, by name, a class's public methods and `__call__`, except those that it inherits from `nnx.Module`. Only
+    plain functions count: generators, properties, and static and class methods are left out. So are methods with other
+    names than `names`, if given."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in nnx.Module.__mro__:

@@ -45,7 +45,7 @@ class _Walk:
 
 
 class Step(NamedTuple):
-    """One call of a unit, and how it was ordered.
+    """One call in which the hook gathers or quantizes the weights of a unit, and how it was ordered.
 
     Attributes:
         unit: the unit.
@@ -54,7 +54,7 @@ class Step(NamedTuple):
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
             stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but are not.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but may not be.
     """
 
     unit: Any
@@ -87,7 +87,8 @@ def walking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Step]]:
-    """Returns a context that records every call of a unit within it; its value is the list of these records."""
+    """Returns a context that records each call within it in which the hook gathers or quantizes the weights of a unit.
+    The value of the context is the list of these records."""
     steps: list[Step] = []
     mark = _steps.set(steps)
     try:
@@ -129,7 +130,7 @@ def note_weights(
         names: the paths of the weights.
         shapes: the shapes of the weights, as in `Step`.
         multiplied: the indices of the weights that are multiplied in a recipe's format.
-        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but are not.
+        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but may not be.
     """
     if (steps := _steps.get()) is not None:
         paths = {"multiplied": multiplied, "narrow": narrow}

@@ -25,8 +25,7 @@ class Weights:
 
     Attributes:
         placements: the placement of each weight.
-        coded: how each weight is quantized for its gather; `None` for a weight that is gathered in the dtype in which
-            it is used.
+        coded: how each weight is quantized for its gather; `None` for a weight that is not quantized.
         exchanged: how the gradient of each weight is exchanged; `None` for a weight whose gradient is not exchanged.
         casts: the dtype in which each weight is used; `None` for a weight that is used in its own dtype.
     """
@@ -37,8 +36,8 @@ class Weights:
     casts: tuple[np.dtype | None, ...]
 
     def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
-        """Returns the codes of all quantized weights, which both passes gather: the codes that the step has made, and
-        new codes of the weights for which it has made none.
+        """Returns the codes of all quantized weights: the codes that the step has made, and new codes of the weights
+        for which it has made none.
 
         Args:
             shards: the shards of the weights.
