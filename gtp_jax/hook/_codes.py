@@ -171,8 +171,8 @@ def _in_order(layout: Layout, form: Format) -> Layout:
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
     """Quantizes weights, in the view in scope, and returns their codes. One kernel computes all amaxes that a `Format`
-    needs. Weights share a buffer if they have the same format, dtype and axes, and are used alike, except those whose
-    codes are multiplied without being decoded.
+    needs. Weights may share a buffer if they have the same format, dtype and axes, except those whose codes are
+    multiplied without being decoded.
 
     Args:
         shards: the shards of all weights.

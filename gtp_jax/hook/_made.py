@@ -53,7 +53,7 @@ def place_name(place: Sequence[Any]) -> str:
 
 def keys_of_call(variable: Any) -> CallKeys | None:
     """Returns the keys of the current call for a weight, which give each product with the weight a key; `None` if the
-    step has made none for the array that the variable holds."""
+    step has made none."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 

@@ -22,9 +22,9 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
     """Returns whether a product with a weight is computed in a recipe's formats.
 
     The recipe must ask for it. If the format has blocks, or tensor ranks divide the weight, the product must also
-    contract exactly the weight's input features, or exactly its output features, in their order in the weight; see
-    [Note: order of a view]. If the format has blocks that are not square, only the input features will do, because the
-    blocks must run along the contraction.
+    contract exactly the weight's input features, or exactly its output features, and have both in their order in the
+    weight; see [Note: order of a view]. If the format has blocks that are not square, only the input features will do,
+    because the blocks must run along the contraction.
     """
     if coded is None or coded.operands is None:
         return False
@@ -36,8 +36,8 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
 
 def ranks_know(seen: Matrix, factor: Factor) -> bool:
     """Returns whether each rank can compute its part of a product with a weight. It cannot if tensor ranks divide the
-    weight, unless the product contracts exactly the weight's input features, or exactly its output features, in their
-    order in the weight."""
+    weight, unless the product contracts exactly the weight's input features, or exactly its output features, and has
+    both in their order in the weight."""
     return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
 
 

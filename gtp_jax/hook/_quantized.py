@@ -19,9 +19,8 @@ from ._unit import Holder, Unit, kind_of
 def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     """Quantizes the sharded weights of a model under the recipe in scope, in the view in scope, and returns their
     codes. Weights that the recipe does not quantize are left out. One kernel computes all amaxes that a `Format` needs.
-    Weights that one module gathers share a buffer if they have the same format, dtype and axes, and are used alike,
-    except those whose codes are multiplied without being decoded. A weight that several modules gather has its own
-    buffer."""
+    Weights that one module gathers may share a buffer if they have the same format, dtype and axes, except those whose
+    codes are multiplied without being decoded. A weight that several modules gather has its own buffer."""
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
     places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}

@@ -141,8 +141,8 @@ def quantize_together(
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
     """Quantizes weights outside stacks, in the view in scope. One kernel computes all amaxes that a `Format` needs.
-    Weights that are gathered together share a buffer if they have the same format, dtype and axes, and are used alike,
-    except those whose codes are multiplied without being decoded.
+    Weights that are gathered together may share a buffer if they have the same format, dtype and axes, except those
+    whose codes are multiplied without being decoded.
 
     Args:
         groups: the decisions about the weights, by name; all of them travel in a format. Weights whose names differ
