@@ -26,7 +26,7 @@ or a reduction may start late or early, but no value changes.
 Under a recipe, the weights that it selects are quantized once per call (`_codes`), or once per step of `train_step`
 (`_made`). Ranks gather their codes (`_weights`), and products with weights may be computed in the recipe's formats
 (`_products`). If gradients of weights are to be summed in float32, or, in global view, to be exchanged by ranks
-(`_exchange`), the products that are found add these gradients to slots.
+(`_exchange`), the products that the hook computes add these gradients to slots.
 """
 
 from ._codes import Coded as Coded

@@ -62,7 +62,7 @@ def call_unit(
         remat: the policy for what is saved for backward.
         keep_last: whether the gathered weights are saved for backward too if no unit follows in the walk; has no
             effect outside of walks.
-        batch: the mesh axes that shard the batch.
+        batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:

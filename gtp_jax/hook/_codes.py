@@ -31,8 +31,8 @@ class Coded(Matrix):
 
     Attributes:
         form: the format of the codes that are gathered.
-        operands: the formats in which the weight is multiplied; `None` if it is multiplied in the model's compute
-            dtype.
+        operands: the formats in which products with the weight are computed, if `multiplies` allows it; `None` if all
+            are computed as the model's code says.
     """
 
     form: WireFormat

@@ -2,9 +2,9 @@
 
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
-gradient of a single rank. To exchange gradients, the hook keeps them apart: the products that are found add them to a
-slot with one more dimension than the weight. This leading dimension has one entry per rank of the batch, and is sharded
-over the axes of the batch. In local view, each rank has its own gradient anyway.
+gradient of a single rank. To exchange gradients, the hook keeps them apart: the products that it computes (`_multiply`)
+add them to a slot with one more dimension than the weight. This leading dimension has one entry per rank of the batch,
+and is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> 
 
     Args:
         variables: the variables of the weights.
-        formats: how each weight is quantized; `None` for a weight that is not.
+        formats: how each weight is quantized; `None` for a weight that is not quantized.
     """
     found: dict[int, tuple[Stretch, dict[Any, int]]] = {}
     for number, (variable, form) in enumerate(zip(variables, formats, strict=True)):

@@ -66,7 +66,7 @@ def product(
         operands: the formats to which operands are rounded; `None` to round nothing, which is required if `multiplies`
             returns false for the weight and `factor`.
         factor: the weight as a factor of the product.
-        batch: the mesh axes that shard the batch.
+        batch: the mesh axes that shard the batch; those that the mesh in scope lacks do not count.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with
             different parts of the operands derive different keys from it.
     """

@@ -23,6 +23,6 @@ def path_of(variable: nnx.Variable) -> tuple[str, ...]:
 
 
 def weight_paths(model: nnx.Module) -> tuple[tuple[str, ...], ...]:
-    """Returns all paths of all sharded weights of a model."""
+    """Returns all paths of all sharded weights of a model. A path may occur more than once."""
     variables = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
     return tuple(path for v in variables if "weight_paths" in v.get_metadata() for path in paths_of(v))

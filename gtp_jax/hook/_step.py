@@ -1,5 +1,5 @@
-"""Runs a traced call of a unit as one differentiable operation, which gathers the weights in forward and in
-backward."""
+"""Runs a traced call of a unit as one differentiable operation, which gathers the weights in forward, and, unless they
+are kept, again in backward."""
 
 from __future__ import annotations
 
