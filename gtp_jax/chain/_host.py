@@ -1,4 +1,4 @@
-"""Moves what a layer saves for backward to the host's memory, and back."""
+"""Moves the activations that a layer saves for backward to the host's memory, and back."""
 
 from __future__ import annotations
 

@@ -159,9 +159,10 @@ def place(origin: Any, layer: int) -> Any:
 def in_loop(origin: Any) -> bool:
     """Returns whether `origin` is the layer of a loop's iteration.
 
-    In a loop, only the end of a copy back is tied to the layer, by the barrier. Neither the start of that copy nor a
-    copy to the host is tied. The copies stay within the iteration anyway, because each iteration reads and writes its
-    own part of an array on the host. XLA accepts no barrier between a copy and that array.
+    In a loop, XLA accepts no barrier between a copy and the array on the host. Therefore, only the end of a copy back
+    is tied to the layer, by the layer's barrier; the start of that copy and copies to the host are not tied. The copies
+    stay within their iteration anyway, because each iteration writes (in forward) or reads (in backward) its own part
+    of that array.
     """
     return not isinstance(origin, int)
 
