@@ -69,7 +69,8 @@ class Loop:
     """Runs `body` for layers `start` to `stop` (exclusive) of a stage, in ascending order in forward and in descending
     order in backward.
 
-    In `body`, layer numbers are relative to the layer of the iteration: 0 is that layer, 1 the one after it in the stage, -1 the one before it.
+    In `body`, layer numbers are relative to the layer of the iteration: 0 is that layer, 1 the one after it in the
+    stage, -1 the one before it.
 
     Attributes:
         unroll: the number of iterations in one pass of the compiled loop.

@@ -55,8 +55,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `activations`: saves what `matmuls` saves, and those inputs of matmuls that an activation function computed
       (`ops.save_activation`), so that they are not recomputed. This costs one number per row and hidden feature.
     - `everything`: saves all that backward needs, with these exceptions. Gathers of activations over tp may be run
-      again. In a mixture of experts, tokens are always sent to their experts again, and the experts' activation function
-      and any rounds after the first are run again.
+      again. In a mixture of experts, tokens are always sent to their experts again, and the experts' activation
+      function and any rounds after the first are run again.
     - `offload` and `offload-matmuls`: save what `nothing` and `matmuls` save, respectively. Between
       the passes, a chain keeps the activations among these values in the host's pinned memory, except those of its last
       layer.

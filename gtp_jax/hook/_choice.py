@@ -55,7 +55,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 
     Args:
         model: any NNX model.
-        blocks: which modules are blocks; by default, the members of the longest lists of modules of one class.
+        blocks: which modules are blocks; by default, the members of all lists of two or more callable modules of one
+            class that hold weights; of lists nested in one another, only the longest counts.
         is_weight: a function that returns whether a variable is a weight to shard.
 
     Raises:
@@ -160,7 +161,8 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
-    """Returns the paths of the members of the longest lists of callable modules.
+    """Returns the paths of the members of lists of callable modules; of lists nested in one another, the longest
+    counts.
 
     A list consists of two or more entries of one class in one container. Attributes of one module whose names differ
     only in a number at the end also form a list. A list may hold the same module several times. If a member of one list

@@ -124,8 +124,8 @@ def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | Non
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Raises an error if a recipe asks for something that only gtp_jax's own layers support: layers in high precision,
-    delayed scaling, or matmuls in another format than that of the gathered codes."""
+    """Raises an error if a recipe asks for something that only gtp_jax's own layers support: a number of first or last
+    layers in high precision, delayed scaling, or matmuls in a format other than that of the gathered codes."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"

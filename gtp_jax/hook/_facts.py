@@ -90,7 +90,8 @@ class UnitCall:
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
             stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but may not be,
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but
+            possibly are not,
             because the call has no product with them for which this is supported.
     """
 

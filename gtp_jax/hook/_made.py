@@ -60,8 +60,8 @@ def keys_of_call(variable: Any) -> CallKeys | None:
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
     """Returns the codes that the step has made of the weights of a call. They are wires whose members are named by the
-    numbers of these weights. A wire is left out unless the call uses all of its members, in the formats and dtypes in
-    which they were quantized.
+    numbers of these weights. A wire is left out unless the call uses all of its members, with the arrays that the step
+    quantized and in the same formats. The dtypes in which the call uses them do not matter.
 
     Args:
         variables: the variables of the weights.

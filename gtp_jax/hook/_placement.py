@@ -99,8 +99,8 @@ class Placement:
         return self._with(shape, -self.padding.size)
 
     def with_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the stored array, given the logical one; or the shape of a part of it that has the whole
-        padded dimension, given that of the same part of the logical array."""
+        """Returns the shape of the stored array, given the logical shape. For a part of the weight that spans the
+        padded dimension, returns the shape of the stored part, given the shape of the logical part."""
         return self._with(shape, self.padding.size)
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -118,7 +118,8 @@ class Placement:
         return tuple(size + more * (dim == self.padding.dim) for dim, size in enumerate(shape))
 
     def check_mesh(self, owner: str) -> None:
-        """Checks that the mesh in scope has the axes that shard the weight, in the same sizes.
+        """Checks that the mesh in scope has the axes that shard the weight, with the sizes that they had when
+        it was sharded.
 
         Args:
             owner: what was sharded, as the message names it: a weight and its module, or "the model".

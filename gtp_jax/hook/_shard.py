@@ -87,7 +87,8 @@ def shard[M: nnx.Module](
         model: any NNX model.
         blocks: which modules are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
             class; a tuple of these; or a function `(path, module) -> bool`. A block within another block does not
-            count. By default, blocks are the members of the longest lists of modules of one class.
+            count. By default, blocks are the members of all lists of two or more callable modules of one class
+            that hold weights; of lists nested in one another, only the longest counts.
         min_size: the minimum number of elements of a sharded weight.
         specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
             `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
@@ -237,7 +238,8 @@ def _refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
             raise ValueError(
                 f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so it is no longer an "
-                "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then add adapters: what is frozen stays sharded."
+                "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then freeze it or add adapters: what is frozen "
+                "stays sharded."
             )
 
 

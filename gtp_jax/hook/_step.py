@@ -35,7 +35,8 @@ class Products(NamedTuple):
 
     Attributes:
         multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but may not be,
+        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but
+            possibly are not,
             because no product with them was found for which this is supported.
     """
 
@@ -149,7 +150,7 @@ def run(
         return program.evaluate(parts.after, own, rest, views, times)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
-        """Returns a zero for the next unit's gather, the weights, and the other inputs.
+        """Returns the weights and the other inputs, after a zero that the next unit's gather waits for.
 
         The zero is available once the weights and the arguments of the call are. The next unit's gather must not start
         earlier. Otherwise, XLA could combine the gathers of both units, and this unit would wait for the next unit's
@@ -183,7 +184,7 @@ def run(
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
-            # if no next unit returns a zero, gather only once the gradient of the output is available
+            # if no next unit has sent back a zero to wait for, gather only once the gradient of the output is available
             zero = stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered
             weights = gathered(zero, shards, sent, codes)
         handed, ready = stamped([*weights, *dy])

@@ -180,8 +180,8 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is a floating-point parameter that is whole on every rank, because its annotation names no
-    axis."""
+    """Returns whether a leaf is a floating-point parameter that no annotation divides, and so is whole on every
+    rank."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 

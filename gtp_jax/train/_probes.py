@@ -76,7 +76,8 @@ class Probes:
         @functools.wraps(call)
         def probed(module: Any, *args: Any, **kwargs: Any) -> Any:
             path = getattr(module, _PATH, None)
-            self._calls[path] += path in self._lengths
+            if path in self._lengths:
+                self._calls[path] += 1
             y = call(module, *args, **kwargs)
             if path is None:
                 return y

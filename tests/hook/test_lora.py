@@ -156,4 +156,4 @@ def test_sharding_behind_adapters_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError) as refused:
         gtp.shard(adapted(Model(nnx.Rngs(0))), "layers.*", min_size=64)
     assert "has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`" in str(refused.value)
-    assert "Call `gtp_jax.shard` first, and then add adapters" in str(refused.value)
+    assert "Call `gtp_jax.shard` first, and then freeze it or add adapters" in str(refused.value)
