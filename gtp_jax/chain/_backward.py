@@ -163,7 +163,7 @@ class _Backward:
         return own.gather_layer(number, prepared, entered, turn)
 
     def _finished(self, reduced: ByLayer) -> ByLayer:
-        """Returns the gradients of shards, each with `False`, because it belongs to a single layer."""
+        """Returns the gradients of shards, each paired with `False`, because it belongs to a single layer."""
         return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
@@ -237,8 +237,8 @@ def _chosen(residual: Tree, operands: Tree) -> list[Any]:
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """Returns the residual with each mark of an operand that must be supplied again replaced, in order, by the next of
-    `operands`."""
+    """Puts `operands`, in order, in the place of the marks of operands that must be supplied again, and returns the
+    residual."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=is_mark)
     values = iter(operands)
     marks = _marks(residual)

@@ -166,7 +166,8 @@ class _Forward:
         shared = self.shared if stage.takes_shared else ()
         own = weights if stage.cut is None else stage.cut(weights)
         operands = (own, stage.slots(own), params, x, shared, constants, turn)
-        # in the residual, a mark replaces each operand that backward needs but that is not saved; it is supplied again
+        # In the residual, a mark replaces each operand that backward needs but that is not saved. Backward is given the
+        # operand again.
         saved = (keep, True, True, True, False, False, False)
         closure: Any
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)

@@ -49,7 +49,8 @@ def with_activations(closure: Any, arrays: list[jax.Array]) -> Any:
 
 
 def to_host(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns copies in the host's pinned memory. Programs for CPUs copy nothing, because a CPU has only one memory."""
+    """Returns copies in the host's pinned memory. Programs for CPUs copy nothing, because all memory spaces
+    of a CPU are the same memory."""
     return [jax.device_put(a, jax.memory.Space.Host) for a in arrays]
 
 

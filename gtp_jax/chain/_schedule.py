@@ -77,10 +77,10 @@ def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]
     """Divides a chain into segments whose layers are either unrolled or run in a loop.
 
     A stage with a loop begins with one unrolled layer, and ends with at least as many unrolled layers as a loop body
-    has. They are needed because each iteration of a loop gathers the weights of the next layer of its own stage (in
-    backward, of the previous one). The stage's last layer gathers those of the next stage instead; in backward, its
-    first layer gathers those of the previous stage. A loop never contains both layers that keep their weights and
-    layers that do not, because its body treats all its layers in the same way.
+    has. They are needed because, with prefetching, each iteration of a loop gathers the weights of the next layer of
+    its own stage (in backward, of the previous one). The stage's last layer gathers those of the next stage instead; in
+    backward, its first layer gathers those of the previous stage. A loop never contains both layers that keep their
+    weights and layers that do not, because its body treats all its layers in the same way.
 
     Args:
         lengths: the number of layers of each stage; 1 for a single module.

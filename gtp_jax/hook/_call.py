@@ -127,7 +127,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     """Returns, by path, the placements that are missing from the metadata of a module's weights. `nnx.update` with the
     state of an unsharded model removes them, because it replaces the metadata of variables too.
 
-    A variable of another class, or with a value of a shape that does not fit the placement, is not the weight that was
+    A variable of another class, or whose value has a shape that does not fit the placement, is not the weight that was
     sharded, and is left out. An `nnx.Param` may be in the place of a weight that is stored padded.
 
     Args:
@@ -216,9 +216,9 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
         if current_view() == "global" or "passed to with_sharding_constraint" not in str(error):
             raise
         raise ValueError(
-            f"{type(owner).__name__} constrains a sharding over axes of the mesh, but in local view each rank calls it "
-            "with its own examples, and no array is sharded over these axes. Use `view='global'`, or leave the "
-            f"constraint out. JAX says: {error}"
+            f"{type(owner).__name__} constrains the sharding of an array over axes of the mesh, but in local view each "
+            "rank calls it with its own examples, and no array is sharded over these axes. Use `view='global'`, or "
+            f"leave the constraint out. JAX says: {error}"
         ) from error
     except TypeError as error:
         if "forward-mode" not in str(error):

@@ -117,8 +117,8 @@ def decide(
 
 
 def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | None, Recipe]:
-    """Returns the first pattern of a recipe that matches one of a weight's paths, and the recipe that applies to this
-    pattern. If no pattern matches, returns `None` and the recipe itself."""
+    """Returns the first pattern of a recipe that matches one of a weight's paths, and the recipe that this
+    pattern selects. If no pattern matches, returns `None` and the recipe itself."""
     rules = (rule for rule in recipe.rules if any(matches(rule[0], path) for path in paths))
     return next(rules, (None, recipe))
 

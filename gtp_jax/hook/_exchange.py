@@ -32,8 +32,8 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Each rank sends every other rank that rank's shard of the gradient,
-    and adds the shards that it receives to its own.
+    """How the gradient of a weight is exchanged. Among the ranks over which the weight is gathered, each sends every
+    other that rank's shard of the gradient, and adds the shards that it receives to its own.
 
     Attributes:
         wire: the format or dtype in which gradients are sent; they are summed in at least float32.
@@ -133,8 +133,8 @@ def exchange(
 def _of_rank(
     gradients: Mapping[int, jax.Array], weights: Mapping[int, Exchange], placements: Sequence[Placement]
 ) -> dict[int, jax.Array]:
-    """Sums the gradients of gathered weights over ranks, and returns the gradients of this rank's shards. Must be
-    called on each rank."""
+    """Sums each gradient over the ranks over which its weight is gathered, and returns the sums for this rank's shards.
+    Called on each rank, inside a `shard_map`."""
     groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
     matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
     fused: dict[ModulePath, jax.Array] = {

@@ -60,7 +60,7 @@ def in_parts(jaxpr: Jaxpr, weights: int) -> Parts:
 
 
 def cast(weights: Sequence[Any], casts: Sequence[np.dtype | None]) -> list[jax.Array]:
-    """Returns weights in the dtypes in which they are used, given those to which they are cast."""
+    """Returns each weight, cast to its dtype in `casts`; a weight with `None` there stays as it is."""
     return [w if dtype is None else w.astype(dtype) for w, dtype in zip(weights, casts, strict=True)]
 
 

@@ -452,8 +452,8 @@ def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> N
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
-    """Puts a model's arrays back where `shard` stored them. Stores an array that has replaced a shard as a shard again,
-    and moves an array without a placement to the mesh if it is on more or fewer devices.
+    """Puts a model's arrays back where `shard` stored them. If an array has replaced a shard, it is stored as a shard
+    again. An array without a placement is moved to the mesh if it is on more or fewer devices than the mesh has.
 
     Raises:
         ValueError: if there is nothing to put back (an uncommitted array without a placement does not count), if the

@@ -92,7 +92,7 @@ def run(
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
-    # the weights whose gradients are kept apart by rank, see [Note: one gradient per rank]
+    # the weights whose gradients are to be kept apart by rank, see [Note: one gradient per rank]
     apart = {i: one for i, one in enumerate(program.exchanged) if one is not None and current_view() == "global"}
     codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments

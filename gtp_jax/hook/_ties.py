@@ -35,7 +35,7 @@ def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """Returns a zero that is available once all arrays are, and the arrays, tied together."""
+    """Ties arrays and a zero together. Returns the zero, which is available once all arrays are, and the arrays."""
     zero, *tied = together([jnp.zeros((), jnp.float32), *arrays])
     return zero, tied
 

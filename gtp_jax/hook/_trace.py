@@ -56,9 +56,10 @@ class Program:
         """Evaluates `jaxpr`, which has the same constants as the program's own jaxpr, and returns its outputs.
 
         Args:
-            jaxpr: the jaxpr, whose inputs are what is computed from weights alone, then the other arrays.
+            jaxpr: the jaxpr. Its inputs are what is computed from weights alone, then the other arrays up to the end of
+                `arguments`.
             weights: what is computed from weights alone.
-            rest: the other arrays; see `arguments`.
+            rest: the other arrays, traced constants included; see `arguments`.
             views: for each of `weights`, how it is a view of a weight; `None` if it is not.
             multiply: the function that computes products with weights. `None` computes them as the jaxpr does, and is
                 allowed only if no weight has a slot.
