@@ -225,7 +225,7 @@ def test_a_constraint_over_an_axis_is_refused_in_local_view_and_works_in_global_
         optimizer = optax.sgd(0.1)
         model = gtp.shard(Model(nnx.Rngs(0)), "layers.*", min_size=64)
         state, batch = gtp.TrainState.create(model, optimizer), jnp.ones((8, 16))
-        message = r"constrains the sharding of an array over axes of the mesh, but in local view each rank.*Use `view='global'`"
+        message = r"constrains the sharding of an array over axes of the mesh, but in local view.*Use `view='global'`"
         with pytest.raises(ValueError, match=message):
             gtp.train_step(loss, optimizer, view="local")(state, batch)
         assert jnp.isfinite(gtp.train_step(loss, optimizer)(state, batch)[1]["loss"])
