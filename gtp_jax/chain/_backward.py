@@ -237,8 +237,7 @@ def _chosen(residual: Tree, operands: Tree) -> list[Any]:
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """Puts `operands`, in order, in the place of the marks of operands that must be supplied again, and returns the
-    residual."""
+    """Returns the residual, with the marks of operands that must be supplied again replaced by `operands`, in order."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=is_mark)
     values = iter(operands)
     marks = _marks(residual)

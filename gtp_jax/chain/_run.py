@@ -60,10 +60,11 @@ def run(
 
     Returns:
         The last stage's output, and the further outputs of each stage. In reverse mode, the output and the `scalars`
-        are differentiable with respect to every stage's `shards` and `params`, `x`, and the floats of `shared`; `state`
-        and `metrics` have no gradient. The gradients of these floats are summed over layers in float32 or wider, and
-        then cast to the dtypes of the floats. The backward pass is differentiable with respect to the same arrays, so
-        gradients can be differentiated again. The values of `shards` are residuals only for that purpose.
+        are differentiable with respect to `x`, the floats of `shared`, and the `shards` and `params` of every stage;
+        `state` and `metrics` have no gradient. The gradients of the floats of `shared` are summed over layers in
+        float32 or wider, and then cast to the dtypes of these floats. The backward pass is differentiable with respect
+        to the same arrays, so gradients can be differentiated again. The values of `shards` are residuals only for that
+        purpose.
     """
     travels = any(stage.travels for stage in stages)
     lengths = [stage.length for stage in stages]

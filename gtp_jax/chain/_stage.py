@@ -112,13 +112,14 @@ class Stage:
         return jax.tree.map(part, tree, is_leaf=_is_apart)
 
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
-        """Returns the result of `prepare` for a layer. It is not computed before the values `after` are available."""
+        """Returns the result of `prepare` for a layer, whose computation waits for the values in `after`."""
         # tied before slicing the stack, so that forward's slice is not kept for backward
         inputs, _ = lax.optimization_barrier((self._read(layer), after))
         return self.prepare(self.of_layer(inputs, layer, self.first))
 
     def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
-        """Gathers the weights of a layer, but not before the values `after` and, if given, the turn are available."""
+        """Gathers the weights of a layer. The gather waits for the values in `after` and, if a turn is given, for the
+        turn."""
         inputs, prepared, _ = lax.optimization_barrier((self._read(layer), prepared, after))
         if turn is not None:
             inputs, prepared = tied((inputs, prepared), turn)

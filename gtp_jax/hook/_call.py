@@ -50,8 +50,8 @@ def call_unit(
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
     in backward.
 
-    Only calls the method under `without_hook`, within a call of another unit, or if no weight must be gathered or
-    quantized.
+    Under `without_hook`, within a call of another unit, and if no weight must be gathered or quantized, does nothing
+    but call the method.
 
     Args:
         method: the method.
@@ -66,11 +66,12 @@ def call_unit(
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
-        ValueError: unless `without_hook` is in scope: if weights must be gathered or quantized, and the mesh in scope
-            has Explicit axes, or other sizes of the axes that shard them; if a weight is not stored as `shard` stored
-            it; if the recipe asks for something that sharded models do not support; or if the call writes a quantized
-            weight. In local view, also if a weight is sharded and `without_hook` is in scope, if the unit has a
-            partitioned variable that no call gathers, or if it constrains a sharding over a mesh axis.
+        ValueError: unless `without_hook` is in scope: if weights must be gathered or quantized, and no mesh is in
+            scope, or the mesh has Explicit axes, lacks an axis that shards them, or has it in another size; if a weight
+            is not stored as `shard` stored it; if the recipe asks for something that sharded models do not support; or
+            if the call writes a quantized weight. In local view, also if a weight is sharded and `without_hook` is in
+            scope, if the unit has a partitioned variable that no call gathers, or if it constrains a sharding over a
+            mesh axis.
         TypeError: if a gather is differentiated in forward mode.
     """
     _refuse_parts(unit)
@@ -101,8 +102,8 @@ def call_unit(
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
     """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
 
-    The units that the method calls in the same trace belong to one walk. Only calls the method under `without_hook` and
-    within a call of a unit.
+    The units that the method calls in the same trace belong to one walk. Under `without_hook`, and within a call of
+    a unit, does nothing but call the method.
 
     Raises:
         ValueError: for the same reasons as `call_unit`; or if the holder is called inside a transformation into which

@@ -90,9 +90,8 @@ class UnitCall:
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
             stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but
-            possibly are not,
-            because the call has no product with them for which this is supported.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
+            not, because the call has no product with them for which this is supported.
     """
 
     module: str
@@ -151,7 +150,8 @@ class ShardedWeight:
         exchanged: how its gradient is exchanged; `None` if it is not exchanged.
         ahead: whether a unit gathers it, which may happen while the previous unit computes. Otherwise, a holder gathers
             it when the holder's call begins.
-        wide: whether a unit gathers it whose model was sharded with `grad_reduce="float32"`.
+        wide: whether the weight is gathered by a unit, and that unit's model was sharded with
+            `grad_reduce="float32"`.
     """
 
     paths: tuple[tuple[str, ...], ...]

@@ -155,7 +155,7 @@ class Placement:
                 f"a weight of {self.ndim} dimensions, which `gtp_jax.shard` stores as {self.stored}, holds an array of "
                 f"shape {shape}. A scan or a vmap over it must run over its first dimension, which must stay whole: "
                 "name another partition with `specs`. To hold an array of another shape, build the model again with "
-                "it, and shard that."
+                "that shape, and shard the new model."
             )
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
         padding = self.padding if self.padding.dim is None else Padding(self.padding.dim - 1, self.padding.size)

@@ -35,9 +35,8 @@ class Products(NamedTuple):
 
     Attributes:
         multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but
-            possibly are not,
-            because no product with them was found for which this is supported.
+        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but possibly are
+            not, because no product with them was found for which this is supported.
     """
 
     multiplied: frozenset[int]

@@ -193,7 +193,8 @@ def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
 
 
 class _Before:
-    """Remembers the copies on which a call is traced as they are before the call, to find what the call writes.
+    """Records the copies on which a call is traced, in their state before the call, so that what the call writes can be
+    found afterwards.
 
     Args:
         originals: the nodes and variables that were copied.

@@ -54,8 +54,8 @@ class Step(NamedTuple):
         weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
             stacked weights, the shape is that of a slice; in local view, that of a shard.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but
-            possibly are not.
+        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
+            not.
     """
 
     unit: Any
@@ -131,8 +131,8 @@ def note_weights(
         names: the paths of the weights.
         shapes: the shapes of the weights, as in `Step`.
         multiplied: the indices of the weights that are multiplied in a recipe's format.
-        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but
-            possibly are not.
+        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but possibly are
+            not.
     """
     if (steps := _steps.get()) is not None:
         paths = {"multiplied": multiplied, "narrow": narrow}
