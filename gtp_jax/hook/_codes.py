@@ -150,8 +150,8 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
 
 
 def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
-    """Returns in words why a format cannot quantize a matrix in blocks, or an empty string if it can: the rows are
-    shorter than a block, or a tensor axis would cut blocks. Tiles may be longer than the rows."""
+    """Returns in words why a format cannot quantize a matrix in blocks: because its rows are shorter than a block, or
+    because a tensor axis would cut blocks. Returns an empty string if it can. Tiles may be longer than the rows."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1] and not tiled:
         return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"

@@ -27,6 +27,7 @@ from ._codes import rule_of
 from ._matrix import Matrix, logical_shape, seen_as_matrix
 from ._path import paths_of
 from ._placement import Placement
+from ._products import widened
 from ._scope import recipe_in_scope
 
 
@@ -47,7 +48,7 @@ class Exchange(Matrix):
         Args:
             dtype: the dtype of the gradient.
         """
-        wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+        wide = widened(dtype)
         return WeightGroup(
             layouts=(self.layout,), param_dtypes=(wide,), dtype=wide, grad_reduce="float32", reduction=self.wire
         )

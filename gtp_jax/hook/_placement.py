@@ -184,8 +184,8 @@ class Placement:
 
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
-    `None` if it is not a variable, if `shard` gave the variable no placement, if a holder has gathered it for the
-    current call, or if it has copied the metadata of a variable of another class.
+    `None` for anything that is not a variable, and for a variable that `shard` gave no placement, whose weight a holder
+    has gathered for the current call, or that has only copied the metadata of a variable of another class.
 
     In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
     tensor ranks, so each rank must compute with the whole weight.

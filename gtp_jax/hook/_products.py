@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Var
 
@@ -124,7 +125,12 @@ def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
 
 def is_narrow(dtype: Any) -> bool:
     """Returns whether a dtype is a float narrower than float32."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, jnp.float32) != dtype
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def widened(dtype: Any) -> np.dtype:
+    """Returns float32 for a narrower float, and any other dtype as it is."""
+    return np.dtype(jnp.float32 if is_narrow(dtype) else dtype)
 
 
 def _nested(eqn: Any, read: Sequence[frozenset[int]]) -> list[tuple[Jaxpr, Sequence[frozenset[int]]]]:

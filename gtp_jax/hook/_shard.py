@@ -380,7 +380,8 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
         names = tuple(tuple(map(str, path)) for path in paths)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
         variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
-        # `nnx.use_eager_sharding` decides for the optimizer, which refuses a padded weight before it is placed
+        # An optimizer's variables copy this. With `None`, `nnx.use_eager_sharding` decides whether Flax places them.
+        # With `False`, Flax does not, so that `refuse_optimizer` raises its error first.
         variable.set_metadata(eager_sharding=None if placement.padded is None else False)
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)

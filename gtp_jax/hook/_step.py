@@ -20,7 +20,7 @@ from ..ops import SlottedWeight, linear
 from ..weights import CallKeys, Wire
 from ._multiply import multiplies, product, ranks_know
 from ._parts import in_parts
-from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of
+from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of, widened
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
@@ -139,7 +139,7 @@ def run(
             if not wanted.weights[i] or not (wide or i in apart):
                 return None
             ranks = (degrees(axes),) if i in apart else ()
-            return jnp.zeros((*ranks, *weight.shape), jnp.promote_types(weight.dtype, jnp.float32))
+            return jnp.zeros((*ranks, *weight.shape), widened(weight.dtype))
 
         return [one(i, weight) for i, weight in enumerate(weights)]
 

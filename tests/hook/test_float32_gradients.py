@@ -193,3 +193,24 @@ def test_each_matrix_is_reduced_once_and_in_float32():
     for e in scattered:
         sizes[e.collective.dtype] += elements(e.collective.operands)
     assert sizes == {"f32": ELEMENTS - TABLE, "bf16": TABLE}  # the table is looked up, which is no product
+
+
+class Rounded(nnx.Module):
+    """A block that rounds its own weight to FP8 before it multiplies."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(normal(None, (64, 64), jnp.float32))
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.kernel[...].astype(jnp.float8_e4m3fn).astype(BF16).astype(x.dtype))
+
+
+def test_a_block_may_round_its_weights_to_eight_bits():
+    x, found, options = batch(), [], dict(min_size=64, grad_reduce="float32")
+    for mesh in (None, "gtp 8"):
+        with scope(ALL_MESHES[mesh]) if mesh else scope(dict(gtp=1)):
+            make = lambda rngs: gtp.shard(nnx.Sequential(Rounded(rngs), Rounded(rngs)), Rounded, **options)  # noqa: E731
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
+            found.append(flat(jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x)[1])(state, x)))
+    for one, other in zip(*(tree.values() for tree in found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
