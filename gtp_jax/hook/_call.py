@@ -128,8 +128,8 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     """Returns, by path, the placements that are missing from the metadata of a module's weights. `nnx.update` with the
     state of an unsharded model removes them, because it replaces the metadata of variables too.
 
-    A variable of another class, or whose value has a shape that does not fit the placement, is not the weight that was
-    sharded, and is left out. An `nnx.Param` may be in the place of a weight that is stored padded.
+    A variable is left out if its class or the shape of its value does not fit the placement, because it is then not the
+    weight that was sharded. An `nnx.Param` in the place of a `PaddedParam` does count.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -263,7 +263,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     put = []
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
-    # gradients are not exchanged in global view, where XLA sums those of all ranks; see [Note: one gradient per rank]
+    # In global view, the gradients of a holder's weights are not exchanged: XLA sums those of all ranks, because the
+    # hook computes no products with these weights; see [Note: one gradient per rank].
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)

@@ -33,8 +33,8 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Among the ranks over which the weight is gathered, each sends every
-    other that rank's shard of the gradient, and adds the shards that it receives to its own.
+    """How the gradient of a weight is exchanged. Each of the ranks over which the weight is gathered sends the others
+    their shards of its gradient, and adds the shards that it receives to its own.
 
     Attributes:
         wire: the format or dtype in which gradients are sent; they are summed in at least float32.

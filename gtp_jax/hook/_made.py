@@ -31,8 +31,8 @@ def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array 
     Args:
         model: the model, which is changed. It must not outlive the trace of `codes` and `key`.
         codes: what `quantized` returned for a model with the same weights at the same paths.
-        key: the key of this step, microbatch and rank, uint32 `(2,)`, from which a key for each weight is derived;
-            `None` if nothing is rounded stochastically.
+        key: the key of this step and microbatch, and in local view also of this rank, uint32 `(2,)`. A key for each
+            weight is derived from it. `None` if nothing is rounded stochastically.
     """
     of_weights = {name[-1]: (stretch,) for stretch in codes for name in stretch.wire.members}
     for place, variable in nnx.iter_graph(model):

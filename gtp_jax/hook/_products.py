@@ -250,8 +250,8 @@ def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Applies a function to a slot. If the slot has more dimensions than the `ndim` of the weight, the function is
-    applied to the slot of each rank, along the first dimension."""
+    """Applies a function to the slot of a view of a weight, which has `ndim` dimensions. A slot with more dimensions
+    holds one slot per rank along its first dimension, and the function is applied to each of these."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 
 

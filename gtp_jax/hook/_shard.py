@@ -147,6 +147,8 @@ def shard[M: nnx.Module](
         placements = {paths: _placement(paths, v, specs, roles) for paths, v in weights.items()}
     _warn_of_whole(placements, variables, specs, roles)
     for paths, variable in variables.items():
+        if placements.get(paths, ...) is None and specs.get(_pattern(specs, paths) or "") is not None:
+            variable.set_metadata(out_sharding=())  # a partition without axes takes the place of the annotation
         _put(paths, variable, placements.get(paths), own=id(variable) in own)
     for module in choice.units.values():
         of_weights = _placements(dict(nnx.iter_graph(module)))
@@ -313,8 +315,8 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
 
 
 def _can_pad(variable: nnx.Variable) -> bool:
-    """Returns whether a parameter may be stored padded: only an `nnx.Param`, whose class becomes `PaddedParam`, without
-    hooks that would be given the padded array."""
+    """Returns whether a parameter may be stored padded. Its class must be `nnx.Param` itself, because it becomes
+    `PaddedParam`, and it must have no hooks that would be given the padded array."""
     metadata = variable.get_metadata()
     hooks = any(metadata.get(name) for name in ("on_create_value", "on_get_value", "hijax", "ref", "linen_meta_type"))
     return type(variable) is nnx.Param and not hooks
@@ -389,7 +391,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
     spec = PartitionSpec(*named) if known else PartitionSpec()
     parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
-    if placement is None and parts and not own:
+    if placement is None and parts and not own and "layout" not in variable.get_metadata():  # of a `gtp_jax.Param`
         variable.set_metadata(parted=parts)
     value = variable.get_raw_value()
     if placement is not None:

@@ -149,7 +149,7 @@ def run(
         return program.evaluate(parts.after, own, rest, views, times)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
-        """Returns the weights and the other inputs, after a zero that the next unit's gather waits for.
+        """Returns a zero that the next unit's gather waits for, then the weights and the other inputs.
 
         The zero is available once the weights and the arguments of the call are. The next unit's gather must not start
         earlier. Otherwise, XLA could combine the gathers of both units, and this unit would wait for the next unit's

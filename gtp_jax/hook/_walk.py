@@ -18,12 +18,12 @@ INSIDE_TRANSFORMATION = "called inside a transformation (scan, remat, cond, vmap
 
 
 class Token(NamedTuple):
-    """Two zeros that pass from unit to unit; see [Note: tokens carry order, never values].
+    """Two zeros that one unit leaves and the next takes; see [Note: tokens carry order, never values].
 
     Attributes:
-        entered: a zero that is available once the unit has its input and its weights. Its cotangent is available once
-            the unit has its weights and the gradient of its output.
-        reduced: a zero that orders nothing in forward. Its cotangent is available once the unit's gradients are
+        entered: a zero that is available once the unit that leaves it has its input and its weights. Its cotangent is
+            available once the next unit has its weights and the gradient of its output.
+        reduced: a zero that orders nothing in forward. Its cotangent is available once the next unit's gradients are
             reduced.
     """
 

@@ -151,8 +151,8 @@ def summed(model, x):
     return jnp.sin(model(x)).sum(), jnp.float32(x.size)
 
 
-def parallel(rngs, min_size=64):
-    return gtp.shard(nnx.Sequential(*[Parallel(rngs) for _ in range(2)]), Parallel, min_size=min_size)
+def parallel(rngs, min_size=64, specs=None):
+    return gtp.shard(nnx.Sequential(*[Parallel(rngs) for _ in range(2)]), Parallel, min_size=min_size, specs=specs)
 
 
 @pytest.mark.parametrize("recipe", [None, gtp.NVFP4(matmuls=True, stochastic=False)], ids=["none", "NVFP4"])
@@ -192,3 +192,30 @@ def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, 
     message = f"the parameter {name} is partitioned over tp, as annotated, and no call gathers it"
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), hook(), pytest.raises(ValueError, match=message):
         gtp.check(summed, lambda rngs: factory(rngs, **options), jnp.ones((16, 32)), view="local")
+
+
+class WithParam(nnx.Module):
+    """A block with a weight that shards itself."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(32, 32, rngs=rngs)
+        self.own = gtp.Param(jnp.linspace(0.5, 1.0, 32 * 32).reshape(32, 32))
+
+    def __call__(self, x):
+        return self.linear(x) @ self.own.gather()
+
+
+def test_in_local_view_a_param_of_gtp_jax_in_a_block_gathers_itself():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, dp=2)):
+        make = lambda rngs: gtp.shard(nnx.Sequential(WithParam(rngs), WithParam(rngs)), WithParam, min_size=64)  # noqa: E731
+        gtp.check(summed, make, jnp.ones((16, 32)), view="local")
+
+
+def test_a_partition_without_axes_takes_the_place_of_an_annotation():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        specs = {"layers.0.up.kernel": jax.P()}
+        make = lambda rngs: parallel(rngs, min_size=64, specs=specs)  # noqa: E731
+        model = make(nnx.Rngs(0))
+        assert model.layers[0].up.kernel.get_value().sharding.spec == jax.P()
+        assert model.layers[0].down.kernel.get_value().sharding.spec != jax.P()
+        gtp.check(summed, make, jnp.ones((16, 32)), view="local", tolerance=1e-3)
