@@ -109,7 +109,7 @@ class Placement:
         return array if dim is None else lax.slice_in_dim(array, 0, self.shape[dim], axis=dim)
 
     def pad(self, array: jax.Array) -> jax.Array:
-        """Returns an array with the padding of the stored array, given one of logical shape."""
+        """Returns an array with the padding of the stored array, given an array of the logical shape."""
         if self.padding.dim is None:
             return array
         return jnp.pad(array, [(0, self.padding.size if dim == self.padding.dim else 0) for dim in range(self.ndim)])
@@ -184,8 +184,9 @@ class Placement:
 
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
-    `None` for anything that is not a variable, and for a variable that `shard` gave no placement, whose weight a holder
-    has gathered for the current call, or that has only copied the metadata of a variable of another class.
+    `None` for anything that is not a variable, and for a variable without a placement: because `shard` gave it none,
+    because `nnx.update` has replaced its metadata, or because a holder has gathered its weight for the current call.
+    Also returns `None` for a variable of another class that has only copied the metadata.
 
     In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
     tensor ranks, so each rank must compute with the whole weight.
@@ -250,11 +251,12 @@ def placed(
 
 
 def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding:
-    """Returns the padding of a weight so that this many ranks divide one dimension; `UNPADDED` if every dimension has
-    size 1 or is divided by axes of `used` already.
+    """Returns the padding that makes one dimension of a weight divisible by this many ranks; `UNPADDED` if axes of
+    `used` divide every dimension of more than one element already.
 
-    Prefers dimensions whose shards are also shards of a matrix (`features_in`), padded to whole blocks, or else to
-    equal shards, if that adds little. Otherwise, pads the dimension where that adds least.
+    If one of these adds little, takes the first that does: a dimension whose shards are also shards of a matrix
+    (`features_in`), padded to whole blocks; or such a dimension, padded to equal shards. Otherwise, pads the dimension
+    where equal shards add least.
     """
     inputs = features_in(shape)
     free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]

@@ -12,10 +12,11 @@ that the hook computes add the weight's gradient to the slot. A cast changes the
 slot.
 
 [Note: order of a view]
-Blocks of a format run along a dimension of the weight. So a product in blocks must contract that dimension, or, if the
-blocks are square, the matrix's other dimension, in the order of the weight's elements. A view therefore records where
-its elements are in the weight. Each dimension of the view is a list of runs `(stride, size)`, outermost first: `size`
-steps of `stride` elements of the weight.
+Blocks of a format run along the input features of the weight's matrix ([Note: seen as a matrix]). So a product in
+blocks must contract exactly the input features, in the order of the weight's elements. If the blocks are square, it may
+contract exactly the output features instead. A view therefore records where its elements are in the weight. Each
+dimension of the view is a list of runs `(stride, size)`, outermost first: `size` steps of `stride` elements of the
+weight.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ Array = jax.Array | SlottedWeight
 # features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
 # A function that may compute a product with a weight differently from the jaxpr. Its arguments are the weight as a
-# factor, a function `f(times, x, view)`, `x`, and the view of the weight. `f` computes the product, given a `Times`.
-# The result is that of `f` for some `Times`, or `None` to compute the product as the jaxpr does.
+# factor, a function `f`, and the operands of the product as in the jaxpr: first the one that is not a view, then the
+# view of the weight. `f(times, x, view)` computes the product of these operands by means of `times`. Returns what `f`
+# returns for a `Times` of its choice, or `None` to leave the product to the jaxpr.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")

@@ -75,8 +75,8 @@ def shard[M: nnx.Module](
     and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is done with each
     module. Under `gtp_jax.even_shares`, a weight is stored padded where the ranks divide none of its dimensions, unless
     `specs` or an annotation of the model names its partition over them; read and set, it has its logical shape. A
-    parameter of another class than `nnx.Param`, or with a hook that sees the array that is read or created, is not
-    padded.
+    parameter of another class than `nnx.Param`, with a hook that sees the array that is read or created, or of a Linen
+    module is not padded.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
     weights as shards. Blocks, and modules around them, remain instances of their classes, but their `type` becomes a
@@ -269,15 +269,15 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 def _check_patterns(
     specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
 ) -> None:
-    """Raises an error if a pattern matches no weight to shard. A pattern with the value `None` may also match a
-    variable that `shard` does not gather; it has no effect on that variable."""
+    """Raises an error if a pattern matches no weight to shard. For a pattern with the value `None`, it is enough to
+    match any variable of the model; on a variable that is not such a weight, the pattern has no effect."""
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
             if found is not None:
                 raise ValueError(
-                    f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}, but no weight to shard: "
-                    f"{_why_whole(variables[found], min_size)}, or leave the pattern out."
+                    f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}. That is not a weight to "
+                    f"shard: {_why_whole(variables[found], min_size)}, or leave the pattern out."
                 )
             names = [name_of(path) for paths in variables for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
@@ -316,10 +316,11 @@ def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], 
 
 def _can_pad(variable: nnx.Variable) -> bool:
     """Returns whether a parameter may be stored padded. Its class must be `nnx.Param` itself, because it becomes
-    `PaddedParam`, and it must have no hooks that would be given the padded array."""
+    `PaddedParam`. It must have no hook for creating or reading its value, which would be given the padded array. It
+    must not be a hijax variable, hold a `Ref`, or come from a Linen module."""
     metadata = variable.get_metadata()
-    hooks = any(metadata.get(name) for name in ("on_create_value", "on_get_value", "hijax", "ref", "linen_meta_type"))
-    return type(variable) is nnx.Param and not hooks
+    special = any(metadata.get(name) for name in ("on_create_value", "on_get_value", "hijax", "ref", "linen_meta_type"))
+    return type(variable) is nnx.Param and not special
 
 
 def _annotation(variable: nnx.Variable) -> Any:
