@@ -124,8 +124,7 @@ def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
         first = names[id(node)][0] if id(node) in names else None
         if first is not None:
             for own in names.values():
-                if own[0][: len(first)] == first:
-                    own.append((*path, *own[0][len(first) :]))
+                own.extend([(*path, *one[len(first) :]) for one in own if one[: len(first)] == first])
             return
         names[id(node)].append(path)
         for name, value in () if isinstance(node, nnx.Variable) else _children(node):

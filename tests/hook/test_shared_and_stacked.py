@@ -138,6 +138,24 @@ def test_a_shared_module_is_known_by_each_of_its_paths():
     assert " = entry" in str(found) or "entry = " in str(found)
 
 
+class Predictors(nnx.Module):
+    """A head with the table of an embedding, which two further predictors share."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.head = nnx.Dict(embed=self.embed, out=nnx.Linear(WIDTH, 64, rngs=rngs))
+        self.predictors = nnx.List(
+            [nnx.Dict(head=self.head, own=nnx.Linear(WIDTH, WIDTH, rngs=rngs)) for _ in range(2)]
+        )
+
+
+@pytest.mark.parametrize("path", ["embed", "head.embed", "predictors.0.head.embed", "predictors.1.head.embed"])
+def test_what_a_shared_module_shares_is_known_by_each_of_its_paths(path):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Predictors(nnx.Rngs(0)), nnx.Linear, min_size=64, specs={f"{path}.*": P(None, "gtp")})
+        assert model.embed.embedding.get_value().sharding.spec == P(None, "gtp")
+
+
 def test_a_list_that_holds_one_module_several_times_has_it_as_its_block():
     class Same(nnx.Module):
         def __init__(self, rngs):
