@@ -18,7 +18,7 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
 
     Use it, in global view, for what the hook does not support, such as forward-mode differentiation. In local view,
     where XLA gathers nothing, calls of modules with sharded weights are refused. The setting is part of the cache key
-    of `jax.jit`. The context also works as a decorator.
+    of `jax.jit`.
     """
     return _off("by the user")
 

@@ -73,10 +73,10 @@ def shard[M: nnx.Module](
     are treated like blocks, unless they contain blocks. Without a recipe, results are those of the model without a
     mesh, except for rounding. Under a recipe, ranks gather codes of the matrices that it quantizes, in its wire format,
     and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is done with each
-    module. Under `gtp_jax.even_shares`, a weight is stored padded where the ranks divide none of its dimensions, unless
-    `specs` or an annotation of the model names its partition over them; read and set, it has its logical shape. A
-    parameter of another class than `nnx.Param`, with a hook that sees the array that is read or created, or of a Linen
-    module is not padded.
+    module. Under `gtp_jax.even_shares`, a weight is stored padded if the ranks divide none of its dimensions; code that
+    reads or sets it sees the logical shape. A weight is not padded if `specs` names its partition, or if the model's
+    annotation partitions it over these ranks. Nor is it padded if its class is a subclass of `nnx.Param`, if it has a
+    hook for creating or reading its value, or if it comes from a Linen module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
     weights as shards. Blocks, and modules around them, remain instances of their classes, but their `type` becomes a
@@ -109,12 +109,13 @@ def shard[M: nnx.Module](
     Raises:
         ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
-            has no list that gives the default; if no module defines one of `methods`; if no weight is large enough, or
-            a large one has been frozen; if a pattern of `specs` matches no weight; if `specs` or an annotation of the
-            model names a partition that does not fit the mesh or the weight; if `min_size`, `remat` or `grad_reduce` is
-            not an allowed value; or if the model is sharded already, and none of its arrays has been replaced, the mesh
-            is not the one for which it was sharded, an array has a shape that does not fit its weight, or `remat` or
-            `grad_reduce` is neither the default nor the value with which it was sharded.
+            has no list that gives the default; if `methods` has a name, other than `__call__` and `attend`, that no
+            module of the model defines; if no weight is large enough, or a large one has been frozen; if a pattern of
+            `specs` matches no weight; if `specs` or an annotation of the model names a partition that does not fit the
+            mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an allowed value; or if the model is
+            sharded already, and none of its arrays has been replaced, the mesh is not the one for which it was sharded,
+            an array has a shape that does not fit its weight, or `remat` or `grad_reduce` is neither the default nor
+            the value with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
