@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from padded_states import padding_of
 
 import gtp_jax as gtp
 
@@ -121,25 +122,6 @@ def sharded(rngs: nnx.Rngs, kind: type = Model, **options: Any) -> nnx.Module:
 
 def make(kind: type = Model, seed: int = 0, **options: Any) -> nnx.Module:
     return gtp.init(functools.partial(sharded, kind=kind, **options), nnx.Rngs(seed))
-
-
-def outside(stored: Any, logical: Any) -> np.ndarray:
-    """Everything in the arrays of a tree that is not in its logical arrays."""
-    found = [np.zeros(0)]
-    for one, own in zip(jax.tree.leaves(stored), jax.tree.leaves(logical), strict=True):
-        mask = np.ones(one.shape, bool)
-        mask[tuple(map(slice, own.shape))] = False
-        found.append(np.asarray(one)[mask])
-    return np.concatenate(found)
-
-
-def padding_of(state: gtp.TrainState) -> np.ndarray:
-    return outside(state, state.logical())
-
-
-def same(found: Any, wanted: Any, atol: float = 1e-12) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from padded_states import moved, same
 from selection import diagonal
 
 import gtp_jax as gtp
@@ -24,8 +25,6 @@ from .padded import (
     loss,
     make,
     on,
-    padding_of,
-    same,
     sharded,
     trained,
 )
@@ -148,21 +147,9 @@ def test_a_weight_that_a_call_writes_is_padded_again(x64):
 
 
 def test_a_checkpoint_is_logical_and_moves_from_7_to_5_to_8_to_one_device(tmp_path, x64):
-    optimizer, kept, manifests = optax.adamw(1e-2), None, []
+    optimizer, meshes = optax.adamw(1e-2), (on(gtp=degree) for degree in (7, 5, 8, 1, 7))
     with Checkpoints(tmp_path) as checkpoints:
-        for number, degree in enumerate((7, 5, 8, 1, 7)):
-            with on(gtp=degree):
-                state = gtp.TrainState.create(make(seed=number), optimizer)
-                if kept is not None:
-                    state, _ = checkpoints.restore(state)
-                    same(state.logical(), kept, 0)
-                    assert not padding_of(state).any()
-                kept = jax.tree.map(np.asarray, state.logical())
-                checkpoints.save(number, state)
-                checkpoints.wait()
-                assert checkpoints.verify() == []
-                manifests.append(checkpoints.manifest()["leaves"])
-        assert all(one == manifests[0] for one in manifests), "shapes and digests do not depend on the mesh"
+        kept = moved(checkpoints, meshes, lambda number: gtp.TrainState.create(make(seed=number), optimizer))
         stored = checkpoints.arrays(4)["params/last/kernel"]
         assert stored.shape == (26, 26)
         same(stored.read(0, 26), kept.params["last"]["kernel"], 0)

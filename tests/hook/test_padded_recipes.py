@@ -6,12 +6,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from padded_states import same
 from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax.hook import sharded_weights
 
-from .padded import F64, MESHES, Stacked, batches, make, on, same, trained
+from .padded import F64, MESHES, Stacked, batches, make, on, trained
 
 # a recipe, and how much parameters may differ; products of tiles are summed in float32
 RECIPES = {

@@ -9,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from padded_states import same
 
 import gtp_jax as gtp
 from gtp_jax.nn import abstract_model, split_model
 from gtp_jax.nonuniform import leaf_specs
 
-from .padded import F64, WIDTH, Model, Stacked, batches, loss, make, on, same, sharded
+from .padded import F64, WIDTH, Model, Stacked, batches, loss, make, on, sharded
 
 
 def holds(variable, wanted, spec):

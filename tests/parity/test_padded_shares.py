@@ -1,5 +1,6 @@
 """Weights that are padded for ZeRO over dp, and for an uneven tp, train as on one device."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from padded_states import moved, padding_of, same
 from selection import diagonal
 
 import gtp_jax as gtp
@@ -44,25 +46,21 @@ def mesh_of(degrees):
     return gtp.make_mesh(**{"gtp": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
 
 
+@contextlib.contextmanager
+def even_on(degrees):
+    with jax.set_mesh(mesh_of(degrees)), gtp.even_shares():
+        yield
+
+
 def state_of(config, optimizer, seed=0):
     return gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed)), optimizer)
-
-
-def padding_of(state):
-    """Everything in the arrays of a state that is not in its logical arrays."""
-    found = [np.zeros(0)]
-    for stored, logical in zip(jax.tree.leaves(state), jax.tree.leaves(state.logical()), strict=True):
-        outside = np.ones(stored.shape, bool)
-        outside[tuple(map(slice, logical.shape))] = False
-        found.append(np.asarray(stored)[outside])
-    return np.concatenate(found)
 
 
 @functools.cache
 def trained(config, name, view="local", microbatches=1, reduce_over_dp="each", **degrees):
     """The logical parameters and the losses of two steps, and the stored shapes of padded parameters."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12, 7)).astype(np.int32)
-    with jax.set_mesh(mesh_of(degrees)), gtp.even_shares(), warnings.catch_warnings():
+    with even_on(degrees), warnings.catch_warnings():
         warnings.filterwarnings("error", "a weight of shape .* stays whole")
         state = state_of(config, OPTIMIZERS[name])
         options = dict(view=view, microbatches=microbatches, reduce_over_dp=reduce_over_dp, max_grad_norm=0.5)
@@ -73,11 +71,6 @@ def trained(config, name, view="local", microbatches=1, reduce_over_dp="each", *
         padded = {"/".join(path): layout.array_shape for path, layout in state.model_def.padded.items()}
         assert not padding_of(state).any() and bool(padded) == bool(degrees)
         return jax.tree.map(np.asarray, state.logical().params), found, padded
-
-
-def same(found, wanted, atol=1e-12):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS, every=2))
@@ -120,18 +113,6 @@ def test_microbatches_of_padded_weights_are_those_of_one_device(reduce_over_dp, 
 
 
 def test_a_checkpoint_moves_from_gtp_8_to_gtp_2_x_dp_3_to_tp_3_x_gtp_2_and_back(tmp_path, x64):
-    kept, leaves = None, []
+    meshes = (dict(gtp=8), dict(gtp=2, dp=3), dict(gtp=2, tp=3), dict(gtp=8))
     with Checkpoints(tmp_path) as checkpoints:
-        for number, degrees in enumerate((dict(gtp=8), dict(gtp=2, dp=3), dict(gtp=2, tp=3), dict(gtp=8))):
-            with jax.set_mesh(mesh_of(degrees)), gtp.even_shares():
-                state = state_of(ODD, OPTIMIZERS["adamw"], seed=number)
-                if kept is not None:
-                    state, _ = checkpoints.restore(state)
-                    same(jax.tree.map(np.asarray, state.logical()), kept, atol=0)
-                    assert not padding_of(state).any()
-                kept = jax.tree.map(np.asarray, state.logical())
-                checkpoints.save(number, state)
-                checkpoints.wait()
-                assert checkpoints.verify() == []
-                leaves.append(checkpoints.manifest()["leaves"])
-    assert all(one == leaves[0] for one in leaves), "shapes and digests do not depend on the mesh"
+        moved(checkpoints, map(even_on, meshes), lambda number: state_of(ODD, OPTIMIZERS["adamw"], seed=number))
