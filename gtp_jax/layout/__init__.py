@@ -5,7 +5,6 @@ from ._array import layout_of_array as layout_of_array
 from ._choice import BLOCK as BLOCK
 from ._choice import BLOCK_ROWS as BLOCK_ROWS
 from ._choice import layouts_of_kernels as layouts_of_kernels
-from ._codes import PartLayout as PartLayout
 from ._codes import layouts_in_blocks as layouts_in_blocks
 from ._codes import layouts_of_codes as layouts_of_codes
 from ._even_shares import even_shares as even_shares

@@ -5,30 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jax.sharding import PartitionSpec
-
 from ..formats import Format, codes_shape, scales_shape
 from ._layout import Layout
 from ._pad_choice import Target, choose_padding
+from ._padding import PaddedLayout
 from ._storage import UNDIVIDED, UNPADDED, Padding
 
 
-@dataclasses.dataclass(frozen=True)
-class PartLayout:
-    """How the codes of a weight, or its block scales, are stored.
-
-    Attributes:
-        shape: the logical shape, without the dimension of layers.
-        array_shape: the shape of the stored array, padding included.
-        spec: the partition spec of the stored array.
-    """
-
-    shape: tuple[int, ...]
-    array_shape: tuple[int, ...]
-    spec: PartitionSpec
-
-
-def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PartLayout]:
+def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PaddedLayout]:
     """Returns the layouts of the arrays of codes, by their names in `QuantizedArray`; no amax is ever padded.
 
     Args:
@@ -40,7 +24,7 @@ def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PartLayout]:
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
         own, padded = shape_of(form, logical, False), shape_of(form, stored, False)
         if own is not None and padded is not None:
-            found[name] = PartLayout((*lead, *own), (*lead, *padded), layout.matrix_spec)
+            found[name] = PaddedLayout((*lead, *own), (*lead, *padded), layout.matrix_spec)
     return found
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._array import ArrayLayout
-from ._codes import PartLayout
 from ._layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedLayout:
-    """The layout of an array that is stored padded, of a module that gtp_jax did not write.
+    """How an array is stored: a parameter of a module that gtp_jax did not write, or the codes of a frozen weight, or
+    their scales.
 
     Attributes:
         shape: the logical shape, without a leading dimension that is neither sharded nor padded: a loop may slice it.
@@ -32,7 +32,7 @@ class PaddedLayout:
     ahead: tuple[int, ...] = ()
 
 
-AnyLayout = Layout | ArrayLayout | PartLayout | PaddedLayout
+AnyLayout = Layout | ArrayLayout | PaddedLayout
 
 
 def pad(array: Any, layout: AnyLayout) -> Any:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray
-from ..layout import Layout, PartLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
+from ..layout import Layout, PaddedLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..weights import (
@@ -68,7 +68,7 @@ class Frozen(GatheredOnUse):
         )
 
 
-def padded_codes(variable: nnx.Variable) -> dict[str, PartLayout]:
+def padded_codes(variable: nnx.Variable) -> dict[str, PaddedLayout]:
     """Returns the layouts of the arrays of a weight that is stored as padded codes, by their names in `QuantizedArray`;
     empty for any other variable."""
     metadata = variable.get_metadata()
@@ -78,7 +78,7 @@ def padded_codes(variable: nnx.Variable) -> dict[str, PartLayout]:
     return layouts_of_codes(layout, frozen.wire)
 
 
-def _logical(array: Any, layout: PartLayout) -> Any:
+def _logical(array: Any, layout: PaddedLayout) -> Any:
     """Returns an array without its padding, or the shape of an abstract one without a sharding, because JAX has no
     uneven ones."""
     if isinstance(array, jax.ShapeDtypeStruct):
