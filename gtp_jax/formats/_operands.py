@@ -33,6 +33,7 @@ class Operands:
         hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.hadamard`).
         stochastic: whether the gradient is rounded stochastically, so that rounding is unbiased.
         delayed: how scales follow from the amaxes of earlier steps; `None` if each operand is scaled by its own.
+        attention: whether attention behind these dense layers multiplies in `activation` too, in forward.
     """
 
     weight: Format
@@ -41,6 +42,7 @@ class Operands:
     hadamard: bool = False
     stochastic: bool = False
     delayed: DelayedScaling | None = None
+    attention: bool = False
 
     @property
     def rounds_input_once(self) -> bool:

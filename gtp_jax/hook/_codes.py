@@ -125,7 +125,8 @@ def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | Non
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
     """Raises an error if a recipe asks for something that only gtp_jax's own layers support: a number of first or last
-    layers in high precision, delayed scaling, or matmuls in a format other than that of the gathered codes."""
+    layers in high precision, delayed scaling, attention in FP8, or matmuls in a format other than that of the gathered
+    codes."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
@@ -133,6 +134,9 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     elif operands is not None and operands.delayed is not None:
         asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps only gtp_jax's own layers keep"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
+    elif operands is not None and operands.attention:
+        asked = "attention in FP8, which only `gtp_jax.Attention` computes"
+        instead = "Pass `attention=False`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
             f"matmuls in {operands.weight.name} of weights that are sent as {getattr(chosen.wire, 'name', 'they are')}"

@@ -38,6 +38,7 @@ from ._share import StateShare, share_of
 _NOTHING = (
     "gtp_jax gathers no weight of this model: it has none of gtp_jax's layers, and `gtp_jax.shard` has not sharded it"
 )
+_TILES = "for sequences of a multiple of 128; others are written out"
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
 _PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
 
@@ -81,7 +82,8 @@ class AttentionFact:
 
     Attributes:
         module: the path of the module in the model.
-        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores.
+        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores; after
+            `"FP8, "` if forward multiplies in FP8.
         reason: what cuDNN does not support, or which inputs cuDNN reads as an array of that shape.
     """
 
@@ -266,7 +268,9 @@ def explain(
         return lives_of(path, owners, groups, sharded_weights(model, recipe, calls))
     facts = tuple(_fact(at, owners[at], group, layers) for (at, layers), group in groups.items())
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
+    fp8 = {path for (path, _), group in groups.items() if group.operands is not None and group.operands.attention}
+    cores = [(path[:-1], m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore)]
+    attentions = tuple(_attention(path, core, (*path, "out") in fp8) for path, core in cores)
     experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
     weights = weight_facts(model, recipe, calls)
     coded = {fact.weight for fact in weights if fact.wire}
@@ -292,8 +296,11 @@ def _grouped(names: Sequence[str]) -> list[str]:
     return [f"{key} ({len(own)})" if len(own) > 1 else own[0] for key, own in groups.items()]
 
 
-def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:
-    module = ".".join(map(str, path[:-1]))
+def _attention(path: ModulePath, core: AttentionCore, fp8: bool) -> AttentionFact:
+    module = ".".join(map(str, path))
+    if fp8:
+        lacks = core.lacks_fp8()
+        return AttentionFact(module, "FP8, written out" if lacks else "FP8, cuDNN", lacks or _TILES)
     lacks = core.lacks()
     if lacks:
         return AttentionFact(module, "written out", lacks)

@@ -158,7 +158,8 @@ class Attention(Layer):
         if inputs["positions"] is None and inputs["segment_ids"] is not None and self.core.rope_theta is not None:
             inputs["positions"] = positions_of(inputs["segment_ids"])
         by_head = {name: _by_head(y, self.core.head_dim) for name, y in self.qkv(x).items()}
-        mixed = self.core(by_head["query"], by_head["key"], by_head["value"], **inputs)
+        q, k, v = (by_head[name] for name in ("query", "key", "value"))
+        mixed = self.core(q, k, v, fp8=_in_fp8(self.out), **inputs)
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
@@ -273,13 +274,18 @@ class CrossAttention(Layer):
         q = _by_head(self.query(x), self.core.head_dim)
         kv = self.kv(memory)
         k, v = (_by_head(kv[name], self.core.head_dim) for name in ("key", "value"))
-        mixed = self.core(q, k, v, **inputs)
+        mixed = self.core(q, k, v, fp8=_in_fp8(self.out), **inputs)
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
         if name == "memory":
             return between_layers(self.roles, self.sequence_parallel)
         return _partition(self, name, array)
+
+
+def _in_fp8(out: Dense) -> bool:
+    """Returns whether the recipe of the projection behind attention asks for attention in FP8."""
+    return out.operands is not None and out.operands.attention
 
 
 def _by_head(x: jax.Array, head_dim: int) -> jax.Array:

@@ -16,6 +16,8 @@ from ..mesh import Roles, current_view, degree
 from ..ops import (
     RopeScaling,
     attention,
+    attention_fp8,
+    attention_fp8_lacks,
     check_choices,
     check_rotary,
     cudnn_lacks,
@@ -137,17 +139,23 @@ class AttentionCore(nnx.Module):
         segment_ids: Any = None,
         mask: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        fp8: bool = False,
     ) -> jax.Array:
         """Returns the outputs of the heads, in the shape of the queries, given queries, keys and values, each `(batch,
         sequence, heads, head_dim)`. Keys and values may have fewer heads, and another sequence length.
 
+        With `fp8`, forward multiplies in FP8, unless queries attend to cached keys.
+
         Raises:
             ValueError: if shapes are not consistent with each other; if `mask` has four dimensions and dimension 1 is
-                not 1; or, in the copy of a model that `gtp_jax.generate` calls, if there is a mask, there are segments,
-                there are no positions, or a call that follows the first has more than one token per sequence.
+                not 1; with `fp8`, if this attention has an option or an input that FP8 does not support; or, in the
+                copy of a model that `gtp_jax.generate` calls, if there is a mask, there are segments, there are no
+                positions, or a call that follows the first has more than one token per sequence.
         """
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
+        if fp8:
+            self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None)
         if self.query_scale is not None:
             q = rms_norm(q, self.query_scale.get_value(), epsilon=self.epsilon)
             k = rms_norm(k, self.key_scale.get_value(), epsilon=self.epsilon)
@@ -164,6 +172,8 @@ class AttentionCore(nnx.Module):
             if self.cached_keys.get_metadata()["filled"]:
                 return self._with_cached(q, k, v, positions, options)
             self._fill(k, v, positions)
+        if fp8:
+            return attention_fp8(q, k, v, causal=self.causal, scale=self.scale)
         return attention(
             save_for_backward(q),
             save_for_backward(k),
@@ -176,6 +186,16 @@ class AttentionCore(nnx.Module):
             dropout_key=self._of_rank(dropout_key),
             **options,
         )
+
+    def _check_fp8(self, mask: bool, segments: bool, dropout: bool) -> None:
+        options = {"window": self.window is not None, "soft_cap": self.soft_cap is not None}
+        options |= {"sinks": self.sinks is not None, "mask": mask, "segment_ids": segments, "dropout": dropout}
+        if lacks := [f"`{name}`" for name, given in options.items() if given]:
+            raise ValueError(
+                f"the recipe asks for attention in FP8, which does not support {' and '.join(lacks)}. Pass "
+                "`attention=False` to the recipe, or name this module in its `override`, with "
+                "`gtp_jax.FP8(matmuls=True)`."
+            )
 
     def _fill(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
         """Fills the caches with the keys and values of a call in which all sequences begin."""
@@ -215,6 +235,12 @@ class AttentionCore(nnx.Module):
             sinks=self.sinks is not None,
             dropout=self.dropout_rate > 0,
         )
+
+    def lacks_fp8(self) -> str:
+        """Returns why cuDNN does not support this attention in FP8 on the current devices; an empty string if it does,
+        for sequences of a multiple of 128. See `ops.attention_fp8_lacks`."""
+        one = jax.ShapeDtypeStruct((1, 128, 1, self.head_dim), self.dtype)
+        return attention_fp8_lacks(one, one)
 
     def _sinks(self) -> jax.Array | None:
         if self.sinks is None:

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 
 _FORWARD = {False: "__cudnn$fmhaSoftmax", True: "__cudnn$fmhaScaleBiasSoftmax"}
 _BACKWARD = {False: "__cudnn$fmhaSoftmaxBackward", True: "__cudnn$fmhaScaleBiasSoftmaxBackward"}
-_ELEMENTS = {"bfloat16": "BF16", "float16": "F16"}
+_FORWARD_FP8 = "__cudnn$fmhaSoftmaxF8"
+# the dtype of the scores and of the softmax's weights in cuDNN; those of E4M3 operands count as bfloat16
+_ELEMENTS = {"bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "BF16"}
 _STATUS_RETURNING = 2  # the version of the custom call API that jax.nn sets for these targets
 
 # The dimension numbers of attention's matmuls, for operands (batch, sequence, heads, head_dim) and scores (batch,
@@ -49,6 +51,22 @@ class Ragged(NamedTuple):
 
     starts: jax.Array
     lengths: jax.Array
+
+
+class Scales(NamedTuple):
+    """The scales of attention in FP8, float32 scalars.
+
+    Attributes:
+        of_queries, of_keys, of_values, of_weights: the factors by which codes become values.
+        to_weights, to_output: the factors by which values become codes.
+    """
+
+    of_queries: jax.Array
+    of_keys: jax.Array
+    of_values: jax.Array
+    of_weights: jax.Array
+    to_weights: jax.Array
+    to_output: jax.Array
 
 
 class Options(NamedTuple):
@@ -86,8 +104,34 @@ def forward(
     count = batch if documents is None else documents.lengths.size
     stats = jax.ShapeDtypeStruct((count, heads, sequence), jnp.float32)
     operands = [q, k, v, *([] if bias is None else [bias]), *_ragged(q, k, documents)]
-    config = _config(q, count // batch, options, _FORWARD_DOTS)
+    config = _config(q, k, options, _FORWARD_DOTS, count // batch)
     out, stats = _call(_FORWARD[bias is not None], [_heads_first(q)], [stats], operands, config)
+    return out, stats
+
+
+def forward_fp8(
+    q: jax.Array, k: jax.Array, v: jax.Array, scales: Scales, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention in FP8, and the statistics of the softmax that backward needs.
+
+    Args:
+        q: `(batch, sequence, heads, head_dim)`, E4M3; the sequence is a multiple of 128, and `head_dim` is 128.
+        k: `(batch, sequence, kv_heads, head_dim)`.
+        v: the same shape as `k`.
+        scales: the scales of the operands, of the softmax's weights, and of the output.
+        options: the options of the kernel; there is none with a window.
+
+    Returns:
+        The output, E4M3 `(batch, sequence, heads, head_dim)`, and the log-sum-exp of the scores, float32
+        `(batch, heads, sequence)`.
+    """
+    batch, sequence, heads, _ = q.shape
+    amax, stats = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((1, 1, 1, 1), (batch, heads, sequence)))
+    operands = [q, k, v, *(jnp.reshape(scale, (1, 1, 1, 1)) for scale in scales)]
+    config = _config(q, k, options, _FORWARD_DOTS)
+    # with the amaxes of the softmax's weights and of the output, which nothing needs
+    # each example of a `vmap` has scales of its own
+    out, _, _, stats = _call(_FORWARD_FP8, [_heads_first(q)], [amax, amax, stats], operands, config, "sequential")
     return out, stats
 
 
@@ -111,12 +155,19 @@ def backward(
     """
     count = q.shape[0] if documents is None else documents.lengths.size
     operands = [q, k, v, stats, of_out, *([] if bias is None else [bias]), out, *_ragged(q, k, documents)]
-    config = _config(q, count // q.shape[0], options, _BACKWARD_DOTS)
+    config = _config(q, k, options, _BACKWARD_DOTS, count // q.shape[0])
     dq, dk, dv = _call(_BACKWARD[bias is not None], [_heads_first(x) for x in (q, k, v)], [], operands, config)
     return dq, dk, dv
 
 
-def _call(target: str, heads_first: list[Any], others: list[Any], operands: list[jax.Array], config: str) -> list[Any]:
+def _call(
+    target: str,
+    heads_first: list[Any],
+    others: list[Any],
+    operands: list[jax.Array],
+    config: str,
+    vmap_method: str | None = None,
+) -> list[Any]:
     """Calls a target whose results are arrays with heads before the sequence, then other arrays, then the workspace."""
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA gives it the size that cuDNN requires
     # in memory, the sequence is before the heads, as in the operands, so the transposition moves no data
@@ -124,7 +175,7 @@ def _call(target: str, heads_first: list[Any], others: list[Any], operands: list
     results = jax.ffi.ffi_call(
         target,
         [*heads_first, *others, workspace],
-        vmap_method=None,
+        vmap_method=vmap_method,
         output_layouts=layouts,
         custom_call_api_version=_STATUS_RETURNING,
         legacy_backend_config=config,
@@ -147,8 +198,8 @@ def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Ar
     return [lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))]
 
 
-def _config(q: jax.Array, documents: int, options: Options, dots: dict[str, Any]) -> str:
-    """Returns the backend configuration for this number of documents per row."""
+def _config(q: jax.Array, k: jax.Array, options: Options, dots: dict[str, Any], documents: int | None = None) -> str:
+    """Returns the backend configuration, for this number of documents per row; `None` for targets that have none."""
     batch, sequence, heads, _ = q.shape
     mask = {
         (False, False): "NO_MASK",
@@ -167,7 +218,7 @@ def _config(q: jax.Array, documents: int, options: Options, dots: dict[str, Any]
         "fmha_scale": options.scale,
         "intermediate_tensor_shape": {
             "element_type": _ELEMENTS[q.dtype.name],
-            "dimensions": [str(n) for n in (batch, heads, sequence, sequence)],
+            "dimensions": [str(n) for n in (batch, heads, sequence, k.shape[1])],
             "tuple_shapes": [],
             "layout": {
                 "dim_level_types": [],
@@ -184,14 +235,17 @@ def _config(q: jax.Array, documents: int, options: Options, dots: dict[str, Any]
             "is_dynamic_dimension": [False] * 4,
         },
         "is_flash_attention": True,
-        "mask_type": mask[options.causal, documents > 1],
+        "mask_type": mask[options.causal, documents not in (None, 1)],
         **{name: _dot(*dot) for name, dot in dots.items()},
-        "dropout_rate": 0.0,
-        "seed": 42,
-        "sliding_window_length": options.window or 0,
-        "max_seg_per_batch": documents,
-        "is_paged_attention": False,
     }
+    if documents is not None:
+        attention |= {
+            "dropout_rate": 0.0,
+            "seed": 42,
+            "sliding_window_length": options.window or 0,
+            "max_seg_per_batch": documents,
+            "is_paged_attention": False,
+        }
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})
 
 

@@ -79,6 +79,12 @@ def packed_lacks(q: Any, *, causal: bool, window: int | None) -> str:
         return f"a row has {q.shape[1]} tokens, and choosing pays off from {SHORTEST}"
     if q.size > _LARGEST_OFFSET:
         return f"the queries have {q.size} elements, and cuDNN's offsets end at {_LARGEST_OFFSET}"
+    return sharded_by_xla(q)
+
+
+def sharded_by_xla(q: Any) -> str:
+    """Returns why cuDNN's custom calls may not take such an array in the current scope, where XLA may have to shard it;
+    an empty string if they may."""
     mesh = jax.sharding.get_abstract_mesh()
     shared = (
         jax.device_count() > 1 if mesh.empty else any(n > 1 for a, n in mesh.shape.items() if a not in mesh.manual_axes)
@@ -194,7 +200,7 @@ def _forward(options: Options) -> Callable[..., Any]:
 
         return _choose(documents.way, alone, packed, masked, q.shape[1])
 
-    return _joining_batches(forward)
+    return joining_batches(forward)
 
 
 @functools.cache
@@ -228,7 +234,7 @@ def _backward(options: Options) -> Callable[..., Any]:
 
         return _choose(documents.way, alone, packed, masked, q.shape[1])
 
-    return _joining_batches(backward)
+    return joining_batches(backward)
 
 
 def _choose(
@@ -261,7 +267,7 @@ def _merge(calls: list[Call], results: list[tuple[jax.Array, ...]]) -> Any:
     return jax.tree.map(merged, *results)
 
 
-def _joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
+def joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `vmap` merge its dimension into the batch, for a function whose operands and results all begin with the
     batch.
 

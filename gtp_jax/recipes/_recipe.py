@@ -173,14 +173,21 @@ class FP8(Recipe):
             `gtp_jax.ops.linear_fp8` and `grouped_fp8`. Scales are then powers of two, and all kernels of one expert
             that are gathered together share a scale.
         gradient: the format of incoming gradients in matmuls, `"e5m2"` or `"e4m3"`.
+        attention: with `matmuls`, whether `gtp_jax.Attention` and `CrossAttention` also multiply in FP8, in forward
+            only; see `gtp_jax.ops.attention_fp8`. The recipe of the projection `out` decides. Windows, masks, segments,
+            soft caps, sinks and dropout are not supported.
     """
 
     matmuls: bool = False
     gradient: str = "e5m2"
+    attention: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_switch("matmuls", self.matmuls)
+        _check_switch("attention", self.attention)
+        if self.attention and not self.matmuls:
+            raise ValueError("`attention` requires `matmuls=True`; pass that too, or leave `attention` out.")
         if self.gradient not in _GRADIENTS:
             raise ValueError(f"`gradient` is {self.gradient!r}; it must be one of {', '.join(map(repr, _GRADIENTS))}.")
 
@@ -194,7 +201,7 @@ class FP8(Recipe):
         both = formats.FP8_E4M3
         if not self.matmuls:
             return None
-        return Operands(weight=both, activation=both, gradient=gradient)
+        return Operands(weight=both, activation=both, gradient=gradient, attention=self.attention)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,6 +352,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "bf16": BF16,
     "fp8": FP8,
     "fp8-matmuls": lambda: FP8(matmuls=True),
+    "fp8-attention": lambda: FP8(matmuls=True, attention=True),
     "fp8-delayed": FP8Delayed,
     "fp8-blocks": FP8Blocks,
     "mxfp8": MXFP8,

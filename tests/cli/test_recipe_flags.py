@@ -65,7 +65,7 @@ BAD = {
     "--pregathered-layers -1": "`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'",
     "--override mlp.down": "`override` has 'mlp.down'; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
     "--override =fp8": "`override` has '=fp8'; it must be PATTERN=RECIPE",
-    "--override mlp.down=fp6": "'fp6' is not a recipe; it must be one of bf16, fp8, fp8-matmuls, fp8-delayed",
+    "--override mlp.down=fp6": "'fp6' is not a recipe; it must be one of bf16, fp8, fp8-matmuls, fp8-attention",
     "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
 }
 OF_A_MODEL = {
