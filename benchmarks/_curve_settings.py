@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gtp_jax.hlo import quantity
-from gtp_jax.models import PRESETS
+from gtp_jax.models import PRESETS, ModelConfig
 from gtp_jax.runner.trainer import default_lr
 
 # The default settings, by platform.
@@ -24,6 +24,7 @@ class CurveSettings:
 
     Attributes:
         preset: a key of `PRESETS`.
+        head_dim: the width of an attention head; `None` for the preset's.
         parameters: the number of parameters of the model.
         steps: the number of optimizer steps.
         batch: the number of sequences per step.
@@ -40,6 +41,7 @@ class CurveSettings:
     seq: int
     seed: int
     lr: float
+    head_dim: int | None = None
     data: tuple[str, ...] = ()
     device: str = ""
     parameters: int = 0
@@ -47,7 +49,7 @@ class CurveSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", tuple(self.data))  # JSON and argparse give a list
         if not self.parameters:
-            object.__setattr__(self, "parameters", PRESETS[self.preset].param_count())
+            object.__setattr__(self, "parameters", self.config.param_count())
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CurveSettings:
@@ -65,18 +67,26 @@ class CurveSettings:
         return cls(**settings)
 
     @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        preset = PRESETS[self.preset]
+        return preset if self.head_dim is None else dataclasses.replace(preset, head_dim=self.head_dim)
+
+    @property
     def flags(self) -> list[str]:
         """The flags of `contenders/curve.py`."""
         names = ("preset", "steps", "batch", "seq", "seed", "lr", "device")
+        heads = [] if self.head_dim is None else [f"--head-dim={self.head_dim}"]
         data = ["--data", *self.data] if self.data else []
-        return [*(f"--{name}={getattr(self, name)}" for name in names), *data]
+        return [*(f"--{name}={getattr(self, name)}" for name in names), *heads, *data]
 
     @property
     def title(self) -> str:
         """The settings in one line."""
         size = quantity(self.parameters, " parameters")
         tokens = f"{self.steps} steps of {self.batch} x {self.seq} tokens"
-        return f"{self.preset} ({size}), {tokens}, seed {self.seed}, {self.device}"
+        heads = "" if self.head_dim is None else f", heads of {self.head_dim}"
+        return f"{self.preset}{heads} ({size}), {tokens}, seed {self.seed}, {self.device}"
 
     def unlike(self, other: CurveSettings, name: str) -> str:
         """Returns a description of the differences from other settings, which are called `name`."""

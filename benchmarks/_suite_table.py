@@ -262,7 +262,7 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
         "reference-gtp2-fp8",
         "reference, gtp 2, FP8 matmuls",
         _options("reference", 8192, gtp=2),
-        (*_each(OURS, "fp8-matmuls"), *_each(FSDP2, "float8 tensorwise", "float8 rowwise")),
+        (*_each(OURS, "fp8-matmuls", "fp8-attention"), *_each(FSDP2, "float8 tensorwise", "float8 rowwise")),
         steps=8,
     ),
     SuiteWorkload(

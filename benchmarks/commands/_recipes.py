@@ -56,6 +56,7 @@ def add_topic(topics: Any) -> None:
         "except fp8-matmuls-e4m3 and nvfp4-matmuls-mxfp8-down)",
     )
     topic.add_argument("--preset", choices=PRESETS, help="the model (default: 100m on GPUs, tiny on a CPU)")
+    topic.add_argument("--head-dim", type=whole, help="width of an attention head (default: the preset's)")
     topic.add_argument(
         "--data", nargs="+", default=[], metavar="PATH", help="text to train on (default: Python's standard library)"
     )
@@ -108,6 +109,7 @@ def _train(
     settings = benchmarks.curve_settings(
         platform,
         preset=args.preset,
+        head_dim=args.head_dim,
         steps=args.steps,
         batch=args.batch,
         seq=args.seq,

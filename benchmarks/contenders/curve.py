@@ -36,6 +36,7 @@ def main() -> None:
     flags.add_argument("variant", choices=VARIANTS)
     flags.add_argument("--log", type=Path, required=True)
     flags.add_argument("--preset", default="100m", choices=PRESETS)
+    flags.add_argument("--head-dim", type=int)
     flags.add_argument("--data", nargs="*", default=[])
     for name, default in (("steps", 3000), ("batch", 16), ("seq", 512), ("seed", 0)):
         flags.add_argument(f"--{name}", type=int, default=default)
@@ -43,7 +44,7 @@ def main() -> None:
     flags.add_argument("--device", default="")
     args = flags.parse_args()
     settings = CurveSettings(**{name: value for name, value in vars(args).items() if name not in ("variant", "log")})
-    variant, config = VARIANTS[args.variant], PRESETS[args.preset]
+    variant, config = VARIANTS[args.variant], settings.config
 
     def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if variant.mistake:

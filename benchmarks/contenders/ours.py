@@ -52,7 +52,8 @@ def main() -> None:
     config = experts.of(LlamaConfig(**work.model, **execution.of_model), "of the workload")
     devices = devices_of(args.target, work)
     degrees = {"gtp": work.gtp, **({} if work.ep == 1 else {"ep": work.ep}), "tp": work.tp}
-    with jax.set_mesh(gtp.make_mesh(**degrees, devices=None if devices == jax.devices() else devices)):
+    mesh_in_scope = jax.set_mesh(gtp.make_mesh(**degrees, devices=None if devices == jax.devices() else devices))
+    with mesh_in_scope, gtp.even_shares():  # as in `gtp-jax train`
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         step = gtp.train_step(

@@ -36,7 +36,7 @@ from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
 from gtp_jax.nn import abstract_model  # noqa: E402
 from gtp_jax.nonuniform import FaultPlan, ReplicaDtypes, _step, plan_faults, replica_dtypes_of  # noqa: E402
 
-WIDE, NARROW = "as stored, float32", "as on one mesh"
+WIDE, NARROW, CODES = "as stored, float32", "as on one mesh", "gradients as MXFP8 codes"
 
 
 class Unequal(FaultPlan):
@@ -62,6 +62,15 @@ def gradients_as_weights(
     plan of one replica, whose transfers have the size of two replicas' here, has nobody to divide it with."""
     found = replica_dtypes_of(core, params, recipe, reduce_over_dp, frozen=frozen)
     return found._replace(gradients=found.weights)
+
+
+def codes_as_gradients(
+    core: Any, params: Any, recipe: Any, reduce_over_dp: Any, *, frozen: Any = None
+) -> ReplicaDtypes:
+    """Gradients are bytes, like the codes of MXFP8: the plan of one replica has nobody to exchange codes with. Scales,
+    one byte per 32 elements, are left out."""
+    found = gradients_as_weights(core, params, recipe, reduce_over_dp, frozen=frozen)
+    return found._replace(gradients=(np.dtype(np.uint8),) * len(found.gradients), coded={})
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
@@ -92,12 +101,14 @@ def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[g
     """Returns the replicas, a state and a step."""
     alone = len(plan.replicas) == 1 and config.grad_reduce == "bf16"
     narrow = gradients_as_weights if alone else replica_dtypes_of
-    _step.replica_dtypes_of = narrow if wires == NARROW else as_stored
+    codes = codes_as_gradients if len(plan.replicas) == 1 else replica_dtypes_of
+    _step.replica_dtypes_of = {NARROW: narrow, WIDE: as_stored, CODES: codes}[wires]
+    recipe = gtp.BF16(grad_wire="mxfp8") if wires == CODES else None
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
     replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
     with jax.set_mesh(replicas.core):
         state = random_like(gtp.TrainState.create(abstract_model(factory), optimizer))
-    return replicas, state, gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas)
+    return replicas, state, gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas, recipe=recipe)
 
 
 def time_transfers(config: Any, wires: str) -> None:
@@ -129,14 +140,17 @@ def time_transfers(config: Any, wires: str) -> None:
     plan = Unequal(**vars(plan_faults(dp=2, tp=1, batch=2)))
     replicas, state, step = prepare(config, plan, wires, optax.sgd(1e-3))
     with jax.set_mesh(replicas.core):
-        send = step._sends(state)
+        send = step._gather_of(state)
         took = milliseconds(lambda: send(state))
         print(f"  gather             {took:9.2f} ms", flush=True)
         sums = [jax.ShapeDtypeStruct((1,), np.float32)] * 2
         shapes, of_sums = step._shapes_on_core(state, sums)
+        print(
+            f"  exchanged as codes {len(step._wires_of(state).coded)} of {len(jax.tree.leaves(state.params))} gradients"
+        )
         found, totals, flag = random_like(shapes), random_like(of_sums), step._flag(None)
         update = jax.jit(step._updated)
-        took = milliseconds(lambda: update(state, found, totals, flag))
+        took = milliseconds(lambda: update(state, found, totals, flag, state.frozen))
         print(f"  sum, and SGD       {took:9.2f} ms", flush=True)
 
 
@@ -158,6 +172,9 @@ def main() -> None:
     flags.add_argument("--seq", type=int, default=8192, help="tokens of a sequence (default: 8192)")
     flags.add_argument("--layers", type=int, default=16, help="of the transfers (default: 16)")
     flags.add_argument("--step-layers", type=int, default=4, help="of the steps (default: 4)")
+    flags.add_argument(
+        "--grad-reduce", nargs="+", default=["bf16", "float32"], choices=["bf16", "float32"], help="(default: both)"
+    )
     flags.add_argument("--limit", type=float, default=1e9, help="begin nothing more after these seconds")
     options = flags.parse_args()
     began = time.perf_counter()
@@ -170,18 +187,22 @@ def main() -> None:
     def late() -> bool:
         return time.perf_counter() - began > options.limit
 
-    for wires, grad_reduce in ((NARROW, "bf16"), (NARROW, "float32"), (WIDE, "float32")):
-        if not late():
+    def timed(grad_reduce: str) -> bool:
+        return grad_reduce in options.grad_reduce and not late()
+
+    for wires, grad_reduce in ((NARROW, "bf16"), (CODES, "bf16"), (NARROW, "float32"), (WIDE, "float32")):
+        if timed(grad_reduce):
             print(f"{options.layers} layers, {wires}, grad_reduce {grad_reduce!r}", flush=True)
             time_transfers(config(options.layers, grad_reduce), wires)
     for wires, grad_reduce in (
         (None, "bf16"),
         (NARROW, "bf16"),
+        (CODES, "bf16"),
         (WIDE, "bf16"),
         (None, "float32"),
         (NARROW, "float32"),
     ):
-        if not late():
+        if timed(grad_reduce):
             print(f"{options.step_layers} layers, seq {options.seq}, grad_reduce {grad_reduce!r}", flush=True)
             time_step(config(options.step_layers, grad_reduce), options.seq, wires)
     print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
