@@ -179,7 +179,9 @@ class _Forward:
 
 def _where_saved(residual: Tree, weights: Tree) -> Tree:
     """Returns the residual of cut weights, with each saved weight replaced by the one that it was cut from."""
-    return jax.tree.map(lambda own, whole: own if is_mark(own) else whole, residual, weights, is_leaf=is_mark)
+    leaves, structure = jax.tree.flatten(residual, is_leaf=is_mark)  # of tuples in jax 0.11.2, also for a dict
+    pairs = zip(leaves, jax.tree.leaves(weights), strict=True)
+    return jax.tree.unflatten(structure, [own if is_mark(own) else whole for own, whole in pairs])
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:

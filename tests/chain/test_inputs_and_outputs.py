@@ -1,5 +1,6 @@
 """What goes into the layers of a chain and what comes out, stages made by hand: values, gradients, what is saved."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -59,6 +60,26 @@ def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, u
     history = found[1][1]["history"]
     np.testing.assert_array_equal(history[:, 1:], params["history"][:, :-1])
     assert (np.asarray(history[:, 0]) > 0).all() and len(set(history[:, 0].tolist())) == LENGTH
+
+
+@pytest.mark.parametrize("keep_gathered", [0, "all"])
+def test_gradients_of_weights_cut_from_padded_ones_are_those_of_a_loop(keep_gathered, x64):
+    weights, params, constants = arrays(LENGTH)
+    given, x = shared_inputs(ROWS), jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, FEATURES)))
+
+    def chained(weights, x):
+        exact = stage(weights, params, constants)
+        padded = dataclasses.replace(
+            exact,
+            gather=lambda *parts: jax.tree.map(lambda w: jnp.pad(w, ((0, 3), (0, 0))), exact.gather(*parts)),
+            cut=lambda whole: jax.tree.map(lambda w: w[:FEATURES], whole),
+        )
+        return jnp.sum(run([padded], x, Schedule(keep_gathered=keep_gathered), given)[0] ** 2)
+
+    looped = lambda weights, x: jnp.sum(plain(weights, params, x, given, constants)[0] ** 2)  # noqa: E731
+    found, wanted = (on_one_device(jax.grad(function, argnums=(0, 1)))(weights, x) for function in (chained, looped))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("unroll", ["full", 1])
