@@ -29,12 +29,14 @@ class Row:
             `reduce_dtype` of weight gradients and `versions`; `modelled_s` and `collectives` for a step that was only
             compiled.
         failure: why there is no result; empty if there is one.
+        rounds: in a suite, where `seconds` are medians of rounds, the number of the round of each.
     """
 
     contender: Contender
     seconds: tuple[float, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     failure: str = ""
+    rounds: tuple[int, ...] = ()
 
     @property
     def median_s(self) -> float:

@@ -30,7 +30,8 @@ def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequ
         own = [r for r in results if (r.workload, r.contender) == (workload.name, contender.name)]
         done = sorted((r for r in own if r.seconds), key=lambda r: r.round)
         if done:
-            rows.append(Row(contender, tuple(statistics.median(r.seconds) for r in done), dict(done[0].facts)))
+            medians = tuple(statistics.median(r.seconds) for r in done)
+            rows.append(Row(contender, medians, dict(done[0].facts), rounds=tuple(r.round for r in done)))
         elif own:
             rows.append(Row(contender, failure=own[0].failure))
     return rows
@@ -84,7 +85,10 @@ def suite_verdicts(workload: SuiteWorkload, rows: Sequence[Row]) -> list[Verdict
         for row in rows:
             if not row.seconds or f"{row.contender.family} {row.contender.variant}" != goal.ours:
                 continue
-            other = same_work(row, rows, goal.rival, workload) if goal.rival == PARTITIONER else _own(goal, row, rows)
+            if goal.rival.startswith(f"{OURS} "):
+                other = _own(goal, row, rows)
+            else:
+                other = same_work(row, rows, goal.rival, workload)
             if other is not None:
                 low, high = ratio_spread(row, other)
                 ratio = other.median_s / row.median_s
@@ -93,8 +97,11 @@ def suite_verdicts(workload: SuiteWorkload, rows: Sequence[Row]) -> list[Verdict
 
 
 def ratio_spread(row: Row, other: Row) -> tuple[float, float]:
-    """Returns the smallest and the largest ratio, within one round, of the time of `other` to that of `row`."""
-    ratios = [theirs / ours for theirs, ours in zip(other.seconds, row.seconds, strict=False)]
+    """Returns the smallest and the largest ratio, within one round, of the time of `other` to that of `row`; that of
+    their medians if no round of both succeeded."""
+    theirs = dict(zip(other.rounds, other.seconds, strict=True))
+    pairs = [(theirs[n], ours) for n, ours in zip(row.rounds, row.seconds, strict=True) if n in theirs]
+    ratios = [a / b for a, b in pairs] or [other.median_s / row.median_s]
     return min(ratios), max(ratios)
 
 

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 import benchmarks
 import gtp_jax
 from benchmarks import _suite, _suite_file
+from benchmarks._suite_verdicts import ratio_spread
 from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.runner.cli import main
 
@@ -265,6 +266,25 @@ def test_fp8_is_held_against_bf16_of_the_same_run():
     times = {"gtp_jax bf16 regather": (280.0,), "gtp_jax fp8-matmuls regather": (200.0,)}
     (verdict,) = benchmarks.suite_verdicts(mixtral, benchmarks.rows_of(mixtral, results_of(mixtral, times)))
     assert (verdict.ratio, verdict.rival, verdict.is_reached) == (pytest.approx(1.4), "gtp_jax bf16 regather", True)
+
+
+def test_fp8_is_held_against_the_fastest_fsdp2_in_fp8():
+    workload = BY_NAME["reference-gtp2-fp8"]
+    times = {
+        "gtp_jax fp8-matmuls regather": (260.0,),
+        "fsdp2 float8 tensorwise regather": (351.0,),
+        "fsdp2 float8 rowwise regather": (390.0,),
+    }
+    (verdict,) = benchmarks.suite_verdicts(workload, benchmarks.rows_of(workload, results_of(workload, times)))
+    assert (verdict.ratio, verdict.rival) == (pytest.approx(1.35), "fsdp2 float8 tensorwise regather")
+
+
+def test_ratios_are_of_two_results_of_the_same_round():
+    times = {"gtp_jax bf16 regather": (400.0, 200.0), "fsdp2 bf16 regather": (400.0, 220.0)}
+    ours, theirs = benchmarks.rows_of(REFERENCE, results_of(REFERENCE, times))
+    assert ratio_spread(ours, theirs) == (1.0, pytest.approx(1.1))
+    later = dataclasses.replace(theirs, seconds=theirs.seconds[1:], rounds=theirs.rounds[1:])  # the first one failed
+    assert ratio_spread(ours, later) == (pytest.approx(1.1), pytest.approx(1.1))
 
 
 def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch, capsys):
