@@ -32,8 +32,21 @@ _BLOCK = MXFP8.block[1]
 
 Tree = Any
 
-# The codes and the scales of a gradient.
-Codes = tuple[jax.Array, jax.Array]
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientCodes:
+    """Holds a gradient as it travels.
+
+    Attributes:
+        codes: E4M3 codes, uint8, in the shape of the gradient.
+        scales: a power of two for each block, uint8; `dim` has a 32nd of the gradient's size.
+        dim: the dimension along which blocks of 32 elements share a scale: -1 or -2.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    dim: int = dataclasses.field(metadata={"static": True})
 
 
 def coded_leaves(
@@ -92,31 +105,31 @@ def _of_scales(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return tuple(size // _BLOCK if d == len(shape) + dim else size for d, size in enumerate(shape))
 
 
-def encoded(gradient: jax.Array, sharding: NamedSharding, dim: int) -> Codes:
+def encoded(gradient: jax.Array, sharding: NamedSharding, dim: int) -> GradientCodes:
     """Returns the codes of a gradient that is sharded in whole blocks along a dimension: -1 or -2."""
 
-    def local(gradient: jax.Array) -> Codes:
+    def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = quantize(jnp.swapaxes(gradient.astype(jnp.float32), dim, -1), MXFP8)
         assert found.scales is not None
         return jnp.swapaxes(found.codes, dim, -1), jnp.swapaxes(found.scales, dim, -1)
 
     spec = sharding.spec
-    return jax.shard_map(local, in_specs=spec, out_specs=(spec, spec), check_vma=False)(gradient)
+    codes, scales = jax.shard_map(local, in_specs=spec, out_specs=(spec, spec), check_vma=False)(gradient)
+    return GradientCodes(codes, scales, dim)
 
 
-def sum_of_codes(codes: Codes, dim: int, replicas: int) -> jax.Array:
+def sum_of_codes(gradient: GradientCodes, dim: int, replicas: int) -> jax.Array:
     """Returns this rank's part of the sum over replicas, in float32. Called inside a `shard_map` over the core.
 
     Args:
-        codes: the codes of this replica's gradient.
+        gradient: the codes of this replica's gradient.
         dim: the dimension that replicas divide.
         replicas: the number of replicas.
     """
-    along = -1 if codes[0].shape[-1] != codes[1].shape[-1] else -2  # a block has more than one element
-    each = [lax.all_to_all(a, DP, split_axis=dim, concat_axis=dim, tiled=True) for a in codes]
-    rows, scales = (jnp.swapaxes(a, along, -1) for a in each)
+    each = [lax.all_to_all(a, DP, split_axis=dim, concat_axis=dim, tiled=True) for a in jax.tree.leaves(gradient)]
+    rows, scales = (jnp.swapaxes(a, gradient.dim, -1) for a in each)
     values = dequantize(QuantizedArray(rows, scales, None, MXFP8, (rows.shape[-2], rows.shape[-1])))
-    values = jnp.swapaxes(values, along, -1)
+    values = jnp.swapaxes(values, gradient.dim, -1)
     shape = values.shape
     parts = jnp.reshape(values.astype(jnp.float32), (*shape[:dim], replicas, shape[dim] // replicas, *shape[dim + 1 :]))
     return jnp.sum(parts, axis=dim)

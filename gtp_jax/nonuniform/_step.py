@@ -35,7 +35,7 @@ from ..train import Computed, Jitted, Request, TrainState, check_values, constra
 from ._batches import Batches, is_here
 from ._core_metrics import CoreMetrics
 from ._frozen_weights import FrozenWeights
-from ._gradient_codes import Codes, coded_leaves, sent_back, sum_of_codes
+from ._gradient_codes import GradientCodes, coded_leaves, sent_back, sum_of_codes
 from ._layouts import without_replicas
 from ._models import check_parameters_only, leaf_specs
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
@@ -244,7 +244,7 @@ class NonuniformStep:
         for number, leaf in enumerate(leaves):
             coded = {0: wires.coded[number]} if number in wires.coded else {}
             arrays = [of(one.core, one.core_shape, one.dtype) for one in sent_back([leaf], coded)]
-            gradients.append(tuple(arrays) if coded else arrays[0])
+            gradients.append(GradientCodes(*arrays, dim=coded[0]) if coded else arrays[0])
         tree = jax.tree.unflatten(jax.tree.structure(state.params), gradients)
         return tree, [of(PartitionSpec(), x.shape, x.dtype) for x in sums]
 
@@ -296,14 +296,14 @@ class NonuniformStep:
         self._frozen.check(state)
 
 
-def _sum_over_replicas(spec: PartitionSpec, found: jax.Array | Codes, param: Any) -> jax.Array:
+def _sum_over_replicas(spec: PartitionSpec, found: jax.Array | GradientCodes, param: Any) -> jax.Array:
     """Returns the part that this rank stores of a gradient's sum over replicas.
 
     Ranks that store the same part all get the bits of the first of them. Otherwise their bits could differ, because
     each sums over replicas in its own group, and with more than two replicas the groups may add in different orders.
     """
     dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
-    if isinstance(found, tuple):
+    if isinstance(found, GradientCodes):
         return sum_of_codes(found, dims[0], degree(DP)).astype(param.dtype)
     if dims:
         total = reduce_scatter(found, DP, dim=dims[0])
