@@ -13,7 +13,8 @@
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(pack_apart) DO(unpack)
 #define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(take) DO(transpose) DO(quantize_runs) DO(blocked_product)
 // These kernels are empty unless they are compiled for sm_90a.
-#define GTP_FOR_EACH_HOPPER_OPERATION(DO) DO(grouped_product) DO(grouped_outer)
+#define GTP_FOR_EACH_HOPPER_OPERATION(DO) \
+  DO(grouped_product) DO(grouped_outer) DO(grouped_blocked_product) DO(grouped_blocked_outer)
 
 #define GTP_DECLARE(name)                                             \
   extern "C" XLA_FFI_Error* gtp_##name##_cpu(XLA_FFI_CallFrame* frame); \

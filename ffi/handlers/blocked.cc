@@ -20,14 +20,6 @@ ffi::Error check_whole(const char* name, const ffi::AnyBuffer& buffer) {
   return ffi::Error::Success();
 }
 
-ffi::Error check_scales(const char* name, const ffi::AnyBuffer& buffer, const Dims& dims) {
-  GTP_CHECK(check_f32(name, buffer));
-  if (dims_of(buffer) != dims) {
-    return invalid(std::string(name) + " has shape " + to_string(dims_of(buffer)) + ", not " + to_string(dims));
-  }
-  return ffi::Error::Success();
-}
-
 // x: (rows, cols). row_codes: uint8 (rows, cols). row_scales: float32 (cols / 128, rows). column_codes: uint8
 // (cols, rows). column_scales: float32 (rows / 128, cols). A copy that is not requested has shape (0,) twice.
 ffi::Error quantize_runs(Cuda::Context context, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> row_codes,
@@ -42,11 +34,11 @@ ffi::Error quantize_runs(Cuda::Context context, ffi::AnyBuffer x, ffi::Result<ff
     if (!rows && !columns) return invalid("at least one copy must be requested");
     if (rows) {
       GTP_CHECK(check_bytes("row_codes", *row_codes, {}, {job.rows, job.cols}));
-      GTP_CHECK(check_scales("row_scales", *row_scales, {job.cols / kBlock, job.rows}));
+      GTP_CHECK(check_f32("row_scales", *row_scales, {job.cols / kBlock, job.rows}));
     }
     if (columns) {
       GTP_CHECK(check_bytes("column_codes", *column_codes, {}, {job.cols, job.rows}));
-      GTP_CHECK(check_scales("column_scales", *column_scales, {job.rows / kBlock, job.cols}));
+      GTP_CHECK(check_f32("column_scales", *column_scales, {job.rows / kBlock, job.cols}));
     }
     if (job.rows / kBlock * (job.cols / kBlock) >= kMost) return invalid("x is too large");
     if (x.element_count() == 0) return ffi::Error::Success();
@@ -79,9 +71,9 @@ ffi::Error blocked_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
     GTP_CHECK(check_bytes("left", left, {}, {job.rows, job.depth}));
     GTP_CHECK(check_bytes("right", right, {}, {job.columns, job.depth}));
     const int64_t blocks = job.depth / kBlock;
-    GTP_CHECK(check_scales("left_scales", left_scales, {blocks, job.rows}));
-    GTP_CHECK(check_scales("right_scales", right_scales,
-                           tiles ? Dims{job.columns / kBlock, round_up(blocks, 4)} : Dims{blocks, job.columns}));
+    GTP_CHECK(check_f32("left_scales", left_scales, {blocks, job.rows}));
+    GTP_CHECK(check_f32("right_scales", right_scales,
+                        tiles ? Dims{job.columns / kBlock, round_up(blocks, 4)} : Dims{blocks, job.columns}));
     job.wide = out->element_type() == ffi::DataType::F32;
     if (!job.wide && out->element_type() != ffi::DataType::BF16) return invalid("the result must be float32 or bfloat16");
     if (dims_of(*out) != Dims{job.rows, job.columns}) return invalid("the result must be (rows, columns)");

@@ -77,6 +77,12 @@ ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer) {
   return ffi::Error::Success();
 }
 
+ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer, const Dims& dims) {
+  GTP_CHECK(check_f32(name, buffer));
+  if (dims_of(buffer) == dims) return ffi::Error::Success();
+  return invalid(std::string(name) + " has shape " + to_string(dims_of(buffer)) + ", not " + to_string(dims));
+}
+
 ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& lead, int64_t& count_per_amax) {
   GTP_CHECK(check_f32(name, amax));
   const Dims dims = dims_of(amax);

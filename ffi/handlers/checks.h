@@ -35,6 +35,8 @@ ffi::Error check_values(const std::string& name, const ffi::AnyBuffer& buffer, D
 ffi::Error check_bytes(const char* name, const ffi::AnyBuffer& buffer, const Dims& lead,
                        std::initializer_list<int64_t> matrix);
 ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer);
+// Checks that a buffer is float32 of this shape.
+ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer, const Dims& dims);
 
 // Checks an amax, whose dimensions must be the first ones of `lead`, and finds how many matrices share an element.
 ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& lead, int64_t& count_per_amax);

@@ -28,7 +28,6 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax import inspect as seen
 from gtp_jax import native
-from gtp_jax.ops import _grouped_fp8 as codes_multiplied
 from gtp_jax.ops import _grouped_native as of_values
 from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_fp8, power_of_two_amax
@@ -183,7 +182,7 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
         "outer pallas": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-        "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
+        "transpose of kernels": jax.jit(lambda a, b: of_values.along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
         "quantize, amax fused": jax.jit(fused_codes),

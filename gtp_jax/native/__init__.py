@@ -14,6 +14,8 @@ from ._calls import pack as pack
 from ._calls import pack_apart as pack_apart
 from ._calls import quantize as quantize
 from ._calls import unpack as unpack
+from ._grouped_calls import grouped_blocked_outer as grouped_blocked_outer
+from ._grouped_calls import grouped_blocked_product as grouped_blocked_product
 from ._grouped_calls import grouped_outer as grouped_outer
 from ._grouped_calls import grouped_product as grouped_product
 from ._grouped_calls import take as take

@@ -94,6 +94,70 @@ def grouped_outer(
     return jnp.reshape(found, (shards, *starts.shape, *result.shape[1:]))
 
 
+def grouped_blocked_product(
+    left: jax.Array,
+    left_scales: jax.Array,
+    right: jax.Array,
+    right_scales: jax.Array,
+    tile_groups: jax.Array,
+    starts: jax.Array,
+    stops: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Multiplies each row by the matrix of its group, both e4m3 codes in blocks of 128, with sums promoted to float32
+    every 128 elements. Hopper only.
+
+    Args:
+        left: codes `(rows, depth)`.
+        left_scales: float32 `(ceil(depth / 128), rows rounded up to 4)`, the inverses of the scales of its runs.
+        right: codes `(shards, groups, part, depth)`. With several shards, `part` must be a multiple of 8.
+        right_scales: float32 `(groups, ceil(shards * part / 128), ceil(depth / 128))`, the inverses of the scales of
+            128 x 128 tiles, which begin at every 128th row of all shards of a group.
+        tile_groups, starts, stops: the arrays of `cut_into_tiles`, for tiles of 128 rows.
+        dtype: the dtype of the result, bfloat16 or float32.
+
+    Returns:
+        `(rows, shards * part)`.
+    """
+    rows, columns = left.shape[0], right.shape[0] * right.shape[2]
+    result = jax.ShapeDtypeStruct((rows, columns), dtype)
+    operands = [left, left_scales, right, right_scales, tile_groups, starts, stops]
+    return multiply("gtp_grouped_blocked_product", result, operands, rows * columns * left.shape[1])
+
+
+def grouped_blocked_outer(
+    left: jax.Array,
+    left_scales: jax.Array,
+    right: jax.Array,
+    right_scales: jax.Array,
+    starts: jax.Array,
+    stops: jax.Array,
+    *,
+    shards: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Returns, for each group, the product of its rows of `left` and `right`, contracted over these rows, both e4m3
+    codes in runs of 128 rows, with sums promoted to float32 every 128 rows. Hopper only.
+
+    Args:
+        left: codes `(high, rows)`, with a multiple of 128 rows per group and in all.
+        left_scales: float32 `(rows / 128, high)`, the inverses of the scales of its runs.
+        right, right_scales: the same, with `wide` instead of `high`.
+        starts, stops: as in `grouped_outer`.
+        shards: the number of shards of the result.
+        dtype: the dtype of the result, float32 or bfloat16.
+
+    Returns:
+        `(shards, groups, high / shards, wide)`.
+    """
+    (high, rows), wide = left.shape, right.shape[0]
+    result = jax.ShapeDtypeStruct((shards * starts.size, high // shards, wide), dtype)  # as in `grouped_outer`
+    operands = [left, left_scales, right, right_scales, starts, stops]
+    found = multiply("gtp_grouped_blocked_outer", result, operands, high * wide * rows)
+    return jnp.reshape(found, (shards, *starts.shape, *result.shape[1:]))
+
+
 def take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Returns `rows[index]`, with zeros where `index` is out of range. GPUs only.
 

@@ -16,7 +16,7 @@ from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
 from ._expand import Window, add_up
 from ._grouped_matmul import check_grouped, kernels_of
-from ._grouped_native import TILE, reads_kernels
+from ._grouped_native import TILE, along_out, reads_kernels
 from ._implementation import Implementation
 from ._operand import quantizable, tensor_unit, values_of
 from ._quantize import quantize
@@ -164,7 +164,7 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     codes = rounded_rows(rows, product.gradients, amax_of_rows(counted, product.fits), product.fits)
     there = at_places(codes, summed)
     if product.fits:
-        to_x = _product(there, _along_out(weight.codes), _units(weight), group_sizes, dtype)
+        to_x = _product(there, along_out(weight.codes), _units(weight), group_sizes, dtype)
         to_weight = _outer((codes, summed), (x, taken), group_sizes, weight.shape[0], product.dtype)
     else:
         run = kernels_of(product.run_natively)
@@ -223,16 +223,6 @@ def _outer(
         dtype=out,
     )
     return found.astype(dtype)
-
-
-def _along_out(codes: jax.Array) -> jax.Array:
-    """Maps `(shards, groups, part, in)` to `(1, groups, in, shards * part)`."""
-    shards, groups, part, features = codes.shape
-    if part % TILE:
-        return jnp.reshape(jnp.transpose(codes, (1, 3, 0, 2)), (1, groups, features, shards * part))
-    group, shard, tile = np.mgrid[:groups, :shards, : part // TILE]
-    starts = jnp.asarray(((shard * groups + group) * part + tile * TILE).ravel(), jnp.int32)
-    return native.transpose(jnp.reshape(codes, (-1, features)), starts, starts + TILE, matrices=groups)[None]
 
 
 def _is_e5m2(q: QuantizedArray) -> bool:

@@ -47,6 +47,16 @@ def reads_kernels(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
     return aligned and min(shape) > 0 and supports_grouped_matmul() and native.has("gtp_grouped_product", "CUDA")
 
 
+def along_out(codes: jax.Array) -> jax.Array:
+    """Transposes the codes of expert kernels: maps `(shards, groups, part, in)` to `(1, groups, in, shards * part)`."""
+    shards, groups, part, features = codes.shape
+    if part % TILE:
+        return jnp.reshape(jnp.transpose(codes, (1, 3, 0, 2)), (1, groups, features, shards * part))
+    group, shard, tile = np.mgrid[:groups, :shards, : part // TILE]
+    starts = jnp.asarray(((shard * groups + group) * part + tile * TILE).ravel(), jnp.int32)
+    return native.transpose(jnp.reshape(codes, (-1, features)), starts, starts + TILE, matrices=groups)[None]
+
+
 def _triton() -> types.ModuleType:
     from . import _grouped_triton  # Pallas takes a second to import, and few GPUs need it
 

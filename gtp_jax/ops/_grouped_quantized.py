@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32, UInt32
 
-from ..formats import Format, Operands, QuantizedArray
+from ..formats import FP8_BLOCKS, Format, Operands, QuantizedArray
+from . import _grouped_tiles as tiled
 from ._amax import hadamard_amax, multi_amax
 from ._expand import Window, add_up, expand
 from ._grouped_matmul import check_grouped, kernels_of
@@ -54,12 +55,16 @@ def grouped_quantized(
 
     If a format has a scale of the tensor, it is shared by all rows. It is a power of two, so the product of a row does
     not depend on other rows, except for underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
-    hardware, so the rounded values are multiplied, which bfloat16 represents exactly. Sums are in float32.
+    hardware, so the rounded values are multiplied, which bfloat16 represents exactly. Sums are in float32. On Hopper,
+    kernels of this library multiply the codes of `FP8_BLOCKS` themselves, if the weight is passed as codes, and promote
+    sums to float32 every 128 elements.
 
     Args:
         x: as in `grouped_matmul`, in bfloat16, float16, float32, or float64, which is rounded to float32 first; or the
             codes of `rows_in_codes`, whose gradient goes to their slot.
-        weight: as in `grouped_matmul`, already rounded to `operands.weight`, as it was sent.
+        weight: as in `grouped_matmul`, already rounded to `operands.weight`, as it was sent. With a slot, it can also
+            be the codes in which it was sent, if these are of `FP8_BLOCKS`, row-wise, with tiles as in
+            [Note: tiles of experts]; `order` is then `None`.
         group_sizes: as in `grouped_matmul`.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats, which must all have blocks.
@@ -75,9 +80,10 @@ def grouped_quantized(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in `grouped_matmul`. ValueError also if `x` is codes of another
-            format than `operands.activation`, or of a format that is not rounded once.
+            format than `operands.activation`, or of a format that is not rounded once; or if `weight` is codes of
+            another format than `FP8_BLOCKS`, has scales of another shape, or comes with an `order`.
     """
-    values, slot = values_and_slot(weight)
+    kernels, slot = _kernels_and_slot(weight, operands, order)
     if isinstance(x, SlottedRows):
         if x.codes.format != operands.activation or not operands.rounds_input_once:
             raise ValueError(
@@ -91,9 +97,30 @@ def grouped_quantized(
         else:
             x, taken = expand(x, taken), None
     rows, codes = (x.slot, x.codes) if isinstance(x, SlottedRows) else (x, None)
+    values = jax.ShapeDtypeStruct(kernels.shape, rows.dtype) if isinstance(kernels, QuantizedArray) else kernels
     run_natively = check_grouped("grouped_quantized", rows, values, group_sizes, implementation)
-    product = _Product(operands, run_natively, slot.dtype, order)
-    return save_for_backward(_grouped_quantized(rows, codes, values, slot, group_sizes, key, taken, product))
+    codes_fit = isinstance(kernels, QuantizedArray) and rows.shape[0] > 0 and tiled.multiplies_tiles(kernels.shape)
+    product = _Product(operands, run_natively, run_natively and codes_fit, slot.dtype, order)
+    return save_for_backward(_grouped_quantized(rows, codes, kernels, slot, group_sizes, key, taken, product))
+
+
+def _kernels_and_slot(
+    weight: jax.Array | SlottedWeight, operands: Operands, order: Order | None
+) -> tuple[jax.Array | QuantizedArray, jax.Array]:
+    """Returns what is multiplied, an array or codes in tiles, and the array that receives the gradient."""
+    if not isinstance(weight, SlottedWeight) or not isinstance(weight.values, QuantizedArray):
+        return values_and_slot(weight)
+    codes = weight.values
+    if not codes.format == operands.weight == FP8_BLOCKS:
+        raise ValueError(
+            f"`weight` is codes of {codes.format}, and the weight's format is {operands.weight}; only codes of "
+            f"{FP8_BLOCKS} are multiplied. Pass their values: `gtp_jax.dequantize(codes, dtype)`."
+        )
+    if order is not None:
+        raise ValueError("`weight` is codes, whose tiles begin at every 128th feature out; `order` must be None.")
+    if (found := jnp.shape(codes.scales)) != (grid := tiled.grid_of(codes.shape)):
+        raise ValueError(f"the scales of `weight` have shape {found}; those of tiles of {codes.shape} have shape {grid}.")
+    return codes, weight.slot
 
 
 class _Product(NamedTuple):
@@ -101,13 +128,15 @@ class _Product(NamedTuple):
 
     Attributes:
         operands: the formats.
-        run_natively: whether native kernels compute the products.
+        run_natively: whether native kernels multiply values.
+        fits: whether native kernels multiply codes.
         dtype: the dtype of the weight's gradient.
         order: the order of the features out, as in `grouped_quantized`.
     """
 
     operands: Operands
     run_natively: bool
+    fits: bool
     dtype: np.dtype
     order: Order | None
 
@@ -116,7 +145,7 @@ class _Product(NamedTuple):
 def _grouped_quantized(
     rows: jax.Array,
     codes: QuantizedArray | None,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedArray,
     slot: jax.Array,
     group_sizes: jax.Array,
     key: jax.Array,
@@ -129,7 +158,7 @@ def _grouped_quantized(
 def _forward(
     rows: jax.Array,
     codes: QuantizedArray | None,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedArray,
     slot: jax.Array,
     group_sizes: jax.Array,
     key: jax.Array,
@@ -143,8 +172,12 @@ def _forward(
         along_in, kept, _ = _copies(rows, group_sizes, operands.activation, operands.hadamard)
     else:
         along_in, kept = at_places(now, taken), codes
-    values = values_of(along_in, rows.dtype)
-    y = kernels_of(product.run_natively).product(values, weight, group_sizes, transposed=True)
+    if isinstance(weight, QuantizedArray) and product.fits:
+        y = tiled.product(along_in, weight, group_sizes, rows.dtype)
+    else:
+        kernels = tiled.values_of_tiles(weight, rows.dtype) if isinstance(weight, QuantizedArray) else weight
+        values = values_of(along_in, rows.dtype)
+        y = kernels_of(product.run_natively).product(values, kernels, group_sizes, transposed=True)
     return y, (kept, weight, group_sizes, key, taken)
 
 
@@ -156,19 +189,30 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     along_out, along_rows, sizes = _copies(
         gradient, group_sizes, operands.gradient, operands.hadamard, rounding, order=product.order
     )
-    columns = rounded_weight(weight, operands, "column")
-    kernel = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
-    values = values_of(along_out, dtype)
-    if product.order is not None:
-        values = by_parts(values, product.order)
-    to_x = run.product(values, kernel, group_sizes, transposed=False)
     x_rows = kept if kept.columns else _along_rows(at_places(kept, taken), group_sizes, dtype)
-    operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
-    to_weight = run.outer(*operands_of_sum, sizes, shards=weight.shape[0], dtype=product.dtype)
+    shards = weight.shape[0]
+    if isinstance(weight, QuantizedArray) and product.fits:
+        to_x = tiled.product(along_out, tiled.transposed_tiles(weight), group_sizes, dtype)
+        to_weight = tiled.outer(along_rows, x_rows, sizes, shards=shards, dtype=product.dtype)
+    else:
+        values = values_of(along_out, dtype)
+        if product.order is not None:
+            values = by_parts(values, product.order)
+        to_x = run.product(values, _along_out(weight, operands, dtype), group_sizes, transposed=False)
+        operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
+        to_weight = run.outer(*operands_of_sum, sizes, shards=shards, dtype=product.dtype)
     return to_x if taken is None else add_up(to_x, taken), None, None, to_weight, None, None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)
+
+
+def _along_out(weight: jax.Array | QuantizedArray, operands: Operands, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the values of the weight for dgrad, with blocks along the features out."""
+    if isinstance(weight, QuantizedArray):
+        return tiled.values_of_tiles(weight, dtype)
+    columns = rounded_weight(weight, operands, "column")
+    return values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
 
 
 def _copies(

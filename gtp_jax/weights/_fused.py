@@ -239,7 +239,7 @@ def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
     return layout.split.take(kernel, _dim_of_split(layout))
 
 
-def own_experts(values: Shaped[jax.Array, " experts"], layout: Layout) -> Shaped[jax.Array, " own"]:
+def own_experts(values: Shaped[jax.Array, "experts ..."], layout: Layout) -> Shaped[jax.Array, "own ..."]:
     """Returns the values of this tensor rank's experts, with zeros as padding; all values if it takes all experts."""
     if not layout.takes_part or not layout.splits_experts or layout.split is None:
         return values

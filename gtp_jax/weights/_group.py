@@ -28,8 +28,7 @@ class WeightGroup:
         param_dtypes: the dtype of each kernel's stored shards.
         dtype: the dtype of the weight on the wire and in the matmul, where no format applies.
         grad_reduce: how its gradient is summed, unless `reduction` overrides it.
-        codes_multiply: whether the module can multiply codes as they travel: with a single scale or, unless it has
-            experts, in tiles.
+        codes_multiply: whether the module can multiply codes as they travel: with a single scale or in tiles.
         wire: the format of the shards on the wire; `None` for `dtype`.
         operands: the formats in which the module multiplies; `None` for `dtype`.
         reduction: the format or dtype that a recipe sets for sending each rank's gradient, to be summed in float32;
@@ -82,7 +81,9 @@ class WeightGroup:
         """Whether the gathered codes are multiplied without being decoded."""
         if not self.codes_multiply or self.operands is None:
             return False
-        return self.operands.weight.block is None or (isinstance(self.wire, Tiled) and not self.has_experts)
+        if isinstance(self.wire, Tiled):
+            return not self.has_experts or self.order is None  # grouped products have no order of features of their own
+        return self.operands.weight.block is None
 
     @property
     def delayed(self) -> DelayedScaling | None:

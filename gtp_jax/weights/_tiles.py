@@ -27,7 +27,7 @@ from ..formats import FP8_BLOCKS_1D, QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
 from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
-from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, part_of, whole_kernels
+from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, part_of, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import is_divided
 from ._wire import FusedWeights, Wire
@@ -52,8 +52,8 @@ class Tiles(Wire):
     format: Tiled
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; the values of experts,
-        whose products multiply values."""
+        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; the values of experts
+        that have such an order, because their products know none."""
         group = groups[self.members[0]]
         layouts, ranks = group.layouts, group.ranks
         parts = self.codes[None] if ranks == 1 else all_gather(self.codes[None], layouts[0].axes, dim=0)
@@ -63,8 +63,9 @@ class Tiles(Wire):
             codes = fuse(parts, layouts)
         else:
             codes = fuse_kernels(whole_kernels(parts, layouts), layouts)
+        scales = own_experts(self.scales, layouts[0]) if group.has_experts else self.scales
         form = self.format.format
-        return {self.members[0]: QuantizedArray(codes, self.scales, None, form, (codes.shape[-2], codes.shape[-1]))}
+        return {self.members[0]: QuantizedArray(codes, scales, None, form, (codes.shape[-2], codes.shape[-1]))}
 
 
 class _Part(NamedTuple):

@@ -19,6 +19,7 @@ const char* dequantize(const std::vector<DequantizeJob>& jobs, int format, Strea
 const char* take(const TakeJob& job, Stream stream);
 const char* transpose(const TransposeJob& job, Stream stream);
 const char* grouped_matmul(const GroupedJob& job, Stream stream);
+const char* grouped_blocked_matmul(const GroupedJob& job, Stream stream);
 const char* quantize_runs(const RunsJob& job, Stream stream);
 const char* blocked_matmul(const BlockedJob& job, Stream stream);
 

@@ -73,6 +73,12 @@ enum class Factor { kE4M3, kE5M2, kBF16, kF16 };  // the dtype of a grouped matm
 //   backward | (left_rows, shards * part) | (shards, groups, part, columns)| (left_rows, columns)
 //   outer    | codes (rows, depth) or values (depth, rows); right is the same with columns instead of rows
 //                                                                 | (shards, groups, rows / shards, columns)
+//
+// The inverse scales of codes in blocks:
+//
+//            | left_scales                                      | right_scales
+//   product  | (depth / 128, left_rows rounded up to 4)         | (groups, columns / 128, depth / 128), rounded up
+//   outer    | (depth / 128, rows)                              | (depth / 128, columns)
 struct GroupedJob {
   const void* left;
   const void* right;
@@ -80,6 +86,8 @@ struct GroupedJob {
   const int32_t* starts;  // per tile; per group if `outer`
   const int32_t* stops;
   const float* scales;  // per group: the factor of its sums; null for 1
+  const float* left_scales;  // of e4m3 codes in blocks of 128, see below; otherwise null
+  const float* right_scales;
   void* out;
   int shards, groups, tiles, left_rows, rows, columns, depth;
   bool outer;

@@ -357,16 +357,27 @@ inline Encode encoder() {
   return found;
 }
 
-// Describes matrices to copy in boxes of swizzled lines of 128 bytes.
-inline bool encode(CUtensorMap& map, const void* data, int bytes, int64_t slabs, int64_t height, int64_t width, int lines) {
+// Describes matrices to copy in boxes of `lines` lines.
+inline bool encode(CUtensorMap& map, const void* data, CUtensorMapDataType type, int bytes, int64_t slabs, int64_t height,
+                   int64_t width, int columns, int lines, CUtensorMapSwizzle swizzle) {
   const auto sized = [](int64_t size) { return static_cast<cuuint64_t>(size); };
   const cuuint64_t sizes[3] = {sized(width), sized(height), sized(slabs)};
   const cuuint64_t strides[2] = {sized(width * bytes), sized(height * width * bytes)};
-  const cuuint32_t box[3] = {kLineBytes / bytes, static_cast<cuuint32_t>(lines), 1}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(lines), 1}, steps[3] = {1, 1, 1};
+  return encoder()(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Describes matrices of codes or 16-bit values, to copy in boxes of swizzled lines of 128 bytes.
+inline bool encode_operand(CUtensorMap& map, const void* data, int bytes, int64_t slabs, int64_t height, int64_t width,
+                           int lines) {
   const auto type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  return encoder()(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode(map, data, type, bytes, slabs, height, width, kLineBytes / bytes, lines, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Describes a matrix of float32 scales, to copy in boxes of one line.
+inline bool encode_scales(CUtensorMap& map, const float* data, int64_t height, int64_t width, int columns) {
+  return encode(map, data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, 1, height, width, columns, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 struct Launch {
@@ -415,8 +426,8 @@ inline const char* prepare(const GroupedJob& job, Stream stream, Launch& what, C
   arguments.works = (job.outer ? job.groups * ((job.rows + kRows - 1) / kRows) : job.tiles) * arguments.across;
   const int left_height = left_across ? job.depth : job.outer ? job.rows : job.left_rows;
   const int left_width = left_across ? job.rows : job.depth, right_width = right_across ? job.columns : job.depth;
-  if (!encode(left, job.left, bytes, 1, left_height, left_width, left_across ? kColumnBox : kRows) ||
-      !encode(right, job.right, bytes, slabs, arguments.part, right_width, arguments.box)) {
+  if (!encode_operand(left, job.left, bytes, 1, left_height, left_width, left_across ? kColumnBox : kRows) ||
+      !encode_operand(right, job.right, bytes, slabs, arguments.part, right_width, arguments.box)) {
     return "cuTensorMapEncodeTiled rejected an operand";
   }
   what.blocks = std::min(arguments.works, processors);
