@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import gtp_jax as gtp
-from gtp_jax.formats import FORMATS, PackPlan, Piece
+from gtp_jax.formats import FORMATS, FP8_BLOCKS, FP8_E4M3, FP8_E5M2, PackPlan, Piece, QuantizedArray
+from gtp_jax.mesh import supports_grouped_matmul
+from gtp_jax.ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized
 
 SHAPES = [(1, 1), (33, 47), (64, 64), (256, 640), (322, 584), (3, 100, 72)]
 PLAN = PackPlan(
@@ -18,6 +20,33 @@ PLAN = PackPlan(
     ),
     by_shard=True,
 )
+
+# sizes of groups, features out, features in, shards
+EXPERTS = [([0, 1, 127, 128, 129], 384, 256, 3), ([5, 0, 300], 272, 144, 1)]
+
+
+def run_experts() -> None:
+    """Runs the grouped matmuls, forward and backward."""
+    key = jax.random.key(0)
+    for sizes, out, features, shards in EXPERTS:
+        experts, given = len(sizes), jnp.array(sizes, jnp.int32)
+        x = jax.random.normal(key, (sum(sizes) + 5, features), jnp.bfloat16)
+        kernels = jax.random.normal(key, (shards, experts, out // shards, features), jnp.bfloat16)
+        whole = jnp.reshape(jnp.swapaxes(kernels, 0, 1), (experts, out, features))
+        q = gtp.quantize(whole, FP8_BLOCKS)
+        codes = jnp.swapaxes(jnp.reshape(q.codes, (experts, shards, -1, features)), 0, 1)
+        tiles = QuantizedArray(codes, q.scales, None, FP8_BLOCKS, codes.shape[2:])
+        products = [
+            lambda x, w, given=given: grouped_matmul(x, w, given),
+            lambda x, w, given=given: grouped_fp8(x, w, given, FP8_E5M2),
+            lambda x, w, given=given: grouped_fp8(x, w, given, FP8_E4M3),
+            lambda x, w, given=given, tiles=tiles: grouped_quantized(
+                x, SlottedWeight(tiles, w), given, jnp.zeros(2, jnp.uint32), gtp.FP8Blocks().operands
+            ),
+        ]
+        for product in products:
+            y, back = jax.vjp(product, x, kernels)
+            jax.block_until_ready(back(y))
 
 
 def main() -> None:
@@ -44,6 +73,8 @@ def main() -> None:
         amax = gtp.multi_amax(weights) if form.has_amax else None
         buffer = gtp.pack(weights, form, amax, PLAN, implementation="native")
         gtp.unpack(jnp.stack([buffer, buffer]), form, amax, PLAN, implementation="native")[0].block_until_ready()
+    if supports_grouped_matmul():
+        run_experts()
     print("all kernels have run")
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -43,6 +44,7 @@ RECIPES = {
     "bf16": None,
     "fp8": gtp.FP8(matmuls=True, exclude=()),
     "mxfp8": gtp.MXFP8(matmuls=True, exclude=()),
+    "fp8-blocks": gtp.FP8Blocks(exclude=()),
 }
 FEW = 3  # the number of traced steps
 
@@ -137,17 +139,19 @@ def print_errors() -> None:
         say(f"{name:6s}", *(f"{k} {error:.4f}" for k, error in errors.items()), "equal bits" if same else "OTHER BITS")
 
 
-def time_products(shape: dict[str, int]) -> None:
-    """Times the kernels alone, on FP8 codes and on bfloat16."""
+def time_products(shape: dict[str, int], only: Sequence[str]) -> None:
+    """Times kernels alone, on FP8 codes and on bfloat16: those that are named, or all."""
     rows, groups = TOKENS * shape["top_k"], shape["num_experts"]
     chosen = jax.random.randint(jax.random.key(0), (rows,), 0, groups)
     sizes = jnp.bincount(chosen, length=groups).astype(jnp.int32)
     features, hidden = shape["features"], shape["hidden"]
     for name, depth, out in (("up", features, 2 * hidden), ("down", hidden, features)):
-        time_layer(name, depth, out, rows, groups, sizes)
+        time_layer(name, depth, out, rows, groups, sizes, only)
 
 
-def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: jax.Array) -> None:
+def time_layer(
+    name: str, depth: int, out: int, rows: int, groups: int, sizes: jax.Array, only: Sequence[str] = ()
+) -> None:
     x = jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(2), (groups, out, depth), jnp.bfloat16)
     y = jax.random.normal(jax.random.key(3), (rows, out), jnp.bfloat16)
@@ -161,7 +165,19 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
     blocks = -(-sizes // 128) * 128
     stops = jnp.cumsum(blocks, dtype=jnp.int32)
     kinds = dict(left_e5m2=False, right_e5m2=False)
+    of_rows, of_tiles = jnp.ones((depth // 128, rows)), jnp.ones((groups, -(-out // 128), depth // 128))
+    of_columns = [jnp.ones((apart // 128, size)) for size in (out, depth)]
+
+    def of_blocks(a, b, of_a, of_b, dtype):
+        return native.grouped_blocked_outer(a, of_a, b, of_b, stops - blocks, stops, shards=1, dtype=dtype)
+
     runs = {
+        "product fp8 in blocks": jax.jit(
+            lambda a, b, of_a, of_b: native.grouped_blocked_product(a, of_a, b[None], of_b, *tiles, dtype=jnp.bfloat16)
+        ),
+        "outer fp8 in blocks": jax.jit(functools.partial(of_blocks, dtype=jnp.bfloat16)),
+        "outer fp8 in blocks, f32": jax.jit(functools.partial(of_blocks, dtype=jnp.float32)),
+        "quantize in blocks": jax.jit(lambda a, b: native.quantize_runs(a, rows=True, columns=True)),
         "product fp8": jax.jit(
             lambda a, b: native.grouped_product(a, b[None], scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
@@ -193,9 +209,13 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
     given |= {"backward pallas": (y, w), "product cuda, 4 shards": (x, jnp.reshape(w, (4, groups, out // 4, depth)))}
     given |= {name: (y, x) for name in ("outer cuda", "outer cuda f32", "outer pallas bf16")}
     given |= {"product pallas": (x, w), "outer fp8": (yt, xt), "outer pallas": (y, x)}
+    given |= {name: (yt, xt, *of_columns) for name in ("outer fp8 in blocks", "outer fp8 in blocks, f32")}
+    given |= {"product fp8 in blocks": (x8, w8, of_rows, of_tiles), "quantize in blocks": (x, w)}
     given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
     given |= {"product fp8, 4 shards": (x8, jnp.reshape(w8, (4, groups, out // 4, depth)))}
     for what, run in runs.items():
+        if only and what not in only:
+            continue
         try:
             one = functools.partial(run, *given.get(what, (x8, w8)))
             timed(one)
@@ -269,6 +289,9 @@ def main() -> None:
     parser.add_argument("--parts", type=int, nargs="*", default=[1], help="parts that the batch is split into")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--layers-alone", action="store_true", help="do not time the kernels by themselves")
+    parser.add_argument(
+        "--kernels", nargs="*", default=[], help="names of the kernels to time by themselves; all by default"
+    )
     parser.add_argument("--check", action="store_true", help="only compare the kernels with their oracles")
     parser.add_argument("--errors", action="store_true", help="only compare a layer's gradients with float32")
     args = parser.parse_args()
@@ -311,7 +334,7 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
         if not args.layers_alone:
-            time_products(SHAPES[shape])
+            time_products(SHAPES[shape], args.kernels)
         (args.out / "experts.json").write_text(json.dumps(found, indent=1))
 
 

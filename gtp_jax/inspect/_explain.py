@@ -28,7 +28,7 @@ from ..hook import (
 )
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, groups_of, layout_of, weight_owners
-from ..ops import lacks_blocked_product, multiplies_fp8_groups
+from ..ops import lacks_blocked_product, multiplies_fp8_groups, multiplies_tiles
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
@@ -360,7 +360,7 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, on dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
     formats, values = ", gradients ".join(names), f"{group.dtype.name} on dequantized values"
-    if grouped and operands.weight.block is None and _multiplies_codes(group):
+    if grouped and group.as_codes and _multiplies_codes(group):
         return f"{formats}: grouped"
     if grouped:
         return f"{formats}: grouped, {values}"
@@ -374,11 +374,12 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
 
 
 def _multiplies_codes(group: WeightGroup) -> bool:
-    """Returns whether the matmul of the experts takes FP8 codes directly."""
+    """Returns whether the matmul of the experts, which are gathered as codes, takes these codes directly."""
     rows, first = sum(use_rows(group.layouts)), group.layouts[0]
     shards = group.ranks if in_order(group.layouts) else 1
     shape = shards, first.matrices, rows // shards, first.matrix_of(first.use_shape)[1]
-    return group.dtype in (jnp.bfloat16, jnp.float16) and multiplies_fp8_groups(shape)
+    multiplies = multiplies_tiles if isinstance(group.wire, Tiled) else multiplies_fp8_groups
+    return group.dtype in (jnp.bfloat16, jnp.float16) and multiplies(shape)
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:

@@ -24,6 +24,7 @@ from ._grouped_fp8 import grouped_fp8 as grouped_fp8
 from ._grouped_fp8 import multiplies_fp8_groups as multiplies_fp8_groups
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
+from ._grouped_tiles import multiplies_tiles as multiplies_tiles
 from ._ids import check_concrete_ids as check_concrete_ids
 from ._ids import check_ids as check_ids
 from ._ids import to_index as to_index

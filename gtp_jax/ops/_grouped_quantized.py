@@ -118,8 +118,10 @@ def _kernels_and_slot(
         )
     if order is not None:
         raise ValueError("`weight` is codes, whose tiles begin at every 128th feature out; `order` must be None.")
-    if (found := jnp.shape(codes.scales)) != (grid := tiled.grid_of(codes.shape)):
-        raise ValueError(f"the scales of `weight` have shape {found}; those of tiles of {codes.shape} have shape {grid}.")
+    assert codes.scales is not None
+    found, grid = codes.scales.shape, tiled.grid_of(codes.shape)
+    if found != grid:
+        raise ValueError(f"`weight` {codes.shape} has scales {found}; those of its tiles are {grid}.")
     return codes, weight.slot
 
 

@@ -212,6 +212,10 @@ CASES = {
 CODES, SCALES, WORK = jnp.zeros((128, 256), U8), jnp.ones((2, 128)), shape(1024)
 RUNS = [shape(128, 256), shape(2, 128, dtype=jnp.float32), NO, shape(0, dtype=jnp.float32)]
 OUT = [shape(128, 128, dtype=jnp.float32), WORK]
+KERNELS, ONES = jnp.zeros((1, 2, 128, 256), U8), jnp.ones(2, jnp.int32)
+ROWS = [CODES, SCALES, KERNELS, jnp.ones((2, 1, 2)), ONES, ONES, ONES]
+PRODUCT = "gtp_grouped_blocked_product", shape(128, 128, dtype=jnp.float32)
+OUTER = "gtp_grouped_blocked_outer", shape(2, 128, 128, dtype=jnp.float32)
 CUDA_CASES = {
     "runs of part of a block": (
         "gtp_quantize_runs",
@@ -254,6 +258,44 @@ CUDA_CASES = {
         [CODES, SCALES, CODES, SCALES],
         dict(tiles=False),
         "the result must be float32 or bfloat16",
+    ),
+    "grouped: values": (
+        *PRODUCT,
+        [CODES.astype(jnp.bfloat16), *ROWS[1:2], KERNELS.astype(jnp.bfloat16), *ROWS[3:]],
+        {},
+        "must be uint8",
+    ),
+    "grouped: scales of rows": (
+        *PRODUCT,
+        [CODES, SCALES.T, *ROWS[2:]],
+        {},
+        r"left_scales has shape \(128, 2\), not \(2, 128\)",
+    ),
+    "grouped: scales of tiles": (
+        *PRODUCT,
+        [*ROWS[:3], jnp.ones((3, 1, 2)), *ROWS[4:]],
+        {},
+        r"right_scales has shape \(3, 1, 2\), not \(2, 1, 2\)",
+    ),
+    "grouped: tiles": (*PRODUCT, [*ROWS[:6], ONES[:1]], {}, "stops must have one element per tile"),
+    "grouped: result in float16": (
+        PRODUCT[0],
+        shape(128, 128, dtype=jnp.float16),
+        ROWS,
+        {},
+        "the result must be float32 or bfloat16",
+    ),
+    "sums over part of a block": (
+        *OUTER,
+        [CODES[:, :64], SCALES, CODES[:, :64], SCALES, ONES, ONES],
+        {},
+        "a multiple of 128",
+    ),
+    "sums: scales": (
+        *OUTER,
+        [CODES, SCALES, CODES, SCALES[:1], ONES, ONES],
+        {},
+        r"right_scales has shape \(1, 128\), not \(2, 128\)",
     ),
 }
 

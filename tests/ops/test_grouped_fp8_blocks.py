@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from gtp_jax.ops import Order, SlottedWeight, Window, grouped_quantized
 
-from .oracle import rounded_blocked
+from ..hlo.programs import array, h200_mesh, needs_target
+from .oracle import quantize_blocked, rounded_blocked
 
 KEY = jnp.zeros(2, jnp.uint32)
 OPERANDS = gtp.FP8Blocks().operands
@@ -60,11 +64,19 @@ def layer(rows, shards, dtype=np.float32, sizes=SIZES, behind=5):
     return jnp.asarray(x, dtype), kernels, jnp.asarray(g, dtype)
 
 
+def in_tiles(kernel, shards):
+    """The codes of a kernel `(experts, rows, features)` as they are gathered, in tiles of the whole kernel."""
+    codes, scales = zip(*(quantize_blocked(one, TILE) for one in kernel), strict=True)
+    parts = jnp.asarray(fused([np.stack(codes)], shards))
+    return QuantizedArray(parts, jnp.asarray(np.stack(scales)), None, FP8_BLOCKS, parts.shape[2:])
+
+
 def products(x, weight, g, sizes, order, taken=None):
     slot = jnp.zeros(weight.shape, jnp.float32)
 
     def call(x, slot):
-        weights = SlottedWeight(jnp.asarray(weight, x.dtype), slot)
+        values = weight if isinstance(weight, QuantizedArray) else jnp.asarray(weight, x.dtype)
+        weights = SlottedWeight(values, slot)
         return grouped_quantized(x, weights, jnp.asarray(sizes, jnp.int32), KEY, OPERANDS, taken=taken, order=order)
 
     y, back = jax.vjp(call, x, slot)
@@ -162,3 +174,46 @@ def test_sums_over_16384_elements_of_one_sign_keep_float32(dtype):
     y, _, _ = products(jnp.asarray(deep, dtype), kernel[None, None], jnp.zeros((3, 128), dtype), [3], None)
     wanted = rounded_blocked(np.asarray(jnp.asarray(deep, dtype), np.float32), ROW) @ kernel.astype(np.float64).T
     np.testing.assert_allclose(np.asarray(y, np.float32), wanted, rtol=2**-8 if dtype == "bfloat16" else 1e-5)
+
+
+def test_codes_multiply_as_their_values_do_where_shards_cut_tiles():
+    x, (kernel,), g = layer((256,), 4)
+    found = products(x, in_tiles(kernel, 4), g, SIZES, None)
+    for got, wanted in zip(found, products(x, fused([kernel], 4), g, SIZES, None), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.bad_input
+def test_codes_that_no_product_multiplies_are_refused():
+    x, (kernel,), g = layer((256,), 1)
+    codes = in_tiles(kernel, 1)
+    run = lambda codes, order=None: products(x, codes, g, SIZES, order)  # noqa: E731
+    with pytest.raises(ValueError, match=r"codes of .*FP8_BLOCKS_1D.*only codes of .*FP8_BLOCKS"):
+        run(QuantizedArray(codes.codes, codes.scales, None, FP8_BLOCKS_1D, codes.matrix))
+    with pytest.raises(ValueError, match=r"`weight` \(1, 5, 256, 192\) has scales \(1, 5, 2, 2\); .* are \(5, 2, 2\)"):
+        run(QuantizedArray(codes.codes, codes.scales[None], None, FP8_BLOCKS, codes.matrix))
+    with pytest.raises(ValueError, match="`order` must be None"):
+        run(codes, Order((128, 128)))
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_grouped_blocked_product", "CUDA"), reason=native.describe())
+def test_on_h200_codes_are_multiplied_and_the_weight_is_not_decoded():
+    mesh, shape = h200_mesh(1), (2, 4, 384, 256)
+
+    def run(x, codes, scales, sizes, g):
+        weight = QuantizedArray(codes, scales, None, FP8_BLOCKS, shape[2:])
+        call = lambda x, slot: grouped_quantized(x, SlottedWeight(weight, slot), sizes, KEY, OPERANDS)  # noqa: E731
+        y, back = jax.vjp(call, x, jnp.zeros(shape))
+        return y, *back(g)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = {(512, 256): jnp.bfloat16, shape: jnp.uint8, (4, 6, 2): jnp.float32, (4,): jnp.int32}
+    given = [array(mesh, size, P(), dtype) for size, dtype in (shapes | {(512, 768): jnp.bfloat16}).items()]
+    text = jax.jit(mapped).lower(*given).compile(compiler_options={"xla_gpu_mock_custom_calls": True}).as_text()
+    count = lambda name: text.count(f'custom_call_target="gtp_{name}"')  # noqa: E731
+    assert (count("grouped_blocked_product"), count("grouped_blocked_outer"), count("transpose")) == (2, 1, 1)
+    # operands: rows of the input and of the gradient, and both along tokens
+    assert count("quantize_runs") == 4 and count("grouped_product") + count("grouped_outer") == 0
+    assert not [line for line in text.splitlines() if "bf16[2,4,384,256]" in line]

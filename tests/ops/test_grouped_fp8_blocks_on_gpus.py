@@ -1,0 +1,197 @@
+"""Kernels of Hopper multiply experts' codes in blocks of 128: products against float64 sums of the values of codes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
+from gtp_jax.ops import SlottedWeight, grouped_quantized, sum_of_places, window_of
+from gtp_jax.ops import _grouped_tiles as tiled
+
+from .oracle import dequantize_blocked, quantize_blocked, rounded_blocked
+
+KEY = jnp.zeros(2, jnp.uint32)
+OPERANDS = gtp.FP8Blocks().operands
+ROW, TILE = (1, 128), (128, 128)
+EMPTY_TO_TWO_TILES = [0, 1, 127, 128, 129, 0, 300, 0]
+# A sum of 128 products keeps some 14 bits in a tensor core.
+ERROR = 2e-4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not native.has("gtp_grouped_blocked_product", "CUDA"), reason=native.describe()),
+]
+
+
+def numbers(*shape, one_sign=False):
+    """Numbers whose blocks have different scales; or of one sign and of one size, so that all count in a sum."""
+    rng = np.random.default_rng(shape)
+    if one_sign:
+        return rng.uniform(0.5, 1, shape).astype(np.float32)
+    x = rng.normal(size=shape)
+    blocks = np.exp2(rng.integers(-6, 7, (*shape[:-1], -(-shape[-1] // 128))))
+    return (x * np.repeat(blocks, 128, axis=-1)[..., : shape[-1]]).astype(np.float32)
+
+
+def groups_of(sizes):
+    return [slice(end - size, end) for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+
+
+def in_tiles(kernel, shards):
+    """The codes of a kernel `(experts, out, in)` as they are gathered, and their values."""
+    codes, scales = zip(*(quantize_blocked(one, TILE) for one in kernel), strict=True)
+    values = np.stack([dequantize_blocked(*one, TILE) for one in zip(codes, scales, strict=True)])
+    parts = jnp.asarray(np.stack(np.split(np.stack(codes), shards, axis=1)))
+    return QuantizedArray(parts, jnp.asarray(np.stack(scales)), None, FP8_BLOCKS, parts.shape[2:]), values
+
+
+def in_runs(x):
+    """The codes of rows, and their values."""
+    codes, scales = quantize_blocked(x, ROW)
+    q = QuantizedArray(jnp.asarray(codes), jnp.asarray(scales), None, FP8_BLOCKS_1D, x.shape)
+    return q, dequantize_blocked(codes, scales, ROW)
+
+
+def in_columns(x):
+    """The codes of columns, whose length is a multiple of 128, and their values `(columns, rows)`."""
+    q, values = in_runs(np.ascontiguousarray(x.T))
+    return QuantizedArray(q.codes, q.scales, None, FP8_BLOCKS_1D, x.shape, columns=True), values
+
+
+def assert_sums(found, left, right, tolerance):
+    """`left @ right.T`, with an error relative to the sum of magnitudes."""
+    size = np.maximum(np.abs(left) @ np.abs(right).T, np.finfo(np.float32).tiny)
+    error = np.max(np.abs(np.asarray(found).astype(np.float64) - left @ right.T) / size, initial=0)
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("out, features, shards", [
+    (384, 256, 1),
+    (768, 640, 3),
+    (272, 144, 1),  # parts of tiles along all sides
+    (192, 1040, 4),  # shards cut tiles
+    (1152, 128, 4),
+])  # fmt: skip
+def test_rows_times_their_expert_s_kernel_and_its_transpose(out, features, shards, dtype):
+    sizes = EMPTY_TO_TWO_TILES
+    tokens = sum(sizes) + 5
+    kernels, w = in_tiles(numbers(len(sizes), out, features), shards)
+    given, tolerance = jnp.asarray(sizes, jnp.int32), ERROR if dtype == "float32" else 2**-8
+    run = jax.jit(lambda q, kernels: tiled.product(q, kernels, given, dtype))
+    turned = jax.jit(lambda q, kernels: tiled.product(q, tiled.transposed_tiles(kernels), given, dtype))
+    for call, width, matrix in ((run, features, w), (turned, out, w.swapaxes(1, 2))):
+        q, x = in_runs(numbers(tokens, width))
+        y = call(q, kernels)
+        assert y.dtype == dtype and y.shape == (tokens, matrix.shape[1])
+        for group, mine in enumerate(groups_of(sizes)):
+            assert_sums(y[mine], x[mine], matrix[group], tolerance)
+        assert not np.asarray(y[sum(sizes) :], np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("out, features, shards", [(384, 256, 1), (272, 144, 1), (192, 1040, 4), (1152, 128, 3)])
+def test_sums_over_each_expert_s_rows(out, features, shards, dtype):
+    blocks = [0, 1, 3, 1, 0, 2, 0]
+    tokens = 128 * (sum(blocks) + 2)  # the last belong to no expert
+    sizes = jnp.asarray(blocks, jnp.int32) * 128
+    (y, left), (x, right) = in_columns(numbers(tokens, out)), in_columns(numbers(tokens, features))
+    found = jax.jit(lambda y, x: tiled.outer(y, x, sizes, shards=shards, dtype=dtype))(y, x)
+    assert found.dtype == dtype and found.shape == (shards, len(blocks), out // shards, features)
+    joined = np.moveaxis(np.asarray(found), 0, 1).reshape(len(blocks), out, features)
+    for group, mine in enumerate(groups_of(np.asarray(sizes))):
+        assert_sums(joined[group], left[:, mine], right[:, mine], ERROR if dtype == "float32" else 2**-8)
+        assert joined[group].astype(np.float32).any() == (blocks[group] > 0)
+
+
+def test_sums_over_16384_elements_of_one_sign_are_promoted():
+    """Without promotion to float32, such a sum loses more than 1e-3."""
+    deep, sizes = 16384, [3, 130]
+    kernels, w = in_tiles(numbers(2, 256, deep, one_sign=True), 1)
+    q, x = in_runs(numbers(sum(sizes), deep, one_sign=True))
+    y = jax.jit(lambda q, w: tiled.product(q, w, jnp.asarray(sizes, jnp.int32), jnp.float32))(q, kernels)
+    for group, mine in enumerate(groups_of(sizes)):
+        assert_sums(y[mine], x[mine], w[group], ERROR)
+    kernels, w = in_tiles(numbers(2, deep, 256, one_sign=True), 2)
+    turned = lambda q, w: tiled.product(q, tiled.transposed_tiles(w), jnp.asarray(sizes, jnp.int32), jnp.float32)  # noqa: E731
+    for group, mine in enumerate(groups_of(sizes)):
+        assert_sums(jax.jit(turned)(q, kernels)[mine], x[mine], w[group].T, ERROR)
+    (y, left), (x, right) = (in_columns(numbers(deep + 128, size, one_sign=True)) for size in (256, 128))
+    sizes = jnp.asarray([deep, 0, 128], jnp.int32)
+    found = jax.jit(lambda y, x: tiled.outer(y, x, sizes, shards=1, dtype=jnp.float32))(y, x)
+    assert_sums(found[0, 0], left[:, :deep], right[:, :deep], ERROR)
+    assert_sums(found[0, 2], left[:, deep:], right[:, deep:], ERROR)
+
+
+@jax.jit
+def layer(x, kernels, slot, sizes, g):
+    call = lambda x, slot: grouped_quantized(x, SlottedWeight(kernels, slot), sizes, KEY, OPERANDS)  # noqa: E731
+    y, back = jax.vjp(call, x, slot)
+    return y, *back(g)
+
+
+def test_a_layer_multiplies_each_expert_s_rounded_operands():
+    """Uneven experts, and tokens of no expert; the gradient of the weight leaves in float32."""
+    sizes, (out, features, shards) = EMPTY_TO_TWO_TILES, (768, 384, 2)
+    tokens = sum(sizes) + 5
+    kernels, w = in_tiles(numbers(len(sizes), out, features), shards)
+    x, g = (jnp.asarray(numbers(tokens, size), jnp.bfloat16) for size in (features, out))
+    y, to_x, to_weight = layer(x, kernels, jnp.zeros(kernels.shape), jnp.asarray(sizes, jnp.int32), g)
+    assert to_weight.dtype == jnp.float32 and y.dtype == to_x.dtype == jnp.bfloat16
+    to_w = np.moveaxis(np.asarray(to_weight), 0, 1).reshape(w.shape)
+    x, g = (np.asarray(a, np.float32) for a in (x, g))
+    for group, mine in enumerate(groups_of(sizes)):
+        assert_sums(y[mine], rounded_blocked(x[mine], ROW), w[group], 2**-8)
+        assert_sums(to_x[mine], rounded_blocked(g[mine], ROW), w[group].T, 2**-8)
+        along = [rounded_blocked(np.ascontiguousarray(a[mine].T), ROW) for a in (g, x)] if sizes[group] else []
+        if along:
+            assert_sums(to_w[group], *along, ERROR)
+        else:
+            assert not to_w[group].any()
+    behind = sum(sizes)
+    assert not np.asarray(y[behind:], np.float32).any() and not np.asarray(to_x[behind:], np.float32).any()
+
+
+def test_rows_at_places_have_the_bits_of_rows_that_were_moved():
+    rng = np.random.default_rng(0)
+    tokens, top_k, experts, out, features = 600, 3, 8, 384, 256
+    group = rng.integers(0, experts + 1, tokens * top_k)  # some have no place
+    order = np.argsort(group, kind="stable").astype(np.int32)
+    places = np.argsort(order).astype(np.int32).reshape(tokens, top_k)
+    sizes = jnp.asarray(np.bincount(group, minlength=experts + 1)[:experts].astype(np.int32))
+    window = window_of(jnp.asarray(order), jnp.asarray(places), jnp.sum(sizes), 0, order.size)
+    kernels, _ = in_tiles(numbers(experts, out, features), 1)
+    x = jnp.asarray(numbers(tokens, features), jnp.bfloat16)
+    slot = jnp.zeros(kernels.shape)
+
+    def run(x, kernels, taken=None):
+        return grouped_quantized(x, SlottedWeight(kernels, slot), sizes, KEY, OPERANDS, taken=taken)
+
+    total = lambda y: sum_of_places(y, window)  # noqa: E731
+    found = jax.jit(lambda x, kernels: total(run(x, kernels, window)))(x, kernels)
+    wanted = jax.jit(lambda x, kernels: total(run(x[window.rows], kernels)))(x, kernels)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_the_reference_of_the_same_layer_agrees():
+    sizes, (out, features) = EMPTY_TO_TWO_TILES, (384, 256)
+    kernels, _ = in_tiles(numbers(len(sizes), out, features), 1)
+    x, g = (jnp.asarray(numbers(sum(sizes), size), jnp.bfloat16) for size in (features, out))
+    slot, given = jnp.zeros(kernels.shape), jnp.asarray(sizes, jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(x, kernels, g, implementation):
+        call = lambda x, s: grouped_quantized(  # noqa: E731
+            x, SlottedWeight(kernels, s), given, KEY, OPERANDS, implementation=implementation
+        )
+        y, back = jax.vjp(call, x, slot)
+        return y, *back(g)
+
+    for got, wanted in zip(run(x, kernels, g, "native"), run(x, kernels, g, "reference"), strict=True):
+        got, wanted = (np.asarray(a).astype(np.float64) for a in (got, wanted))
+        assert np.linalg.norm(got - wanted) <= 5e-3 * np.linalg.norm(wanted)
