@@ -126,7 +126,7 @@ def values_and_slot(
         return weight, weight
     if isinstance(weight.values, QuantizedArray):
         raise TypeError(
-            f"`weight` is codes of {weight.values.format.name}, which only `linear_fp8` and `grouped_fp8` multiply. "
+            f"`weight` is codes of {weight.values.format.name}, which only products in FP8 multiply. "
             "Pass their values: `gtp_jax.dequantize(codes, dtype)`."
         )
     return weight.values, weight.slot

@@ -1,4 +1,4 @@
-// What grouped matmuls on Hopper have in common: tiles, copies of panels ahead of their use, and the results.
+// What grouped matmuls on Hopper have in common: tiles, copies of panels to shared memory, and the results.
 //
 // A block computes tiles of 128 x 256. One warp copies panels of the contraction to shared memory, 128 codes or 64
 // values deep and four ahead; two warpgroups multiply 64 x 256 each. Blocks are persistent, and the copies of a block's
@@ -257,7 +257,7 @@ __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& wo
 
 // The panels in shared memory, and the barriers by which the warp that copies and those that multiply pass them on.
 struct Ring {
-  uint8_t* memory;  // kStages panels, followed by as many places for scales
+  uint8_t* memory;  // kStages panels, followed by kStages places for scales
   uint32_t panels;  // the address of `memory`
   uint32_t full, empty;
   int stage = 0;
