@@ -375,11 +375,12 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
 
 def _multiplies_codes(group: WeightGroup) -> bool:
     """Returns whether the matmul of the experts, which are gathered as codes, takes these codes directly."""
+    order = group.order if isinstance(group.wire, Tiled) else None
     rows, first = sum(use_rows(group.layouts)), group.layouts[0]
-    shards = group.ranks if in_order(group.layouts) else 1
+    shards = group.ranks if in_order(group.layouts) and order is None else 1
     shape = shards, first.matrices, rows // shards, first.matrix_of(first.use_shape)[1]
-    multiplies = multiplies_tiles if isinstance(group.wire, Tiled) else multiplies_fp8_groups
-    return group.dtype in (jnp.bfloat16, jnp.float16) and multiplies(shape)
+    multiplies = multiplies_tiles(shape, order) if isinstance(group.wire, Tiled) else multiplies_fp8_groups(shape)
+    return group.dtype in (jnp.bfloat16, jnp.float16) and multiplies
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:

@@ -17,7 +17,7 @@ from ._expand import Window, add_up, expand
 from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
-from ._order import Order, by_kernels, by_parts
+from ._order import Order, by_kernels, by_parts, in_whole_tiles, padded_shape
 from ._quantize import quantize
 from ._row_codes import at_places, rows_in_codes
 from ._save import save_for_backward
@@ -64,14 +64,13 @@ def grouped_quantized(
             codes of `rows_in_codes`, whose gradient goes to their slot.
         weight: as in `grouped_matmul`, already rounded to `operands.weight`, as it was sent. With a slot, it can also
             be the codes in which it was sent, if these are of `FP8_BLOCKS`, row-wise, with tiles as in
-            [Note: tiles of experts]; `order` is then `None`.
+            [Note: tiles of experts].
         group_sizes: as in `grouped_matmul`.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats, which must all have blocks.
         taken: the places at which rows of `x` are multiplied; by default, each row is multiplied once, in order.
-        order: the order of the features out, if several kernels share them and blocks of dgrad along them begin at each
-            kernel's first feature; `None` if blocks begin at multiples of their length. The formats must then have
-            blocks of 128 (`FP8_BLOCKS_1D`).
+        order: the order of the rows of codes of several kernels, `(1, groups, rows of kernels, in)`; `None` if tiles
+            begin at every 128th row. The features out and the slot are in the order of parts.
         implementation: as in `grouped_matmul`.
 
     Returns:
@@ -81,7 +80,7 @@ def grouped_quantized(
     Raises:
         ValueError, TypeError, NotImplementedError: as in `grouped_matmul`. ValueError also if `x` is codes of another
             format than `operands.activation`, or of a format that is not rounded once; or if `weight` is codes of
-            another format than `FP8_BLOCKS`, has scales of another shape, or comes with an `order`.
+            another format than `FP8_BLOCKS` or has scales of another shape, or comes with an `order` and is no codes.
     """
     kernels, slot = _kernels_and_slot(weight, operands, order)
     if isinstance(x, SlottedRows):
@@ -97,10 +96,13 @@ def grouped_quantized(
         else:
             x, taken = expand(x, taken), None
     rows, codes = (x.slot, x.codes) if isinstance(x, SlottedRows) else (x, None)
-    values = jax.ShapeDtypeStruct(kernels.shape, rows.dtype) if isinstance(kernels, QuantizedArray) else kernels
+    if isinstance(kernels, QuantizedArray):
+        values = jax.ShapeDtypeStruct(kernels.shape, rows.dtype)
+        codes_fit = rows.shape[0] > 0 and tiled.multiplies_tiles(kernels.shape, order)
+    else:
+        values, codes_fit = kernels, False
     run_natively = check_grouped("grouped_quantized", rows, values, group_sizes, implementation)
-    codes_fit = isinstance(kernels, QuantizedArray) and rows.shape[0] > 0 and tiled.multiplies_tiles(kernels.shape)
-    product = _Product(operands, run_natively, run_natively and codes_fit, slot.dtype, order)
+    product = _Product(operands, run_natively, run_natively and codes_fit, slot.shape[0], slot.dtype, order)
     return save_for_backward(_grouped_quantized(rows, codes, kernels, slot, group_sizes, key, taken, product))
 
 
@@ -109,6 +111,8 @@ def _kernels_and_slot(
 ) -> tuple[jax.Array | QuantizedArray, jax.Array]:
     """Returns what is multiplied, an array or codes in tiles, and the array that receives the gradient."""
     if not isinstance(weight, SlottedWeight) or not isinstance(weight.values, QuantizedArray):
+        if order is not None:
+            raise ValueError("`order` is that of codes, and `weight` is no codes. Pass codes, or leave `order` out.")
         return values_and_slot(weight)
     codes = weight.values
     if not codes.format == operands.weight == FP8_BLOCKS:
@@ -116,10 +120,8 @@ def _kernels_and_slot(
             f"`weight` is codes of {codes.format}, and the weight's format is {operands.weight}; only codes of "
             f"{FP8_BLOCKS} are multiplied. Pass their values: `gtp_jax.dequantize(codes, dtype)`."
         )
-    if order is not None:
-        raise ValueError("`weight` is codes, whose tiles begin at every 128th feature out; `order` must be None.")
     assert codes.scales is not None
-    found, grid = codes.scales.shape, tiled.grid_of(codes.shape)
+    found, grid = codes.scales.shape, tiled.grid_of(padded_shape(codes.shape, order))
     if found != grid:
         raise ValueError(f"`weight` {codes.shape} has scales {found}; those of its tiles are {grid}.")
     return codes, weight.slot
@@ -132,6 +134,7 @@ class _Product(NamedTuple):
         operands: the formats.
         run_natively: whether native kernels multiply values.
         fits: whether native kernels multiply codes.
+        shards: the number of shards of the weight's gradient.
         dtype: the dtype of the weight's gradient.
         order: the order of the features out, as in `grouped_quantized`.
     """
@@ -139,6 +142,7 @@ class _Product(NamedTuple):
     operands: Operands
     run_natively: bool
     fits: bool
+    shards: int
     dtype: np.dtype
     order: Order | None
 
@@ -174,47 +178,52 @@ def _forward(
         along_in, kept, _ = _copies(rows, group_sizes, operands.activation, operands.hadamard)
     else:
         along_in, kept = at_places(now, taken), codes
-    if isinstance(weight, QuantizedArray) and product.fits:
-        y = tiled.product(along_in, weight, group_sizes, rows.dtype)
-    else:
-        kernels = tiled.values_of_tiles(weight, rows.dtype) if isinstance(weight, QuantizedArray) else weight
-        values = values_of(along_in, rows.dtype)
-        y = kernels_of(product.run_natively).product(values, kernels, group_sizes, transposed=True)
+    y = _multiplied(along_in, weight, group_sizes, product, rows.dtype, transposed=True)
+    y = y if product.order is None else by_parts(y, product.order)
     return y, (kept, weight, group_sizes, key, taken)
 
 
 def _backward(product: _Product, saved, gradient: jax.Array):
     kept, weight, group_sizes, key, taken = saved
     kept, weight, gradient = refuse_second_derivative("grouped_quantized", (kept, weight, gradient))
-    operands, dtype, run = product.operands, gradient.dtype, kernels_of(product.run_natively)
+    operands, dtype = product.operands, gradient.dtype
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(
         gradient, group_sizes, operands.gradient, operands.hadamard, rounding, order=product.order
     )
+    if not isinstance(weight, QuantizedArray):
+        columns = rounded_weight(weight, operands, "column")
+        weight = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
+    to_x = _multiplied(along_out, weight, group_sizes, product, dtype, transposed=False)
     x_rows = kept if kept.columns else _along_rows(at_places(kept, taken), group_sizes, dtype)
-    shards = weight.shape[0]
-    if isinstance(weight, QuantizedArray) and product.fits:
-        to_x = tiled.product(along_out, tiled.transposed_tiles(weight), group_sizes, dtype)
-        to_weight = tiled.outer(along_rows, x_rows, sizes, shards=shards, dtype=product.dtype)
+    if product.fits:
+        to_weight = tiled.outer(along_rows, x_rows, sizes, shards=product.shards, dtype=product.dtype)
     else:
-        values = values_of(along_out, dtype)
-        if product.order is not None:
-            values = by_parts(values, product.order)
-        to_x = run.product(values, _along_out(weight, operands, dtype), group_sizes, transposed=False)
-        operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
-        to_weight = run.outer(*operands_of_sum, sizes, shards=shards, dtype=product.dtype)
+        values, run = (values_of(along_rows, dtype), values_of(x_rows, dtype)), kernels_of(product.run_natively)
+        to_weight = run.outer(*values, sizes, shards=product.shards, dtype=product.dtype)
     return to_x if taken is None else add_up(to_x, taken), None, None, to_weight, None, None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)
 
 
-def _along_out(weight: jax.Array | QuantizedArray, operands: Operands, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the values of the weight for dgrad, with blocks along the features out."""
+def _multiplied(
+    x: QuantizedArray,
+    weight: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    product: _Product,
+    dtype: jax.typing.DTypeLike,
+    *,
+    transposed: bool,
+) -> jax.Array:
+    """Multiplies each row by its group's kernel, or by the kernel's transpose if `transposed`, as in forward. Features
+    out are in the order of codes."""
     if isinstance(weight, QuantizedArray):
-        return tiled.values_of_tiles(weight, dtype)
-    columns = rounded_weight(weight, operands, "column")
-    return values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
+        kernels = in_whole_tiles(weight, product.order)
+        if product.fits:
+            return tiled.product(x, kernels if transposed else tiled.transposed_tiles(kernels), group_sizes, dtype)
+        weight = tiled.values_of_tiles(kernels, dtype)
+    return kernels_of(product.run_natively).product(values_of(x, dtype), weight, group_sizes, transposed=transposed)
 
 
 def _copies(

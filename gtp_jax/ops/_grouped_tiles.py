@@ -9,6 +9,7 @@ from .. import native
 from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from ._grouped_native import TILE, along_out, reads_kernels
 from ._operand import values_of
+from ._order import Order, padded_shape
 from ._tiles import cut_into_tiles
 
 # [Note: tiles of experts]
@@ -16,9 +17,9 @@ from ._tiles import cut_into_tiles
 # ceil(in / 128))`: tiles begin at every 128th row of a group's kernel, and shards may cut them.
 
 
-def multiplies_tiles(shape: tuple[int, ...]) -> bool:
+def multiplies_tiles(shape: tuple[int, ...], order: Order | None) -> bool:
     """Returns whether kernels multiply the codes of expert kernels `(shards, groups, part, features)` in tiles."""
-    return reads_kernels(shape, jnp.uint8) and native.has("gtp_grouped_blocked_product", "CUDA")
+    return reads_kernels(padded_shape(shape, order), jnp.uint8) and native.has("gtp_grouped_blocked_product", "CUDA")
 
 
 def grid_of(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Float
 
 from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
-from ._blocked import RUN, blocked_product, quantize_blocked, transposed
+from ._blocked import blocked_product, quantize_blocked, transposed
 from ._implementation import Implementation
 from ._operand import quantizable, rows_of
-from ._order import Order, by_kernels, by_parts
+from ._order import Order, by_kernels, by_parts, in_whole_tiles
 from ._slot import SlottedWeight, refuse_second_derivative
 
 
@@ -77,7 +77,7 @@ def _forward(
     del dtype
     now, kernels, _ = refuse_second_derivative("linear_fp8_blocks", (x, weight, slot))
     (rows,) = quantize_blocked(rows_of(now), FP8_BLOCKS_1D, "row")
-    y = blocked_product(rows, _in_tiles(kernels, order), x.dtype, implementation)
+    y = blocked_product(rows, in_whole_tiles(kernels, order), x.dtype, implementation)
     y = by_parts(y, order)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight)
 
@@ -91,19 +91,9 @@ def _backward(order: Order, implementation: Implementation | None, dtype: np.dty
         (along_out,) = quantize_blocked(by_kernels(rows, order), FP8_BLOCKS_1D, "row")
         (along_tokens,) = quantize_blocked(rows, FP8_BLOCKS_1D, "column")
     (x_tokens,) = quantize_blocked(rows_of(x), FP8_BLOCKS_1D, "column")
-    to_x = blocked_product(along_out, transposed(_in_tiles(weight, order)), x.dtype, implementation)
+    to_x = blocked_product(along_out, transposed(in_whole_tiles(weight, order)), x.dtype, implementation)
     to_weight = blocked_product(along_tokens, x_tokens, dtype, implementation)
     return jnp.reshape(to_x, x.shape), None, to_weight
 
 
 _linear.defvjp(_forward, _backward)
-
-
-def _in_tiles(weight: QuantizedArray, order: Order) -> QuantizedArray:
-    """Returns the codes with each kernel but the last padded with zeros to whole tiles."""
-    if not order.cuts:
-        return weight
-    kernels = jnp.split(weight.codes, np.cumsum(order.rows[:-1]))
-    padded = [jnp.pad(one, ((0, -len(one) % RUN), (0, 0))) for one in kernels[:-1]]
-    codes = jnp.concatenate([*padded, kernels[-1]])
-    return QuantizedArray(codes, weight.scales, None, weight.format, (len(codes), weight.matrix[1]))

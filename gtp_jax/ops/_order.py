@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..formats import QuantizedArray
 from ._blocked import RUN
 
 
@@ -26,17 +27,41 @@ class Order(NamedTuple):
     ranks: int = 1
 
     @property
+    def padded(self) -> tuple[int, ...]:
+        """The number of rows of each kernel, where all but the last are padded to whole tiles."""
+        return (*(-(-rows // RUN) * RUN for rows in self.rows[:-1]), self.rows[-1])
+
+    @property
     def cuts(self) -> bool:
         """Whether a kernel but the last is no whole number of tiles."""
-        return any(rows % RUN for rows in self.rows[:-1])
+        return self.padded != self.rows
+
+
+def padded_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:
+    """Returns the shape of `in_whole_tiles` of codes of this shape."""
+    return shape if order is None else (*shape[:-2], sum(order.padded), shape[-1])
+
+
+def in_whole_tiles(weight: QuantizedArray, order: Order | None) -> QuantizedArray:
+    """Returns codes `(*lead, rows of kernels, features)` with each kernel but the last padded with zeros to whole
+    tiles."""
+    if order is None or not order.cuts:
+        return weight
+    kernels = jnp.split(weight.codes, np.cumsum(order.rows[:-1]), axis=-2)
+    lead = ((0, 0),) * (weight.codes.ndim - 2)
+    padded = [
+        jnp.pad(one, (*lead, (0, more - rows), (0, 0)))
+        for one, rows, more in zip(kernels, order.rows, order.padded, strict=True)
+    ]
+    codes = jnp.concatenate(padded, axis=-2)
+    return QuantizedArray(codes, weight.scales, None, weight.format, (codes.shape[-2], codes.shape[-1]))
 
 
 def by_parts(y: jax.Array, order: Order) -> jax.Array:
     """Returns features `(tokens, padded rows of kernels)` without padding and in the order of parts."""
     if order.ranks == 1 and not order.cuts:
         return y
-    padded = [-(-rows // RUN) * RUN for rows in order.rows[:-1]]
-    kernels = jnp.split(y, np.cumsum(padded), axis=1)
+    kernels = jnp.split(y, np.cumsum(order.padded[:-1]), axis=1)
     own = [kernel[:, :rows] for kernel, rows in zip(kernels, order.rows, strict=True)]
     parts = [jnp.reshape(one, (len(y), order.ranks, one.shape[1] // order.ranks)) for one in own]
     return jnp.reshape(jnp.concatenate(parts, axis=2), (len(y), sum(order.rows)))

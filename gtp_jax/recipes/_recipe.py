@@ -212,9 +212,9 @@ class FP8Blocks(Recipe):
     Inputs and gradients are E4M3 too, in runs of 1 x 128 along each product's contraction. Scales are powers of two,
     and sums are promoted to float32 every 128 elements; see `gtp_jax.ops.linear_fp8_blocks`. Each expert's kernel has
     tiles of its own, and each expert's tokens begin a run. On Hopper, kernels of this library multiply experts' codes;
-    elsewhere, and if a rank's rows of kernels that share a gather are not whole tiles, the rounded values are
-    multiplied in the modules' dtype with float32 sums; see `gtp_jax.ops.grouped_quantized`. Only dense layers, experts, and models that `gtp_jax.shard` has
-    sharded multiply in tiles; name other modules in `exclude` or `override`.
+    elsewhere, the rounded values are multiplied in the modules' dtype with float32 sums; see
+    `gtp_jax.ops.grouped_quantized`. Only dense layers, experts, and models that `gtp_jax.shard` has sharded multiply in
+    tiles; name other modules in `exclude` or `override`.
     """
 
     @property

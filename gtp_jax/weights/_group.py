@@ -81,9 +81,7 @@ class WeightGroup:
         """Whether the gathered codes are multiplied without being decoded."""
         if not self.codes_multiply or self.operands is None:
             return False
-        if isinstance(self.wire, Tiled):
-            return not self.has_experts or self.order is None  # grouped products have no order of features of their own
-        return self.operands.weight.block is None
+        return self.operands.weight.block is None or isinstance(self.wire, Tiled)
 
     @property
     def delayed(self) -> DelayedScaling | None:
@@ -149,7 +147,11 @@ class WeightGroup:
         """Returns zeros that receive the gradient of a gathered weight; `None` if the weight's own gradient has the
         required dtype, or the weight has no gradient."""
         if isinstance(weight, QuantizedArray):
-            return jnp.zeros(weight.shape, self.summed.slot)
+            *lead, rows, cols = weight.shape
+            if self.has_experts:  # codes may be in the order of kernels, but gradients are in that of ranks
+                ranks = self.ranks if in_order(self.layouts) else 1
+                lead, rows = [ranks, *lead[1:]], lead[0] * rows // ranks
+            return jnp.zeros((*lead, rows, cols), self.summed.slot)
         if self.frozen or weight.dtype == self.summed.slot:
             return None
         return jnp.zeros(weight.shape, self.summed.slot)

@@ -23,10 +23,10 @@ from jax import lax
 from jaxtyping import Int32
 
 from ..collectives import all_gather
-from ..formats import FP8_BLOCKS_1D, QuantizedArray, Tiled
+from ..formats import QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
-from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
+from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable
 from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, part_of, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import is_divided
@@ -52,13 +52,10 @@ class Tiles(Wire):
     format: Tiled
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; the values of experts
-        that have such an order, because their products know none."""
+        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`."""
         group = groups[self.members[0]]
         layouts, ranks = group.layouts, group.ranks
         parts = self.codes[None] if ranks == 1 else all_gather(self.codes[None], layouts[0].axes, dim=0)
-        if not group.as_codes:
-            return {self.members[0]: _values(fuse(parts, layouts), self.scales, group)}
         if group.order is None:
             codes = fuse(parts, layouts)
         else:
@@ -116,7 +113,7 @@ def tile_all(
         part = part_of(stored, group.layouts, jnp.uint8)
         grid = jnp.concatenate([inverses(one) for one in grids], axis=-2)
         assert isinstance(group.wire, Tiled)
-        if group.as_codes and group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
+        if group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
             grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
         found.append(Tiles(part, grid, (name,), group.wire))
     return found
@@ -190,32 +187,6 @@ def _own_axes(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
 def _dim_of_rows(layout: Layout) -> int:
     """Returns the dimension of rows in stored order, counted from the last."""
     return layout.rows - len(layout.shape)
-
-
-def _values(codes: jax.Array, grid: jax.Array, group: WeightGroup) -> jax.Array:
-    """Returns the values of a fused weight of experts, in its dtype.
-
-    Args:
-        codes: the codes of the fused weight, `(shards, experts, rows, cols)`.
-        grid: the inverse scales, `(experts, tiles of kernel 0 | tiles of kernel 1 | ..., tiles across)`.
-        group: the decisions about the weight.
-    """
-    assert isinstance(group.wire, Tiled)
-    layouts, side = group.layouts, group.wire.format.run[0]
-    rows = [layout.matrix_of(layout.whole_shape)[0] for layout in layouts]
-    ends = np.cumsum([-(-one // side) for one in rows])
-    kernels = [
-        jnp.repeat(own, side, axis=-2)[..., :size, :]
-        for own, size in zip(jnp.split(grid, ends[:-1], axis=-2), rows, strict=True)
-    ]
-    if in_order(layouts):  # as `fuse` leaves the codes
-        parts = [jnp.reshape(one, (len(one), group.ranks, -1, one.shape[-1])) for one in kernels]
-        scales = jnp.moveaxis(jnp.concatenate(parts, axis=-2), 1, 0)
-    else:
-        scales = fuse_kernels(kernels, layouts)
-    # a scale for each row of a tile is that of a run of the row
-    runs = QuantizedArray(codes, scales, None, FP8_BLOCKS_1D, (codes.shape[-2], codes.shape[-1]))
-    return values_of(runs, group.dtype)
 
 
 def _codes(part: _Part, scales: jax.Array) -> jax.Array:

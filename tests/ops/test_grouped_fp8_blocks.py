@@ -64,15 +64,22 @@ def layer(rows, shards, dtype=np.float32, sizes=SIZES, behind=5):
     return jnp.asarray(x, dtype), kernels, jnp.asarray(g, dtype)
 
 
-def in_tiles(kernel, shards):
-    """The codes of a kernel `(experts, rows, features)` as they are gathered, in tiles of the whole kernel."""
-    codes, scales = zip(*(quantize_blocked(one, TILE) for one in kernel), strict=True)
-    parts = jnp.asarray(fused([np.stack(codes)], shards))
-    return QuantizedArray(parts, jnp.asarray(np.stack(scales)), None, FP8_BLOCKS, parts.shape[2:])
+def in_tiles(kernels, shards):
+    """The codes of kernels as they are gathered: of one kernel in order of shards, otherwise kernel by kernel."""
+    codes, scales = [], []
+    for kernel in kernels:
+        each = [quantize_blocked(one, TILE) for one in kernel]
+        codes.append(np.stack([one for one, _ in each]))
+        scales.append(np.stack([one for _, one in each]))
+    parts = jnp.asarray(fused(codes, shards) if len(kernels) == 1 else np.concatenate(codes, axis=1)[None])
+    return QuantizedArray(parts, jnp.asarray(np.concatenate(scales, axis=1)), None, FP8_BLOCKS, parts.shape[2:])
 
 
 def products(x, weight, g, sizes, order, taken=None):
-    slot = jnp.zeros(weight.shape, jnp.float32)
+    shards, experts, part, features = weight.shape
+    if order is not None:
+        shards, part = order.ranks, part // order.ranks
+    slot = jnp.zeros((shards, experts, part, features), jnp.float32)
 
     def call(x, slot):
         values = weight if isinstance(weight, QuantizedArray) else jnp.asarray(weight, x.dtype)
@@ -102,9 +109,8 @@ def test_each_expert_s_products_are_sums_of_its_rounded_operands(name):
     at each kernel, wherever shards lay its rows."""
     rows, shards = ORDERS[name]
     x, kernels, g = layer(rows, shards)
-    y, to_x, to_weight = jax.jit(lambda x, g: products(x, fused(kernels, shards), g, SIZES, order_of(rows, shards)))(
-        x, g
-    )
+    weight, order = in_tiles(kernels, shards), order_of(rows, shards)
+    y, to_x, to_weight = jax.jit(lambda x, g: products(x, weight, g, SIZES, order))(x, g)
     assert to_weight.dtype == jnp.float32
     outputs, gradients = by_kernel(np.asarray(y), rows, shards), by_kernel(np.asarray(g), rows, shards)
     ends = np.cumsum([size // shards for size in rows])[:-1]
@@ -178,7 +184,7 @@ def test_sums_over_16384_elements_of_one_sign_keep_float32(dtype):
 
 def test_codes_multiply_as_their_values_do_where_shards_cut_tiles():
     x, (kernel,), g = layer((256,), 4)
-    found = products(x, in_tiles(kernel, 4), g, SIZES, None)
+    found = products(x, in_tiles([kernel], 4), g, SIZES, None)
     for got, wanted in zip(found, products(x, fused([kernel], 4), g, SIZES, None), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -186,14 +192,16 @@ def test_codes_multiply_as_their_values_do_where_shards_cut_tiles():
 @pytest.mark.bad_input
 def test_codes_that_no_product_multiplies_are_refused():
     x, (kernel,), g = layer((256,), 1)
-    codes = in_tiles(kernel, 1)
-    run = lambda codes, order=None: products(x, codes, g, SIZES, order)  # noqa: E731
+    codes = in_tiles([kernel], 1)
+    run = lambda weight, order=None: products(x, weight, g, SIZES, order)  # noqa: E731
     with pytest.raises(ValueError, match=r"codes of .*FP8_BLOCKS_1D.*only codes of .*FP8_BLOCKS"):
         run(QuantizedArray(codes.codes, codes.scales, None, FP8_BLOCKS_1D, codes.matrix))
     with pytest.raises(ValueError, match=r"`weight` \(1, 5, 256, 192\) has scales \(1, 5, 2, 2\); .* are \(5, 2, 2\)"):
         run(QuantizedArray(codes.codes, codes.scales[None], None, FP8_BLOCKS, codes.matrix))
-    with pytest.raises(ValueError, match="`order` must be None"):
-        run(codes, Order((128, 128)))
+    with pytest.raises(ValueError, match=r"has scales \(5, 2, 2\); .* are \(5, 3, 2\)"):
+        run(codes, Order((72, 184)))
+    with pytest.raises(ValueError, match="`order` is that of codes, and `weight` is no codes"):
+        run(fused([kernel], 1), Order((128, 128)))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
-from gtp_jax.ops import SlottedWeight, grouped_quantized, sum_of_places, window_of
+from gtp_jax.ops import Order, SlottedWeight, grouped_quantized, sum_of_places, window_of
 from gtp_jax.ops import _grouped_tiles as tiled
 
 from .oracle import dequantize_blocked, quantize_blocked, rounded_blocked
@@ -155,6 +155,42 @@ def test_a_layer_multiplies_each_expert_s_rounded_operands():
             assert not to_w[group].any()
     behind = sum(sizes)
     assert not np.asarray(y[behind:], np.float32).any() and not np.asarray(to_x[behind:], np.float32).any()
+
+
+def test_kernels_that_shards_cut_are_multiplied_one_after_another():
+    """Gate and up of which each of two shards has parts of tiles: codes lie kernel by kernel, features by shard."""
+    sizes, rows, shards, features = EMPTY_TO_TWO_TILES, (192, 64), 2, 256
+    experts, tokens = len(sizes), sum(sizes)
+    parts = [in_tiles(numbers(experts, size, features), 1) for size in rows]
+    codes, scales = (jnp.concatenate([getattr(q, name) for q, _ in parts], axis=-2) for name in ("codes", "scales"))
+    kernels, order = QuantizedArray(codes, scales, None, FP8_BLOCKS, codes.shape[2:]), Order(rows, shards)
+    x, g = (jnp.asarray(numbers(tokens, size), jnp.bfloat16) for size in (features, sum(rows)))
+    slot, given = jnp.zeros((shards, experts, sum(rows) // shards, features)), jnp.asarray(sizes, jnp.int32)
+
+    @jax.jit
+    def run(x, kernels, g):
+        call = lambda x, s: grouped_quantized(x, SlottedWeight(kernels, s), given, KEY, OPERANDS, order=order)  # noqa: E731
+        y, back = jax.vjp(call, x, slot)
+        return y, *back(g)
+
+    y, to_x, to_weight = (np.asarray(a, np.float32) for a in run(x, kernels, g))
+    ends = np.cumsum([size // shards for size in rows])[:-1]
+    by_kernel = lambda a, axis: [  # noqa: E731
+        np.concatenate(list(one), axis=axis) for one in np.split(a, ends, axis=axis + 1)
+    ]
+    outputs, gradients = (
+        by_kernel(np.moveaxis(a.reshape(tokens, shards, -1), 1, 0), 1) for a in (y, np.asarray(g, np.float32))
+    )
+    rounded = rounded_blocked(np.asarray(x, np.float32), ROW)
+    for group, mine in enumerate(groups_of(sizes)):
+        back = np.concatenate([rounded_blocked(one[mine], ROW) for one in gradients], axis=1)
+        assert_sums(to_x[mine], back, np.concatenate([w[group] for _, w in parts]).T, 2**-8)
+        for (_, w), output, gradient, to_kernel in zip(parts, outputs, gradients, by_kernel(to_weight, 1), strict=True):
+            assert_sums(output[mine], rounded[mine], w[group], 2**-8)
+            if sizes[group]:
+                sides = (gradient, np.asarray(x, np.float32))
+                along = [rounded_blocked(np.ascontiguousarray(a[mine].T), ROW) for a in sides]
+                assert_sums(to_kernel[group], *along, ERROR)
 
 
 def test_rows_at_places_have_the_bits_of_rows_that_were_moved():

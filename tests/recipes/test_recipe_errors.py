@@ -248,14 +248,13 @@ def test_explain_says_how_experts_multiply(recipe):
 
 @pytest.mark.skipif(not native.has("gtp_grouped_blocked_product", "CUDA"), reason=native.describe())
 def test_explain_says_where_codes_of_experts_in_blocks_are_multiplied():
-    """On Hopper, unless kernels that share a gather have shards that are not whole tiles: 192 rows."""
-    for kind, hidden, multiplied in (("H200", 256, True), ("H200", 192, False), ("A100-SXM4-80GB", 256, False)):
+    """On Hopper, even if kernels that share a gather are cut within a tile, but not rows of 72 bytes."""
+    for kind, hidden, multiplied in (("H200", 192, True), ("H200", 72, False), ("A100-SXM4-80GB", 256, False)):
         with gpu(f"NVIDIA {kind}"):
             model = abstract_model(lambda rngs, hidden=hidden: gtp.MoE(128, hidden, num_experts=4, rngs=rngs))
-            up, down = gtp.explain(model, gtp.FP8Blocks()).facts
+            found = {fact.matmul for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
         values = "FP8_BLOCKS_1D: grouped, bfloat16 on dequantized values"
-        assert up.matmul == ("FP8_BLOCKS_1D: grouped" if multiplied else values)
-        assert down.matmul == ("FP8_BLOCKS_1D: grouped" if kind == "H200" else values)
+        assert found == {"FP8_BLOCKS_1D: grouped" if multiplied else values}
 
 
 def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
