@@ -255,6 +255,12 @@ __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& wo
   }
 }
 
+// Returns the offset of a stage's scales, which lie behind all panels. Copies write to multiples of 128 bytes.
+template <int kScaleBytes>
+constexpr __host__ __device__ int scales_at(int stage) {
+  return kStages * kStageBytes + stage * ((kScaleBytes + 127) / 128 * 128);
+}
+
 // The panels in shared memory, and the barriers by which the warp that copies and those that multiply pass them on.
 struct Ring {
   uint8_t* memory;  // kStages panels, followed by kStages places for scales
@@ -317,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           arrive_expecting(barrier, kStageBytes + Method::kScaleBytes);
           producer.copy(ring.panel(), i, barrier);
           if constexpr (Method::kScaleBytes > 0) {
-            Method::copy_scales(maps, work, i, ring.panels + kStages * kStageBytes + ring.stage * Method::kScaleBytes, barrier);
+            Method::copy_scales(maps, work, i, ring.panels + scales_at<Method::kScaleBytes>(ring.stage), barrier);
           }
           ring.advance();
         }
@@ -388,7 +394,7 @@ struct Launch {
 
 template <class Method, bool kWide>
 const char* launch(const Launch& what, const typename Method::Maps& maps) {
-  constexpr int kSharedBytes = kAlignment + kStages * (kStageBytes + Method::kScaleBytes);
+  constexpr int kSharedBytes = kAlignment + scales_at<Method::kScaleBytes>(kStages);
   const auto kernel = grouped_matmul_kernel<Method, kWide>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) kernel<<<what.blocks, kThreads, kSharedBytes, what.stream>>>(maps, what.arguments);

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kBlock = 128;
 constexpr int kHalf = kColumns / 2;
+constexpr int kScales = 16 / sizeof(float);  // a copy reads from an address that is a multiple of 16 bytes
 
 // If `kTiles`, the right operand has scales of tiles, which are read from memory; otherwise it has scales of runs, which
 // are copied with each panel, like those of the left operand.
@@ -21,12 +22,15 @@ struct SumPerBlock {
   struct Maps {
     CUtensorMap left, right, left_scales, right_scales;
   };
-  static constexpr int kScaleBytes = 4 * (kTiles ? kRows : kRows + kColumns);
+  // Rows of a product begin anywhere, so the copy begins with up to three scales of rows before them. Those of a group's
+  // matrix begin with a tile.
+  static constexpr int kLeftScales = kTiles ? kRows + kScales : kRows;
+  static constexpr int kScaleBytes = 4 * (kLeftScales + (kTiles ? 0 : kColumns));
 
   static __device__ __forceinline__ void copy_scales(const Maps& maps, const Work& work, int number, uint32_t target,
                                                      uint32_t barrier) {
     const int block = work.first / kBlock + number;
-    copy_box(target, &maps.left_scales, work.row, block, 0, barrier);
+    copy_box(target, &maps.left_scales, work.row / kScales * kScales, block, 0, barrier);
     if constexpr (!kTiles) copy_box(target + 4 * kRows, &maps.right_scales, work.column, block, 0, barrier);
   }
 
@@ -34,6 +38,7 @@ struct SumPerBlock {
                                                 float (&sums)[128]) {
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
     const int row = part * kPart + thread / 32 * 16 + lane / 4, column = lane % 4 * 2;  // the first of this thread
+    const int skipped = kTiles ? work.row % kScales : 0;
     const float* tiles = nullptr;  // the scales of the tiles of the first half, by block
     int second = 0;                // from there to those of the second half, which may be empty
     if constexpr (kTiles) {
@@ -53,8 +58,8 @@ struct SumPerBlock {
       }
       wait(ring.full + ring.stage * 8, ring.parity);
       if (has_rows) {
-        const float* scales = reinterpret_cast<const float*>(ring.memory + kStages * kStageBytes + ring.stage * kScaleBytes);
-        const float upper = scales[row], lower = scales[row + 8];
+        const float* scales = reinterpret_cast<const float*>(ring.memory + scales_at<kScaleBytes>(ring.stage));
+        const float upper = scales[skipped + row], lower = scales[skipped + row + 8];
         const uint64_t a = describe_lines<false>(ring.panel() + part * kPart * kLineBytes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -94,7 +99,7 @@ const char* launch_blocks(const Launch& what, const CUtensorMap& left, const CUt
   const GroupedJob& job = what.arguments.job;
   typename SumPerBlock<kTiles>::Maps maps{left, right, {}, {}};
   const int lines = job.outer ? job.rows : (job.left_rows + 3) / 4 * 4, blocks = (job.depth + kBlock - 1) / kBlock;
-  if (!encode_scales(maps.left_scales, job.left_scales, blocks, lines, kRows) ||
+  if (!encode_scales(maps.left_scales, job.left_scales, blocks, lines, SumPerBlock<kTiles>::kLeftScales) ||
       (!kTiles && !encode_scales(maps.right_scales, job.right_scales, blocks, job.columns, kColumns))) {
     return "cuTensorMapEncodeTiled rejected scales";
   }
