@@ -19,8 +19,10 @@ KEY = jnp.zeros(2, jnp.uint32)
 OPERANDS = gtp.FP8Blocks().operands
 ROW, TILE = (1, 128), (128, 128)
 EMPTY_TO_TWO_TILES = [0, 1, 127, 128, 129, 0, 300, 0]
-# A sum of 128 products keeps some 14 bits in a tensor core.
-ERROR = 2e-4
+# Tensor cores align 32 products with their sum so far, and keep 14 bits. Products of codes of one size are exact. Where
+# their sizes differ by up to 2^12, a sum is off by up to 1e-3 of its magnitude (an emulation of 14 bits gives 1.04e-3).
+# Rounding a result to bfloat16 would add 3e-3.
+ERROR_OF_ONE_SIZE, ERROR = 2e-4, 2e-3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,22 +112,22 @@ def test_sums_over_each_expert_s_rows(out, features, shards, dtype):
 
 
 def test_sums_over_16384_elements_of_one_sign_are_promoted():
-    """Without promotion to float32, such a sum loses more than 1e-3."""
+    """Without promotion to float32, such a sum loses a quarter."""
     deep, sizes = 16384, [3, 130]
     kernels, w = in_tiles(numbers(2, 256, deep, one_sign=True), 1)
     q, x = in_runs(numbers(sum(sizes), deep, one_sign=True))
     y = jax.jit(lambda q, w: tiled.product(q, w, jnp.asarray(sizes, jnp.int32), jnp.float32))(q, kernels)
     for group, mine in enumerate(groups_of(sizes)):
-        assert_sums(y[mine], x[mine], w[group], ERROR)
+        assert_sums(y[mine], x[mine], w[group], ERROR_OF_ONE_SIZE)
     kernels, w = in_tiles(numbers(2, deep, 256, one_sign=True), 2)
     turned = lambda q, w: tiled.product(q, tiled.transposed_tiles(w), jnp.asarray(sizes, jnp.int32), jnp.float32)  # noqa: E731
     for group, mine in enumerate(groups_of(sizes)):
-        assert_sums(jax.jit(turned)(q, kernels)[mine], x[mine], w[group].T, ERROR)
+        assert_sums(jax.jit(turned)(q, kernels)[mine], x[mine], w[group].T, ERROR_OF_ONE_SIZE)
     (y, left), (x, right) = (in_columns(numbers(deep + 128, size, one_sign=True)) for size in (256, 128))
     sizes = jnp.asarray([deep, 0, 128], jnp.int32)
     found = jax.jit(lambda y, x: tiled.outer(y, x, sizes, shards=1, dtype=jnp.float32))(y, x)
-    assert_sums(found[0, 0], left[:, :deep], right[:, :deep], ERROR)
-    assert_sums(found[0, 2], left[:, deep:], right[:, deep:], ERROR)
+    assert_sums(found[0, 0], left[:, :deep], right[:, :deep], ERROR_OF_ONE_SIZE)
+    assert_sums(found[0, 2], left[:, deep:], right[:, deep:], ERROR_OF_ONE_SIZE)
 
 
 @jax.jit
