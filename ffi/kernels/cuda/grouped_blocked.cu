@@ -10,7 +10,6 @@ namespace gtp::cuda {
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kHalf = kColumns / 2;
 constexpr int kScales = 16 / sizeof(float);  // a copy reads from an address that is a multiple of 16 bytes
 
 // If `kTiles`, the right operand has scales of tiles, which are read from memory; otherwise it has scales of runs, which
@@ -36,6 +35,7 @@ struct SumPerBlock {
 
   static __device__ __forceinline__ void add_up(const GroupedJob& job, const Work& work, Ring& ring, int part, bool has_rows,
                                                 float (&sums)[128]) {
+    constexpr int kHalf = kColumns / 2;
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
     const int row = part * kPart + thread / 32 * 16 + lane / 4, column = lane % 4 * 2;  // the first of this thread
     const int skipped = kTiles ? work.row % kScales : 0;
