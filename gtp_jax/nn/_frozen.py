@@ -15,6 +15,7 @@ from ..formats import Format, QuantizedArray
 from ..layout import Layout, PaddedLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
+from ..variables import RefuseLinen, padded_layout
 from ..weights import (
     FrozenAs,
     Groups,
@@ -155,13 +156,17 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
 
 
 def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
-    kept = variable.get_metadata()
+    kept: dict[str, Any] = dict(variable.get_metadata())
     placement = kept.get("placement")
     if placement is not None and type(variable) is placement.kind:  # so that `gtp_jax.shard` still gathers it
         kept = {**kept, "placement": dataclasses.replace(placement, kind=Frozen)}
     elif placement is not None:  # an adapter, which has copied the metadata
         kept = {name: own for name, own in kept.items() if name != "padded"}
-    found: Any = Frozen.from_metadata(value, {**kept, **metadata})
+    kept |= metadata
+    found: Any = Frozen.from_metadata(value, kept)
+    if kept.get("linen_meta_type") is RefuseLinen and padded_layout(found) is None and not padded_codes(found):
+        kept = {name: own for name, own in kept.items() if name not in ("linen_meta_type", "on_create_value")}
+        found = Frozen.from_metadata(value, kept)  # only the optimizer's axes (dp) needed the padding
     if metadata:  # codes have another shape; `partition_of` returns their partitions
         of_array = None if isinstance(value, QuantizedArray) else tuple(partition_of(found))
         found.set_metadata(out_sharding=of_array)

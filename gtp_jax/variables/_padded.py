@@ -106,8 +106,7 @@ class RefuseLinen:
         Raises:
             ValueError: always.
         """
-        layout = _of_metadata(metadata)
-        assert layout is not None
+        layout = _of_metadata(metadata) or metadata["layout"]  # of codes
         raise ValueError(
             f"{_padded_to(layout)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` outside "
             "of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."

@@ -341,6 +341,30 @@ def test_linen_refuses_to_store_a_padded_weight():
         assert bridged.apply(variables, x).shape == (7, 34), "outside of `init`, the scope changes nothing"
 
 
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.base = gtp.Dense(26, 34, dtype=jnp.float32, rngs=rngs)
+        self.scale = nnx.LoRAParam(jnp.ones(34))
+
+    def __call__(self, x):
+        return self.base(x) * self.scale[...]
+
+
+def test_linen_stores_a_frozen_weight_that_only_dp_would_pad():
+    x = jax.random.normal(jax.random.key(1), (7, 26))
+    for recipe in (None, gtp.NVFP4()):
+        bridged = nnx.bridge.to_linen(lambda rngs, recipe=recipe: gtp.freeze(Adapted(rngs), recipe))
+        found = []
+        with on(1, dp=7):
+            for pad in (True, False):
+                with gtp.even_shares(pad):
+                    variables = bridged.init(jax.random.key(0), x)
+                found.append(np.asarray(bridged.apply(variables, x)))
+        np.testing.assert_array_equal(*found)
+        with on(7), pytest.raises(ValueError, match=r"\(26, 34\) is stored padded to \(26, \d+\), which Linen var"):
+            bridged.init(jax.random.key(0), x)
+
+
 def test_models_of_one_class_in_and_out_of_even_shares_do_not_share_a_program(x64):
     with on(7), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
