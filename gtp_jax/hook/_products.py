@@ -99,32 +99,6 @@ def values_of(array: Any) -> Any:
     return array.values if isinstance(array, SlottedWeight) else array
 
 
-def narrowed(jaxpr: Jaxpr, owners: Sequence[frozenset[int]]) -> set[int]:
-    """Returns the numbers of the weights that a jaxpr, or one nested in it, may hold in a float dtype narrower than
-    float32, as an input or in a value computed from weights alone. If the inputs of a nested jaxpr cannot be matched
-    with the operands of its operation, every weight that the operation reads counts.
-
-    Args:
-        jaxpr: the jaxpr.
-        owners: for each input of the jaxpr, the numbers of the weights from which it is computed; empty if it depends
-            on anything else.
-    """
-    known, found = dict(zip(jaxpr.invars, owners, strict=True)), set[int]()
-    for v, own in known.items():
-        found |= own if is_narrow(v.aval.dtype) else frozenset()  # pyright: ignore[reportAttributeAccessIssue]
-    for eqn in jaxpr.eqns:
-        read = [frozenset() if isinstance(v, Literal) else known.get(v, frozenset()) for v in eqn.invars]
-        own = frozenset[int]().union(*read)
-        if not own:
-            continue
-        for inner, inputs in _nested(eqn, read):
-            found |= narrowed(inner, inputs) if len(inputs) == len(inner.invars) else own
-        if all(isinstance(v, Literal) or one for v, one in zip(eqn.invars, read, strict=True)):
-            known.update((v, own) for v in eqn.outvars)
-            found |= own if any(is_narrow(v.aval.dtype) for v in eqn.outvars) else frozenset()  # pyright: ignore[reportAttributeAccessIssue]
-    return found
-
-
 def is_narrow(dtype: Any) -> bool:
     """Returns whether a dtype is a float narrower than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
@@ -133,25 +107,6 @@ def is_narrow(dtype: Any) -> bool:
 def widened(dtype: Any) -> np.dtype:
     """Returns float32 for a narrower float, and any other dtype as it is."""
     return np.dtype(jnp.float32 if is_narrow(dtype) else dtype)
-
-
-def _nested(eqn: Any, read: Sequence[frozenset[int]]) -> list[tuple[Jaxpr, Sequence[frozenset[int]]]]:
-    """Returns the jaxprs among the parameters of an operation, each with the entries of `read` for its inputs. Except
-    for a `while`, its inputs are taken to be the last operands; if there are too few, the entries are those of all
-    operands.
-
-    Args:
-        eqn: the operation.
-        read: for each operand, the numbers of the weights from which it is computed.
-    """
-    each = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
-    found = [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
-    if eqn.primitive.name == "while":  # the operands are the constants of both jaxprs, and then the carry
-        of_condition, both = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-        return [(condition, [*read[:of_condition], *read[both:]]), (body, read[of_condition:])]
-    # the index of a branch comes before its operands
-    return [(inner, read[max(0, len(read) - len(inner.invars)) :]) for inner in found]
 
 
 def evaluate(

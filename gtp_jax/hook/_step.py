@@ -19,8 +19,9 @@ from ..mesh import current_view, degrees
 from ..ops import SlottedWeight, linear
 from ..weights import CallKeys, Wire
 from ._multiply import multiplies, product, ranks_know
+from ._narrow import narrowed
 from ._parts import in_parts
-from ._products import Array, Factor, evaluate, inputs_of, is_narrow, narrowed, values_of, views_of, widened
+from ._products import Array, Factor, evaluate, inputs_of, is_narrow, values_of, views_of, widened
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
@@ -214,8 +215,8 @@ def run(
     step.defvjp(forward, backward, symbolic_zeros=True)
     outputs, token = step(shards, codes, rest, token)
     count = len(program.placements)
-    owners = [frozenset([i] if i < count else []) for i in range(len(program.jaxpr.invars))]
-    narrow = narrowed(program.jaxpr, owners) - summed if wide else set[int]()
+    inputs = [frozenset([i]) if i < count else None for i in range(len(program.jaxpr.invars))]
+    narrow = narrowed(program.jaxpr, inputs) - summed if wide else set[int]()
     narrow |= apart.keys() - summed
     return outputs, token, Products(frozenset(multiplied), frozenset(narrow))
 

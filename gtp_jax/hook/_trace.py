@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
 from ._exchange import Exchange, exchanged
+from ._jaxprs import CALLS
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
@@ -96,9 +97,6 @@ class Traced(NamedTuple):
     keys: list[CallKeys | None]
     wires: tuple[Wire, ...]
 
-
-# Primitives that evaluate their jaxpr once.
-_CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 _CAPTURED = object()  # marks a constant that is traced
 
@@ -272,7 +270,7 @@ def origin(jaxpr: Jaxpr, variable: Any) -> Any:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = getattr(inner, "jaxpr", inner)
-        if eqn.primitive.name not in _CALLS or inner is None or len(inner.invars) != len(eqn.invars):
+        if eqn.primitive.name not in CALLS or inner is None or len(inner.invars) != len(eqn.invars):
             return None
         within = origin(inner, inner.outvars[eqn.outvars.index(variable)])
         return None if within is None else origin(jaxpr, eqn.invars[inner.invars.index(within)])

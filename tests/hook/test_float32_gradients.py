@@ -149,6 +149,51 @@ def test_explain_tells_the_weights_of_a_loops_condition_from_those_of_its_body()
     assert found.narrow == ("blocks.0.bound",)
 
 
+class Carried(nnx.Module):
+    """Loops over weights: `exact` stays in float32 beside `low`, which is carried in bfloat16; `late` is carried beside
+    an activation, and rounded after the loop; two of three change places, and the one that comes first is rounded."""
+
+    NAMES = ("exact", "low", "late", "first", "second", "third")
+
+    def __init__(self, rngs):
+        for name in self.NAMES:
+            setattr(self, name, nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 8))
+
+    def __call__(self, x):
+        pair = self.exact[...], self.low[...].astype(BF16)
+        (exact, low), _ = jax.lax.scan(lambda pair, _: ((pair[0] * 2, pair[1] * 2), None), pair, length=3)
+        x = x @ exact + (x.astype(BF16) @ low).astype(jnp.float32)
+        x, late = jax.lax.fori_loop(0, 3, lambda _, pair: (jnp.tanh(pair[0]), pair[1] / 2), (x, self.late[...]))
+        x = x + (x.astype(BF16) @ late.astype(BF16)).astype(jnp.float32)
+
+        def turn(carry, _):
+            x, one, two, three = carry
+            return (x + (x.astype(BF16) @ one.astype(BF16)).astype(jnp.float32), two, one, three), None
+
+        (x, *_, three), _ = jax.lax.scan(turn, (x, self.first[...], self.second[...], self.third[...]), length=2)
+        return x @ three
+
+
+def test_explain_names_exactly_the_weights_that_loops_hold_in_a_narrow_dtype():
+    x = jax.random.normal(jax.random.key(1), (BATCH, 32))
+
+    def factory(rngs):
+        model = Model(rngs)
+        model.blocks = nnx.List([Carried(rngs)])
+        return gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32")
+
+    with scope(ALL_MESHES["gtp 8"]):
+        found = gtp.explain(factory(nnx.Rngs(0)), call=lambda model: model(x))
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
+        _, gradients = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x))(state, x)
+        gradients = flat(gradients)
+    assert set(found.narrow) == {f"blocks.0.{name}" for name in ("low", "late", "first", "second")}
+    rounded = lambda g: g.astype(BF16).astype(np.float32)  # noqa: E731
+    for name in ("exact", "third"):
+        (gradient,) = [g for key, g in gradients.items() if name in str(key)]
+        assert (gradient != rounded(gradient)).any()
+
+
 @pytest.mark.parametrize("remat", ["nothing", "everything"])
 def test_remat_and_frozen_weights_change_no_gradient(remat):
     def of_up(model, x, **options):

@@ -1,0 +1,36 @@
+"""Searches jaxprs, including those that are nested in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+# Primitives that evaluate their jaxpr once.
+CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+
+
+def inner_jaxprs(eqn: Any) -> list[Jaxpr]:
+    """Returns the jaxprs among the parameters of an operation, such as the body of a loop."""
+    each = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+
+
+def custom_vjps(jaxpr: Jaxpr) -> list[str]:
+    """Returns the name of each `jax.custom_vjp` function that a jaxpr calls, and where its source is."""
+    calls = (eqn for eqn in _operations(jaxpr) if eqn.primitive.name.startswith("custom_vjp_call"))
+    return [str(inner_jaxprs(eqn)[0].debug_info.func_src_info) for eqn in calls]
+
+
+def in_forward_mode(jaxpr: Jaxpr) -> list[str]:
+    """Returns the name of the backward rule of each `jax.custom_vjp` function that a jaxpr differentiates in forward
+    mode. JAX raises an error if such a jaxpr is evaluated."""
+    return [eqn.params["bwd"].__name__ for eqn in _operations(jaxpr) if eqn.primitive.name == "custom_lin"]
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _operations(inner)

@@ -1,0 +1,110 @@
+"""Finds the weights whose gradients a call may compute in a float dtype narrower than float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from ._jaxprs import CALLS, inner_jaxprs
+from ._products import is_narrow
+
+# The numbers of the weights from which alone a value is computed; empty for a literal. `None` if the value depends on
+# anything else, such as an argument of the call or an array constant.
+Origin = frozenset[int] | None
+
+# Primitives that evaluate each of their jaxprs at most once, and return its outputs.
+_RETURNING = (*CALLS, "cond", "custom_jvp_call", "custom_vjp_call", "shard_map")
+
+
+def narrowed(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> set[int]:
+    """Returns the numbers of the weights that a jaxpr, or one nested in it, holds in a float dtype narrower than
+    float32, as an input or in a value computed from weights alone.
+
+    Follows the values that a `scan` carries through its iterations. Does not know which branch of a `cond` is taken, or
+    how often a `while` runs, so every possibility counts. Nor does it know what an operation other than a loop, a
+    branch or a call does with its jaxprs: if it has more inputs than operands, every weight that it reads counts.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: the origin of each input.
+    """
+    found = set[int]()
+    _followed(jaxpr, inputs, found)
+    return found
+
+
+def _followed(jaxpr: Jaxpr, inputs: Sequence[Origin], found: set[int]) -> list[Origin]:
+    """Returns the origin of each output of a jaxpr, and adds to `found` the weights that `narrowed` returns."""
+    known: dict[Any, Origin] = {}
+
+    def origin(v: Any) -> Origin:
+        return frozenset() if isinstance(v, Literal) else known.get(v)
+
+    def note(variables: Sequence[Any], origins: Sequence[Origin]) -> None:
+        known.update(zip(variables, origins, strict=True))
+        for v, own in zip(variables, origins, strict=True):
+            if own and is_narrow(v.aval.dtype):
+                found.update(own)
+
+    note(jaxpr.invars, inputs)
+    for eqn in jaxpr.eqns:
+        note(eqn.outvars, _of_outputs(eqn, [origin(v) for v in eqn.invars], found))
+    return [origin(v) for v in jaxpr.outvars]
+
+
+def _of_outputs(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
+    """Returns the origin of each output of an operation, given those of its operands."""
+    name = eqn.primitive.name
+    if name == "scan":
+        return _of_scan(eqn, read, found)
+    if name == "while":  # the operands are the constants of both jaxprs, and then the carry
+        of_condition, both = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        fixed, states = read[of_condition:both], [list(read[both:])]
+        while (state := _followed(body, [*fixed, *states[-1]], found)) not in states:
+            states.append(state)
+        for state in states:
+            _followed(condition, [*read[:of_condition], *state], found)
+        return _either(states)
+    alone = [_joined(read)] * len(eqn.outvars)
+    each = []
+    for inner in inner_jaxprs(eqn) if any(read) else ():
+        if len(inner.invars) > len(read):
+            found.update(*(own for own in read if own))
+        else:  # the index of a branch comes before its operands
+            each.append(_followed(inner, read[len(read) - len(inner.invars) :], found))
+    return _either(each) if each and name in _RETURNING else alone
+
+
+def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
+    (body,), length = inner_jaxprs(eqn), eqn.params["length"]
+    # the body reads slices of some operands and returns slices of some outputs; the carry comes before these
+    sliced, returned = (
+        sum(v.aval.shape != inner.aval.shape for v, inner in zip(own, of_body, strict=True))  # pyright: ignore
+        for own, of_body in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
+    )
+    carried = len(eqn.outvars) - returned
+    start, end = len(read) - sliced - carried, len(read) - sliced
+    states, slices = [list(read[start:end])], []
+    while len(states) <= length:
+        outputs = _followed(body, [*read[:start], *states[-1], *read[end:]], found)
+        slices.append(outputs[carried:])
+        if (state := outputs[:carried]) in states:  # from here on, the states repeat
+            first = states.index(state)
+            return [*states[first + (length - first) % (len(states) - first)], *_either(slices)]
+        states.append(state)
+    return [*states[-1], *_either(slices)]
+
+
+def _joined(origins: Iterable[Origin]) -> Origin:
+    """Returns the origin of a value that is computed from several."""
+    each = list(origins)
+    return None if None in each else frozenset[int]().union(*(own for own in each if own))
+
+
+def _either(alternatives: Sequence[Sequence[Origin]]) -> list[Origin]:
+    """Returns the origin of each of several values, given the origins that they may have."""
+    known = [[own for own in each if own is not None] for each in zip(*alternatives, strict=True)]
+    return [_joined(each) if each else None for each in known]
