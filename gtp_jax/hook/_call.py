@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
+from jax.extend.core import Jaxpr
 
 from ..chain import Remat
 from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
@@ -17,6 +20,7 @@ from ..weights import ModulePath
 from ._choice import name_of, own_variables
 from ._codes import coded, moving
 from ._exchange import exchanged
+from ._jaxprs import custom_vjps, in_forward_mode
 from ._made import wires_of_call
 from ._movement import own_part
 from ._multiply import batch_axes
@@ -32,6 +36,9 @@ from ._weights import Weights, gather_once
 
 # The placements of a module's weights, by their paths in the module, as a hashable tuple of pairs.
 Placements = tuple[tuple[ModulePath, Placement], ...]
+
+# The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
+_FORWARD = "can't apply forward-mode"
 
 
 @legacy_mesh_in_scope()
@@ -82,11 +89,11 @@ def call_unit(
     _refuse_stripped(unit, nodes, placements)
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
+    axes = batch_axes(batch)
     with _explained(unit):
-        axes = batch_axes(batch)
         call = traced(method, unit, args, kwargs, axes)
     keep_last = keep_last and is_under_way()
-    with _explained(unit):
+    with _forward_mode_explained(unit, call.program.jaxpr):
         made: Any = {"keys": call.keys, "wires": call.wires}
         options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
         outputs, token, products = run(*call[:3], take(unit), **made, **options)
@@ -209,8 +216,9 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Replaces two JAX errors with errors that say what to do instead: the one for a gather that is differentiated in
-    forward mode, and, in local view, the one for a sharding constraint over a manual axis."""
+    """Replaces two JAX errors that a module's own code raises with errors that say what to do instead: the one for a
+    `jax.custom_vjp` function that is differentiated in forward mode, and, in local view, the one for a sharding
+    constraint over a manual axis."""
     try:
         yield
     except ValueError as error:
@@ -222,13 +230,46 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
             f"leave the constraint out. JAX says: {error}"
         ) from error
     except TypeError as error:
-        if "forward-mode" not in str(error):
+        if _FORWARD not in str(error):
             raise
+        calls = traceback.extract_tb(error.__traceback__)
+        own = [call for call in calls if not call.filename.startswith(os.path.dirname(jax.__file__))][-1]
+        raise _of_own_code(owner, f"`{own.line}`, in {own.name} at {own.filename}:{own.lineno}") from error
+
+
+@contextlib.contextmanager
+def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[None]:
+    """Replaces the JAX error for a gather that is differentiated in forward mode with one that says what to do instead.
+
+    Args:
+        owner: the module whose weights are gathered.
+        jaxpr: the jaxpr of the module's own code, if it runs in this context.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if _FORWARD not in str(error):
+            raise
+        if jaxpr is not None and (rules := in_forward_mode(jaxpr)):
+            raise _of_own_code(owner, f"the one with the backward rule `{rules[0]}`") from error
+        instead = (
+            "or call it under `with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode "
+            "differentiation works there"
+        )
+        if jaxpr is not None and (functions := custom_vjps(jaxpr)):
+            instead = f"because it calls the `jax.custom_vjp` function {functions[0]}, which does not support it either"
         raise TypeError(
             f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
-            "`jax.jacfwd`), which its gathers do not support. Use reverse mode, or call it under "
-            "`with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode differentiation works there."
+            f"`jax.jacfwd`), which its gathers do not support. Use reverse mode, {instead}."
         ) from error
+
+
+def _of_own_code(owner: nnx.Module, which: str) -> TypeError:
+    return TypeError(
+        f"a `jax.custom_vjp` function that {type(owner).__name__} calls is differentiated in forward mode (`jax.jvp`, "
+        f"`jax.jacfwd`), which JAX does not support: {which}. Use reverse mode, or give the function a "
+        "`jax.custom_jvp` rule instead."
+    )
 
 
 def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
@@ -268,7 +309,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
-    with _explained(owner):
+    with _forward_mode_explained(owner):
         gathered = gather_once(how, shards, wires)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}

@@ -148,6 +148,53 @@ def test_without_the_hook_a_model_takes_forward_mode(x64):
             jax.jvp(function, (state,), (ones,))
 
 
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+def doubled_bwd(_, gradient):
+    return (2 * gradient,)
+
+
+doubled.defvjp(lambda x: (2 * x, None), doubled_bwd)
+
+
+class Doubling(nnx.Module):
+    """A block that calls a user's `jax.custom_vjp` function, and may differentiate it in forward mode itself."""
+
+    def __init__(self, differentiates):
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.differentiates = differentiates
+
+    def __call__(self, x):
+        y = self.linear(x)
+        return jax.jvp(doubled, (y,), (y,))[1] if self.differentiates else doubled(y)
+
+
+class Around(nnx.Module):
+    def __init__(self, outside=False, differentiates=False):
+        self.layers = nnx.List([Doubling(differentiates)])
+        self.outside = outside
+
+    def __call__(self, x):
+        return self.layers[0](doubled(x) if self.outside else x)
+
+
+def test_forward_mode_is_refused_because_of_a_users_custom_vjp_where_that_is_the_cause():
+    x = jnp.ones((8, 16))
+    with scope(MESHES["gtp 8"]):
+        outside = gtp.shard(Around(outside=True), "layers.*", min_size=64)
+        with pytest.raises(TypeError, match=r"that Around calls is .*: `.*doubled\(x\).*`, in __call__ at"):
+            jax.jvp(outside, (x,), (x,))
+        within = gtp.shard(Around(differentiates=True), "layers.*", min_size=64)
+        with pytest.raises(TypeError, match="that Doubling calls is .*: the one with the backward rule `doubled_bwd`"):
+            within(x)
+        both = gtp.shard(Around(), "layers.*", min_size=64)
+        with pytest.raises(TypeError, match="its gathers do not .*because it calls .* function doubled at .*, which"):
+            jax.jvp(both, (x,), (x,))
+
+
 def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_with_its_shard():
     with scope(MESHES["gtp 8"]):
         layers = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)]
