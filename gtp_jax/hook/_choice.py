@@ -69,8 +69,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
     if blocks is None:
         chosen = _longest_lists(heavy, names)
     else:
-        told = _told(blocks)
-        chosen = _outermost([path for path, m in modules.items() if any(told(name, m) for name in names[id(m)])])
+        chosen = _named(blocks, modules, names)
     if not chosen:
         raise ValueError(_none_matches(blocks, modules, _longest_lists(heavy, names)))
     chosen_modules = {id(modules[path]) for path in chosen}
@@ -92,6 +91,16 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         and any(id(within) in of_units for _, within in nnx.iter_modules(m))
     }
     return Choice({path: modules[path] for path in chosen}, others, holders)
+
+
+def named(model: nnx.Module, blocks: Blocks) -> dict[ModulePath, nnx.Module]:
+    """Returns, by path, the modules of a model that `blocks` matches and that are not within another such module.
+
+    Raises:
+        TypeError: if `blocks` has the wrong type.
+    """
+    modules = dict(in_order(model))
+    return {path: modules[path] for path in _named(blocks, modules, names_of(model))}
 
 
 def in_order(
@@ -185,6 +194,13 @@ def _related(one: ModulePath, other: ModulePath) -> bool:
 
 def _outermost(paths: list[ModulePath]) -> list[ModulePath]:
     return [path for path in paths if not any(path[: len(o)] == o and path != o for o in paths)]
+
+
+def _named(
+    blocks: Blocks, modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]
+) -> list[ModulePath]:
+    told = _told(blocks)
+    return _outermost([path for path, m in modules.items() if any(told(name, m) for name in names[id(m)])])
 
 
 def _told(blocks: Blocks) -> Callable[[ModulePath, nnx.Module], bool]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -34,10 +35,10 @@ from ..mesh import (
 from ..variables import make_padded
 from ..weights import ModulePath
 from ._call import Placements, lies, stripped
-from ._choice import Blocks, choose, matches, name_of, names_of, own_variables
-from ._placement import Placement, place, placed, placement_of, shards_of
+from ._choice import Blocks, choose, in_order, matches, name_of, named, names_of, own_variables
+from ._placement import Placement, place, placed, placement_of
 from ._shards import refuse_read
-from ._unit import Holder, Unit, kind_of, make, methods_of
+from ._unit import Holder, Unit, kind_of, make, methods_of, unmade
 
 # A value of `specs`: the partition in which a weight is stored; `None` for a weight that `shard` does not partition.
 Spec = PartitionSpec | tuple[Any, ...] | None
@@ -114,8 +115,8 @@ def shard[M: nnx.Module](
             `specs` matches no weight; if `specs` or an annotation of the model names a partition that does not fit the
             mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an allowed value; or if the model is
             sharded already, and none of its arrays has been replaced, the mesh is not the one for which it was sharded,
-            an array has a shape that does not fit its weight, or `remat` or `grad_reduce` is neither the default nor
-            the value with which it was sharded.
+            an array has a shape that does not fit its weight, `blocks` matches other modules than those that are its
+            blocks, or another argument is neither the default nor the value with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -126,9 +127,10 @@ def shard[M: nnx.Module](
             "`gtp_jax.shard` found no mesh in scope to shard the model over. Call it, and the model, under "
             "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
         )
-    kinds = [kind for _, module in nnx.iter_modules(model) if (kind := kind_of(module)) is not None]
-    if kinds:
-        _check_unchanged([kind for kind in kinds if isinstance(kind, Unit)], remat, grad_reduce)
+    partitions = tuple((name, None if spec is None else PartitionSpec(*spec)) for name, spec in (specs or {}).items())
+    if any(kind_of(module) is not None for _, module in nnx.iter_modules(model)):
+        options = {"remat": remat, "keep_last": keep_last, "methods": methods, "grad_reduce": grad_reduce}
+        _check_unchanged(model, blocks, {"min_size": min_size, "specs": partitions, **options, "roles": roles})
         return _put_back(model)
     roles = current_roles() if roles is None else roles
     _check_roles(roles)
@@ -151,9 +153,12 @@ def shard[M: nnx.Module](
         if placements.get(paths, ...) is None and specs.get(_pattern(specs, paths) or "") is not None:
             variable.set_metadata(out_sharding=())  # a partition without axes takes the place of the annotation
         _put(paths, variable, placements.get(paths), own=id(variable) in own)
-    for module in choice.units.values():
-        of_weights = _placements(dict(nnx.iter_graph(module)))
-        make(module, Unit(remat, keep_last, methods, roles, grad_reduce is not None, of_weights))
+    for path, module in choice.units.items():
+        of_weights, block = _placements(dict(nnx.iter_graph(module))), path in choice.blocks
+        make(
+            module,
+            Unit(remat, keep_last, methods, roles, grad_reduce is not None, block, min_size, partitions, of_weights),
+        )
     for module in choice.holders.values():
         make(module, Holder(_placements(own_variables(module))))
     return model
@@ -441,19 +446,44 @@ def _mesh() -> Any:
         return jax.sharding.get_abstract_mesh()
 
 
-def _check_unchanged(units: Sequence[Unit], remat: Remat, grad_reduce: Any) -> None:
-    """Raises an error if `remat` or `grad_reduce` is neither the default nor the value with which the model was
-    sharded."""
-    for unit in units:
-        for name, asked, used, default in (
-            ("remat", remat, unit.remat, "matmuls"),
-            ("grad_reduce", grad_reduce, "float32" if unit.wide else None, None),
-        ):
-            if asked not in (used, default):
-                raise ValueError(
-                    f"`{name}` is {asked!r}, but the model is sharded already, with {used!r}. Leave it out to put "
-                    "arrays back as shards; to shard the model differently, build it again."
-                )
+def _check_unchanged(model: nnx.Module, blocks: Blocks | None, options: Mapping[str, Any]) -> None:
+    """Raises an error if an option is neither the default nor the value with which the model was sharded. `blocks` may
+    have another value that matches the same modules.
+
+    Args:
+        model: the model, which is sharded already.
+        blocks: the argument of `shard`.
+        options: other arguments of `shard`, by name; `specs` as in `Unit.specs`.
+    """
+    modules = list(in_order(model))
+    units = [(path, module, kind) for path, module in modules if isinstance(kind := kind_of(module), Unit)]
+    defaults = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
+    defaults["specs"] = ()
+    for _, _, unit in units:
+        used = {**vars(unit), "grad_reduce": "float32" if unit.wide else None}
+        for name, asked in options.items():
+            if asked not in (used[name], defaults[name]):
+                shown = (dict(asked), dict(used[name])) if name == "specs" else (asked, used[name])
+                raise ValueError(_changed(f"`{name}` is {shown[0]!r}", repr(shown[1])))
+    if blocks is None:
+        return
+    with unmade(module for _, module in modules):  # a function may ask for the exact class of a module
+        asked = named(model, blocks)
+    used = {path: module for path, module, unit in units if unit.block}
+    if set(map(id, asked.values())) != set(map(id, used.values())):
+        raise ValueError(_changed(f"`blocks` is {blocks!r}, which matches {_listed(asked)}", _listed(used)))
+
+
+def _changed(asked: str, used: str) -> str:
+    return (
+        f"{asked}, but the model is sharded already, with {used}. Leave it out to put arrays back as shards; to shard "
+        "the model differently, build it again."
+    )
+
+
+def _listed(paths: Collection[ModulePath]) -> str:
+    names = [name_of(path) or "the model itself" for path in paths]
+    return (", ".join(names[:3]) + (", ..." if len(names) > 3 else "")) or "no module"
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
@@ -502,18 +532,22 @@ def _put_back[M: nnx.Module](model: M) -> M:
 
 
 def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns about each large weight that has fewer shards than there are ranks along the axes of the role `weights`,
-    for example because it stays whole. Does not warn about weights that a pattern of `specs` matches."""
-    ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
+    """Warns about each large weight that is not divided over all axes of the role `weights`, because it stays whole or
+    because only other axes, such as dp, divide it. Does not warn about weights that a pattern of `specs` matches."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    all_axes = tuple(axis for axis in (*roles.over_optimizer, *roles.weights) if axis in names and degree(axis) > 1)
+    ranks = degrees(tuple(axis for axis in all_axes if axis in roles.weights))
     for paths, placement in placements.items():
         shape, asked = variables[paths].get_raw_value().shape, _pattern(specs, paths)
-        shards = 1 if placement is None else shards_of(placement)
-        if ranks > 1 and shards < ranks and math.prod(shape) >= _LARGE and not asked:
-            parts = "stays whole on every rank" if shards == 1 else f"is divided among only {shards} ranks"
+        sizes = {} if placement is None else dict(placement.degrees)
+        divided = math.prod(size for axis, size in sizes.items() if axis in roles.weights)
+        if divided < ranks and math.prod(shape) >= _LARGE and not asked:
+            over = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            parts = f"is divided over {over} only" if over else "stays whole on every rank"
             pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
-                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {ranks} ranks divide none of its "
-                f"dimensions, or the model annotates another partition. Choose sizes that the degrees divide, {pad}or "
-                "name its partition in `specs` if it is intended.",
+                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
+                f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
+                f"Choose sizes that the degrees divide, {pad}or name its partition in `specs` if it is intended.",
                 stacklevel=3,
             )

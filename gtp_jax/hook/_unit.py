@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..chain import Remat
 from ..mesh import Roles
@@ -26,6 +28,9 @@ class Unit:
         methods: the names of the methods whose calls gather the weights; the module may lack some of them.
         roles: the roles of the mesh axes.
         wide: whether the model was sharded with `grad_reduce="float32"`.
+        block: whether `blocks` matches the module; if not, it is a module with weights outside of blocks.
+        min_size: the minimum number of elements of a sharded weight of the model.
+        specs: the partitions that `specs` named for weights of the model, by pattern.
         placements: the placements of its weights, by their paths in the module.
     """
 
@@ -34,6 +39,9 @@ class Unit:
     methods: tuple[str, ...]
     roles: Roles
     wide: bool
+    block: bool
+    min_size: int
+    specs: tuple[tuple[str, PartitionSpec | None], ...]
     placements: Placements
 
 
@@ -60,6 +68,19 @@ def kind_of(module: Any) -> Kind | None:
 def make(module: nnx.Module, kind: Kind) -> None:
     """Makes a module a unit or a holder, by changing its class to a subclass of that class."""
     object.__setattr__(module, "__class__", _hooked(type(module), kind))
+
+
+@contextlib.contextmanager
+def unmade(modules: Iterable[nnx.Module]) -> Iterator[None]:
+    """Returns a context in which units and holders among the modules have the classes that they had before `make`."""
+    made = [(module, type(module)) for module in modules if kind_of(module) is not None]
+    for module, cls in made:
+        object.__setattr__(module, "__class__", cls._gtp_class)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for module, cls in made:
+            object.__setattr__(module, "__class__", cls)
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:

@@ -181,12 +181,44 @@ class Odd(nnx.Module):
         self.layers = nnx.List([nnx.Linear(1031, 1033, rngs=nnx.Rngs(0)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("name, value", [("remat", "nothing"), ("grad_reduce", "float32")])
-def test_arrays_are_put_back_only_as_the_model_was_sharded(name, value, x64):
+def only_blocks(path, module):
+    return type(module) is Block
+
+
+OTHER_OPTIONS = [
+    ({"remat": "nothing"}, "`remat` is 'nothing'", "'matmuls'"),
+    ({"grad_reduce": "float32"}, "`grad_reduce` is 'float32'", "None"),
+    ({"min_size": 128}, "`min_size` is 128", "64"),
+    ({"keep_last": False}, "`keep_last` is False", "True"),
+    ({"methods": ("attend",)}, r"`methods` is \('attend',\)", r"\('__call__', 'attend'\)"),
+    ({"specs": {"*.bias": None}}, r"`specs` is {'\*.bias': None}", "{}"),
+    ({"roles": gtp.Roles(tensor=None)}, r"`roles` is Roles\(.*tensor=None.*", r"Roles\(.*tensor='tp'"),
+    ({"blocks": nnx.Linear}, "`blocks` is <class .*Linear'>, which matches blocks.0.*", r"blocks\.0, blocks\.1"),
+    ({"blocks": "none"}, "`blocks` is 'none', which matches no module", r"blocks\.0, blocks\.1"),
+]
+
+
+@pytest.mark.parametrize("other, came, first", OTHER_OPTIONS)
+def test_a_second_call_refuses_options_that_differ_from_those_of_the_first(other, came, first, x64):
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(make(), min_size=64)
-        with pytest.raises(ValueError, match=f"`{name}` is '{value}', but the model is sharded already.*build it"):
-            gtp.shard(model, **{name: value})
+        model = gtp.shard(make(), Block, min_size=64)
+        refused = f"^{came}, but the model is sharded already, with {first}.*Leave it out .*build it again"
+        with pytest.raises(ValueError, match=refused):
+            gtp.shard(model, **other)
+
+
+@pytest.mark.parametrize("blocks", [Block, only_blocks, "blocks.*"])
+def test_a_second_call_with_the_options_of_the_first_puts_arrays_back(blocks, x64):
+    options = dict(min_size=64, specs={"positions": None}, remat="nothing", keep_last=False, methods=("__call__",))
+    options |= dict(grad_reduce="float32", roles=gtp.Roles(tensor=None))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), only_blocks, **options)
+        model.eval()
+        classes, wanted = [type(module) for _, module in nnx.iter_modules(model)], model(tokens())
+        nnx.update(model, jax.device_put(nnx.state(model, nnx.Param), jax.devices()[0]))
+        assert gtp.shard(model, blocks, **options) is model
+        assert [type(module) for _, module in nnx.iter_modules(model)] == classes
+        assert jnp.array_equal(model(tokens()), wanted)
 
 
 @pytest.mark.filterwarnings("default")
@@ -196,6 +228,21 @@ def test_a_large_weight_that_stays_whole_is_worth_a_warning():
         pytest.warns(UserWarning, match=r"\(1031, 1033\) stays whole on every rank: layers\.0\.kernel"),
     ):
         gtp.shard(Odd())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_large_weight_that_only_dp_divides_is_worth_a_warning():
+    class Thirds(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(1029, 1031, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+    words = r"\(1029, 1031\) is divided over dp 3 only: layers\.0\.kernel, because 6 ranks of dp x gtp divide none"
+    with (
+        jax.set_mesh(gtp.make_mesh(dp=3, gtp=2, devices=jax.devices()[:6])),
+        pytest.warns(UserWarning, match=words),
+    ):
+        model = gtp.shard(Thirds())
+        assert model.layers[0].kernel.get_raw_value().sharding.spec == P("dp", None)
 
 
 class Constrained(nnx.Module):
