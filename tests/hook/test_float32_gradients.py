@@ -150,8 +150,8 @@ def test_explain_tells_the_weights_of_a_loops_condition_from_those_of_its_body()
 
 
 class Carried(nnx.Module):
-    """Loops over weights: `exact` stays in float32 beside `low`, which is carried in bfloat16; `late` is carried beside
-    an activation, and rounded after the loop; two of three change places, and the one that comes first is rounded."""
+    """Loops that carry weights. One carries `exact` in float32 and `low` in bfloat16. One carries `late` with an
+    activation; `late` is rounded after the loop. One rotates three weights twice, and rounds the one in front."""
 
     NAMES = ("exact", "low", "late", "first", "second", "third")
 
