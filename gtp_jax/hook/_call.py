@@ -1,4 +1,4 @@
-"""Calls units and holders; see [Note: words of the hook]."""
+"""Calls the methods of units and holders ([Note: words of the hook]), and gathers their weights for these calls."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def call_unit(
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
     in backward.
 
-    Under `without_hook`, within a call of another unit, and if no weight must be gathered or quantized, does nothing
-    but call the method.
+    Under `without_hook`, within a call of another unit, and if no weight must be gathered or quantized, only calls the
+    method.
 
     Args:
         method: the method.
@@ -67,19 +67,19 @@ def call_unit(
         kwargs: keyword arguments.
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether the gathered weights are saved for backward too if no unit follows in the walk; has no
-            effect outside of walks.
+        keep_last: whether to save the gathered weights for backward if no unit follows in the walk. Has no effect
+            outside of walks.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
-        ValueError: unless `without_hook` is in scope: if weights must be gathered or quantized, and no mesh is in
-            scope, or the mesh has Explicit axes, lacks an axis that shards them, or has it in another size; if a weight
-            is not stored as `shard` stored it; if the recipe asks for something that sharded models do not support; or
-            if the call writes a quantized weight. In local view, also if a weight is sharded and `without_hook` is in
-            scope, if the unit has a partitioned variable that no call gathers, or if it constrains a sharding over a
-            mesh axis.
-        TypeError: if a gather is differentiated in forward mode.
+        ValueError: if weights must be gathered or quantized, and no mesh is in scope, or the mesh has Explicit axes,
+            lacks an axis that shards them, or has it in another size; if a weight is not stored as `shard` stored it;
+            if the recipe asks for something that sharded models do not support; or if the call writes a quantized
+            weight. None of these is checked under `without_hook`. In local view, also if the unit has a partitioned
+            variable that no call gathers, if it constrains a sharding over a mesh axis, or if a weight is sharded and
+            `without_hook` is in scope.
+        TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
     """
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
@@ -110,12 +110,12 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
 
     The units that the method calls in the same trace belong to one walk. Under `without_hook`, and within a call of
-    a unit, does nothing but call the method.
+    a unit, only calls the method.
 
     Raises:
         ValueError: for the same reasons as `call_unit`; or if the holder is called inside a transformation into which
             it was not passed, and a weight of its own is quantized, or, in local view, gathered.
-        TypeError: if a gather is differentiated in forward mode.
+        TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
     """
     _refuse_parts(holder)
     variables = own_variables(holder)
@@ -136,7 +136,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     state of an unsharded model removes them, because it replaces the metadata of variables too.
 
     A variable is left out if its class or the shape of its value does not fit the placement, because it is then not the
-    weight that was sharded. An `nnx.Param` in the place of a `PaddedParam` does count.
+    weight that was sharded. An `nnx.Param` fits the placement of a padded weight, whose class was `PaddedParam`.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -287,8 +287,8 @@ def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     """Puts gathered weights into variables while a call runs, and puts the shards back afterwards.
 
-    During the call, these variables have no placement. So they are not gathered again, neither by units and holders
-    that share them nor in the copies that `nnx.remat` and other transformations make. If the call writes a weight, each
+    During the call, these variables have no placement. Therefore, units and holders that share them do not gather them
+    again, and neither do the copies that `nnx.remat` and other transformations make. If the call writes a weight, each
     rank keeps its part of the new value.
 
     A variable that belongs to an outer trace cannot be set. In global view, it then keeps its shards, which XLA
@@ -304,8 +304,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     put = []
     shards = [variable.get_raw_value() for variable, _ in weights]
     formats = tuple(coded(variable, placement) for variable, placement in weights)
-    # In global view, the gradients of a holder's weights are not exchanged: XLA sums those of all ranks, because the
-    # hook computes no products with these weights; see [Note: one gradient per rank].
+    # In global view, the gradients of a holder's weights are not exchanged: the hook computes no products with these
+    # weights, so XLA sums the gradients of all ranks; see [Note: one gradient per rank].
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)

@@ -62,8 +62,8 @@ class WeightFact:
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format in which it is gathered; empty if it is not quantized.
         bytes: the size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is
-            not quantized, all its elements in the dtype of the parameter. If a call casts an unquantized weight to a
-            narrower dtype before the gather, there are fewer bytes than this.
+            not quantized, all its elements and padding in the dtype of the parameter. If a call casts an unquantized
+            weight to a narrower dtype before the gather, there are fewer bytes than this.
         reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
             its patterns matches this one.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
@@ -212,8 +212,8 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Estimates the number of bytes that the reduced gradients of the largest unit take on one rank, and returns it; 0
-    if no unit has weights to gather. Counts 4 bytes per element for gradients that are summed in float32, and otherwise
+    """Returns an estimate of the bytes that the reduced gradients of the largest unit take on one rank; 0 if no unit
+    has weights to gather. Counts 4 bytes per element for gradients that are summed in float32, and otherwise
     2, as in a model that computes in 16 bits."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)

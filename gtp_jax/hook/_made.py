@@ -52,16 +52,16 @@ def place_name(place: Sequence[Any]) -> str:
 
 
 def keys_of_call(variable: Any) -> CallKeys | None:
-    """Returns the keys of the current call for a weight, which give each product with the weight a key; `None` if the
-    step has made none."""
+    """Returns the keys of a weight for the current call, which provide a key for each product with the weight; `None`
+    if the step has made none."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
-    """Returns the codes that the step has made of the weights of a call. They are wires whose members are named by the
-    numbers of these weights. A wire is left out unless the call uses all of its members, with the arrays that the step
-    quantized and in the same formats. The dtypes in which the call uses them do not matter.
+    """Returns the codes that the step has made of the weights of a call, as wires. A member of a wire is named
+    `(number,)`, after its weight. A wire is left out unless the call uses all of its members, with the arrays that the
+    step quantized and in the same formats. The dtypes in which the call uses them do not matter.
 
     Args:
         variables: the variables of the weights.

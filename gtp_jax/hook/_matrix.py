@@ -78,7 +78,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     gather, optimizer, *_ = (*gathered, UNDIVIDED, UNDIVIDED)
     (tensor,) = tensor or [UNDIVIDED]
     padding = UNPADDED
-    if placement.padding.dim is not None:  # the rest of a run of dimensions that are joined is whole
+    if placement.padding.dim is not None:  # the dimensions that are joined with this one are whole
         dim = placement.padding.dim
         padding = Padding(starts[dim], placement.padding.size * (sizes[starts[dim]] // shape[dim]))
     layout = Layout(sizes, gather, optimizer, tensor, padding=padding, rows=1, split_dim=tensor.dim, split=split)

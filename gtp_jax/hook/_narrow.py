@@ -10,8 +10,8 @@ from jax.extend.core import Jaxpr, Literal
 from ._jaxprs import CALLS, inner_jaxprs
 from ._products import is_narrow
 
-# The numbers of the weights from which alone a value is computed; empty for a literal. `None` if the value depends on
-# anything else, such as an argument of the call or an array constant.
+# For a value that is computed from weights alone, the numbers of these weights; literals do not count. `None` for a
+# value that depends on anything else, such as an argument of the call or an array constant.
 Origin = frozenset[int] | None
 
 # Primitives that evaluate each of their jaxprs at most once, and return its outputs.
@@ -23,8 +23,9 @@ def narrowed(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> set[int]:
     float32, as an input or in a value computed from weights alone.
 
     Follows the values that a `scan` carries through its iterations. Does not know which branch of a `cond` is taken, or
-    how often a `while` runs, so every possibility counts. Nor does it know what an operation other than a loop, a
-    branch or a call does with its jaxprs: if it has more inputs than operands, every weight that it reads counts.
+    how often a `while` runs, so every possibility counts. The inputs of other nested jaxprs are taken to be the last
+    operands of the operation. If there are more inputs than operands, as in a Pallas kernel, every weight that the
+    operation reads counts.
 
     Args:
         jaxpr: the jaxpr.
@@ -80,7 +81,8 @@ def _of_outputs(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origi
 
 def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
     (body,), length = inner_jaxprs(eqn), eqn.params["length"]
-    # the body reads slices of some operands and returns slices of some outputs; the carry comes before these
+    # the operands are constants, the carry and arrays of which the body reads slices; the outputs are the carry and
+    # arrays of which the body returns slices
     sliced, returned = (
         sum(v.aval.shape != inner.aval.shape for v, inner in zip(own, of_body, strict=True))  # pyright: ignore
         for own, of_body in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
@@ -99,12 +101,16 @@ def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
-    """Returns the origin of a value that is computed from several."""
+    """Returns the origin of a value that is computed from several values, given theirs."""
     each = list(origins)
     return None if None in each else frozenset[int]().union(*(own for own in each if own))
 
 
 def _either(alternatives: Sequence[Sequence[Origin]]) -> list[Origin]:
-    """Returns the origin of each of several values, given the origins that they may have."""
+    """Returns, for each of several values, one origin that covers all that it may have.
+
+    Args:
+        alternatives: lists of origins, of which one applies; each has an origin for every value.
+    """
     known = [[own for own in each if own is not None] for each in zip(*alternatives, strict=True)]
     return [_joined(each) if each else None for each in known]

@@ -70,8 +70,8 @@ def value_of(leaf: Any) -> Any:
 
 
 def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a copy of a variable with another value and with the given metadata changed; if the leaf is an array,
-    returns that value."""
+    """Returns a copy of a variable with another value and other metadata. If the leaf is an array, returns the other
+    value itself."""
     return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 

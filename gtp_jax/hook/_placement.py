@@ -1,4 +1,4 @@
-"""Describes how a sharded weight is partitioned in storage and in use."""
+"""Decides and describes how a sharded weight is partitioned in storage, and after its gather."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Placement:
         used: the partition of the gathered array, which names only axes over which the weight is not gathered.
         degrees: the mesh axes that `stored` names, each with its size.
         shape: the logical shape of the weight.
-        padding: the zeros at the end of a dimension of the stored array, which no axis of `used` divides; `UNPADDED` if
-            there are none. The gathered array has no padding.
+        padding: the dimension of the stored array that ends in zeros, and their number; `UNPADDED` if there is no
+            padding. No axis of `used` divides this dimension. The gathered array has no padding.
         kind: the class of the weight's variable. A variable of another class with this placement in its metadata has
-            only copied it, as adapters do, and is not sharded.
+            only copied it, as adapters do, and does not count as sharded.
     """
 
     stored: PartitionSpec
@@ -178,7 +178,7 @@ class Placement:
                 f"a weight of shape {self.shape}, which `gtp_jax.shard` stores padded to {self.array_shape}, holds an "
                 f"array of shape {tuple(shape)}. Assign an array of the weight's own shape, which is the logical one "
                 "on every mesh: `kernel[...] = array`. To hold an array of another shape, build the model again with "
-                "it, and shard that."
+                "that shape, and shard the new model."
             )
 
 
@@ -254,9 +254,9 @@ def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding
     """Returns the padding that makes one dimension of a weight divisible by this many ranks; `UNPADDED` if axes of
     `used` divide every dimension of more than one element already.
 
-    If one of these adds little, takes the first that does: a dimension whose shards are also shards of a matrix
-    (`features_in`), padded to whole blocks; or such a dimension, padded to equal shards. Otherwise, pads the dimension
-    where equal shards add least.
+    Takes the first of these that adds little (`choose_padding`): a dimension whose shards are also shards of a matrix
+    (`features_in`), padded to whole blocks; or such a dimension, padded to equal shards. If none does, pads the
+    dimension where equal shards add least.
     """
     inputs = features_in(shape)
     free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]

@@ -7,9 +7,8 @@ copies. The result has the dtype of the operands, a float of at least 16 bits. N
 products, except jits at the top level of the call that read only weights. All other operations read a quantized weight
 as the values of its codes.
 
-If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. Those of the found products
-that the hook computes add the weight's gradient to the slot. A cast changes the dtype of a view, but not that of its
-slot.
+If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. A found product adds the
+weight's gradient to the slot if the hook computes it. A cast changes the dtype of a view, but not that of its slot.
 
 [Note: order of a view]
 Blocks of a format run along the input features of the weight's matrix ([Note: seen as a matrix]). So a product in
@@ -90,7 +89,7 @@ def views_of(before: Jaxpr) -> tuple[View | None, ...]:
 
 
 def inputs_of(before: Jaxpr) -> list[View | None]:
-    """Returns each input of a jaxpr as a view of itself. The inputs must be the weights."""
+    """Returns the views that the inputs of a jaxpr are. The inputs must be the weights, so each is a view of itself."""
     return [View(i, _whole(v)) for i, v in enumerate(before.invars)]
 
 

@@ -40,7 +40,7 @@ from ._placement import Placement, place, placed, placement_of
 from ._shards import refuse_read
 from ._unit import Holder, Unit, kind_of, make, methods_of, unmade
 
-# A value of `specs`: the partition in which a weight is stored; `None` for a weight that `shard` does not partition.
+# A value of `specs`: the partition in which weights are stored; `None` for weights that `shard` does not partition.
 Spec = PartitionSpec | tuple[Any, ...] | None
 Paths = tuple[ModulePath, ...]  # all paths of one variable, which several modules may hold
 
@@ -69,20 +69,24 @@ def shard[M: nnx.Module](
 
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
     the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. Forward gathers the weights of a
-    block while the previous block computes. Backward gathers the weights again, also while another block computes, and
-    reduces a block's gradients in the same way. Modules with weights outside of blocks, such as an embedding or a head,
-    are treated like blocks, unless they contain blocks. Without a recipe, results are those of the model without a
+    block while the previous block computes. Backward gathers the weights again and reduces the gradients of a block,
+    also while another block computes. Modules with weights outside of blocks, such as an embedding or a head, are
+    treated like blocks, unless they contain blocks. Without a recipe, results are those of the model without a
     mesh, except for rounding. Under a recipe, ranks gather codes of the matrices that it quantizes, in its wire format,
     and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is done with each
-    module. Under `gtp_jax.even_shares`, a weight is stored padded if the ranks divide none of its dimensions; code that
-    reads or sets it sees the logical shape. A weight is not padded if `specs` names its partition, or if the model's
-    annotation partitions it over these ranks. Nor is it padded if its class is a subclass of `nnx.Param`, if it has a
-    hook for creating or reading its value, or if it comes from a Linen module.
+    module.
+
+    Under `gtp_jax.even_shares`, a weight is stored padded if its dimensions cannot be divided evenly over all of these
+    axes; code that reads or sets it sees the logical shape. A weight is not padded if `specs` names its partition, or
+    if the model's annotation partitions it over axes of the roles `weights`, `optimizer` or `batch`. Nor is it padded
+    if its class is a subclass of `nnx.Param`, if it has a hook for creating or reading its value, if it is a hijax
+    variable or holds a `Ref`, or if it comes from a Linen module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
-    weights as shards. Blocks, and modules around them, remain instances of their classes, but their `type` becomes a
-    subclass. The weights of gtp_jax's own layers are left alone, because these layers shard them. If arrays of a
-    sharded model have been replaced by unsharded ones, another call stores the new arrays as shards.
+    weights as shards. Modules whose calls gather weights, and modules around blocks, remain instances of their classes,
+    but their `type` becomes a subclass. The weights of gtp_jax's own layers are left alone, because these layers shard
+    them. If arrays of a sharded model have been replaced by unsharded ones, another call stores the new arrays as
+    shards.
 
     Args:
         model: any NNX model.
@@ -102,21 +106,21 @@ def shard[M: nnx.Module](
             block, XLA gathers the weights, which it can only do in global view.
         grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
             which the model computes, and ranks sum them in that dtype, unless a recipe has a `grad_wire`. With
-            `"float32"`, both use at least float32, like gtp_jax's layers. The default still applies to weights of a
-            block for which no product is found (`gtp_jax.explain` with `call` names them), and to weights that a module
-            around blocks holds itself.
+            `"float32"`, both use at least float32, as in gtp_jax's own layers by default. Weights of a block for which
+            no product is found (`gtp_jax.explain` with `call` names them), and weights that a module around blocks
+            holds itself, keep the default.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
         ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
             has no list that gives the default; if `methods` has a name, other than `__call__` and `attend`, that no
-            module of the model defines; if no weight is large enough, or a large one has been frozen; if a pattern of
-            `specs` matches no weight; if `specs` or an annotation of the model names a partition that does not fit the
-            mesh or the weight; if `min_size`, `remat` or `grad_reduce` is not an allowed value; or if the model is
-            sharded already, and none of its arrays has been replaced, the mesh is not the one for which it was sharded,
-            an array has a shape that does not fit its weight, `blocks` matches other modules than those that are its
-            blocks, or another argument is neither the default nor the value with which it was sharded.
+            module of the model defines; if no weight has `min_size` elements, or one that has them has been frozen; if
+            a pattern of `specs` matches no weight; if `specs` or an annotation of the model names a partition that does
+            not fit the mesh or the weight; or if `min_size`, `remat` or `grad_reduce` is not an allowed value. For a
+            model that is sharded already: if none of its arrays has been replaced; if the mesh is not the one for which
+            it was sharded; if an array has a shape that does not fit its weight; if `blocks` matches modules other than
+            its blocks; or if another argument is neither the default nor the value with which it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -216,7 +220,7 @@ def _check_roles(roles: Any) -> None:
     if roles.batch and not {*roles.batch} & set(names):
         raise ValueError(
             f"the mesh in scope has the axes {names}, but the roles shard the batch over {roles.batch!r}: every device "
-            "would compute all of it. Name an axis of the mesh in `batch`, or pass `batch=()` if this is intended."
+            "would compute the whole batch. Name an axis of the mesh in `batch`; if this is intended, pass `batch=()`."
         )
 
 
@@ -351,9 +355,9 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     if unknown or len(entries) > len(shape):
         raise ValueError(
             f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, but the mesh "
-            f"in scope has the axes {names}. With `specs`, name one axis of the mesh, several, or `None` per dimension."
-            " If the model has names of its own, map them to axes with `nnx.logical_axis_rules`, or make a mesh with "
-            "axes of these names and pass `roles`."
+            f"in scope has the axes {names}. In `specs`, give each dimension an axis of the mesh, a tuple of axes, or "
+            "`None`. If the model has names of its own, map them to axes with `nnx.logical_axis_rules`, or make a mesh "
+            "with axes of these names and pass `roles`."
         )
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in axes]
     used = [axis for entry in axes for axis in entry]
@@ -380,7 +384,7 @@ def _without(entry: Any, axes: set[str]) -> Any:
 def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
     """Puts the value of a variable on the mesh, padded if its placement says so. If there is a placement, records it
     and the variable's paths in the metadata. Otherwise, if an annotation divides the value among ranks, records the
-    axes of that annotation, unless the variable belongs to one of gtp_jax's own layers."""
+    axes of that annotation, unless the variable is a `gtp_jax.Param` or belongs to one of gtp_jax's own layers."""
     if placement is not None:
         if placement.padded is not None:
             make_padded(variable, placement.padded)
@@ -389,8 +393,8 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
         names = tuple(tuple(map(str, path)) for path in paths)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
         variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
-        # An optimizer's variables copy this. With `None`, `nnx.use_eager_sharding` decides whether Flax places them.
-        # With `False`, Flax does not, so that `refuse_optimizer` raises its error first.
+        # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
+        # their arrays. With `False`, Flax does not, so that `refuse_optimizer` raises its error first.
         variable.set_metadata(eager_sharding=None if placement.padded is None else False)
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
@@ -398,7 +402,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
     spec = PartitionSpec(*named) if known else PartitionSpec()
     parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
-    if placement is None and parts and not own and "layout" not in variable.get_metadata():  # of a `gtp_jax.Param`
+    if placement is None and parts and not own and "layout" not in variable.get_metadata():  # a `gtp_jax.Param` has one
         variable.set_metadata(parted=parts)
     value = variable.get_raw_value()
     if placement is not None:
@@ -407,7 +411,7 @@ def _put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, o
 
 
 def _with_refusal(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks of a variable for reading, with `refuse_read` as the first."""
+    """Returns the hooks that run when a variable is read, with `refuse_read` as the first."""
     own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
     return (refuse_read, *(hook for hook in own if hook is not refuse_read))
 
@@ -452,8 +456,8 @@ def _check_unchanged(model: nnx.Module, blocks: Blocks | None, options: Mapping[
 
     Args:
         model: the model, which is sharded already.
-        blocks: the argument of `shard`.
-        options: other arguments of `shard`, by name; `specs` as in `Unit.specs`.
+        blocks: the argument `blocks` of `shard`.
+        options: other arguments of `shard`, by name; `specs` has the form of `Unit.specs`.
     """
     modules = list(in_order(model))
     units = [(path, module, kind) for path, module in modules if isinstance(kind := kind_of(module), Unit)]
@@ -548,6 +552,6 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
                 f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
-                f"Choose sizes that the degrees divide, {pad}or name its partition in `specs` if it is intended.",
+                f"Choose sizes that the degrees divide, {pad}or, if this is intended, name the partition in `specs`.",
                 stacklevel=3,
             )

@@ -22,8 +22,8 @@ def on_parts() -> bool:
 
 
 def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
-    """In local view, raises an error if any of a module's weights is sharded, for a call under `without_hook`, which
-    gathers none."""
+    """Raises an error in local view if any of a module's weights is sharded. Used under `without_hook`, where calls
+    gather no weights."""
     for path, node in nodes.items() if on_parts() and not is_within_unit() else ():
         placement = placement_of(node)
         if placement is not None and placement.gathered:

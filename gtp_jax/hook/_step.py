@@ -79,10 +79,10 @@ def run(
         rest: the other input arrays.
         token: the token of the previous unit.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
-        wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
-            weights.
+        wires: the codes that the step has made of the weights. A member of a wire is named `(number,)`, after its
+            weight.
         remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. No policy saves gathered weights (see
-            `keep_last`), or what operations outside of nested functions compute from them alone.
+            `keep_last`), nor what operations outside of nested functions compute from weights alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether a
             unit follows. So, in a trace, forward returns the gathered weights of every unit to backward, and XLA
             removes those that backward does not use.
@@ -145,7 +145,7 @@ def run(
         return [one(i, weight) for i, weight in enumerate(weights)]
 
     def compute(codes: Arrays, own: Arrays, rest: Arrays) -> Arrays:
-        _, keys = jax.tree.unflatten(coded, codes)  # new ones, which count products from 0
+        _, keys = jax.tree.unflatten(coded, codes)  # fresh keys, which count products from 0
         times = functools.partial(multiply, keys) if any_product else None
         return program.evaluate(parts.after, own, rest, views, times)
 

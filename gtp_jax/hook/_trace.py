@@ -1,4 +1,4 @@
-"""Traces one call of a unit to a jaxpr, in its caller's contexts."""
+"""Traces one call of a unit to a jaxpr, under the caller's context managers."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Traced(NamedTuple):
         finish: a function of the program's outputs. It writes to variables and attributes what the unit's code wrote,
             and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
-        wires: the codes that the step has made of the weights, as wires whose members are named by the numbers of the
-            weights.
+        wires: the codes that the step has made of the weights. A member of a wire is named `(number,)`, after its
+            weight.
     """
 
     program: Program
@@ -191,8 +191,8 @@ def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
 
 
 class _Before:
-    """Records the copies on which a call is traced, in their state before the call, so that what the call writes can be
-    found afterwards.
+    """Records the state, before a call, of the copies on which it is traced, so that what the call writes can be found
+    afterwards.
 
     Args:
         originals: the nodes and variables that were copied.
@@ -260,8 +260,8 @@ def origin(jaxpr: Jaxpr, variable: Any) -> Any:
     """Returns the input of a jaxpr that a variable passes on unchanged, also through nested calls; `None` if the
     variable is computed.
 
-    This tells written variables from others, because `nnx.jit` and `nnx.remat` return all variables that they were
-    given.
+    This tells written variables from others: `nnx.jit` and `nnx.remat` put new arrays into all variables that they are
+    given, even if the code within them writes none.
     """
     if variable in jaxpr.invars:
         return variable

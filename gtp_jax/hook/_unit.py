@@ -28,9 +28,9 @@ class Unit:
         methods: the names of the methods whose calls gather the weights; the module may lack some of them.
         roles: the roles of the mesh axes.
         wide: whether the model was sharded with `grad_reduce="float32"`.
-        block: whether `blocks` matches the module; if not, it is a module with weights outside of blocks.
-        min_size: the minimum number of elements of a sharded weight of the model.
-        specs: the partitions that `specs` named for weights of the model, by pattern.
+        block: whether the module is a block. If not, it is a module with weights outside of blocks.
+        min_size: the argument `min_size` with which the model was sharded.
+        specs: the argument `specs` with which the model was sharded, as pairs of a pattern and a partition.
         placements: the placements of its weights, by their paths in the module.
     """
 
@@ -102,7 +102,7 @@ def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Calla
 
 
 class _Hooked(type(nnx.Module)):
-    """The metaclass of the subclasses that are created here. It exists so that they are pickled as a pair: the original
+    """The metaclass of the subclasses that `make` creates. Because of it, such a subclass is pickled as the original
     class and the kind."""
 
 

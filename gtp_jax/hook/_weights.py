@@ -41,7 +41,7 @@ class Weights:
 
         Args:
             shards: the shards of the weights.
-            made: the codes that the step has made, as wires whose members are named by the numbers of the weights.
+            made: the codes that the step has made, as wires. A member of a wire is named `(number,)`, after its weight.
         """
         done = {number for wire in made for (number,) in wire.members}
         left = [None if number in done else own for number, own in enumerate(self.coded)]
@@ -119,7 +119,7 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
-    """Returns gathered weights. Backward does not gather them again: they are kept if it needs them. It reduces their
+    """Returns gathered weights. If backward needs them, they are saved, not gathered again. Backward reduces their
     gradients to the gradients of the shards.
 
     Args:
