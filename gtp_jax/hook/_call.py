@@ -253,22 +253,25 @@ def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> It
         if jaxpr is not None and (rules := in_forward_mode(jaxpr)):
             raise _of_own_code(owner, f"the one with the backward rule `{rules[0]}`") from error
         instead = (
-            "or call it under `with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode "
+            ", or call it under `with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode "
             "differentiation works there"
         )
         if jaxpr is not None and (functions := custom_vjps(jaxpr)):
-            instead = f"because it calls the `jax.custom_vjp` function {functions[0]}, which does not support it either"
+            instead = (
+                "; `gtp_jax.without_hook` would not help, because the module also calls the `jax.custom_vjp` function "
+                f"{functions[0]}, which JAX cannot differentiate in forward mode"
+            )
         raise TypeError(
             f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
-            f"`jax.jacfwd`), which its gathers do not support. Use reverse mode, {instead}."
+            f"`jax.jacfwd`), which its gathers do not support. Use reverse mode{instead}."
         ) from error
 
 
 def _of_own_code(owner: nnx.Module, which: str) -> TypeError:
     return TypeError(
         f"a `jax.custom_vjp` function that {type(owner).__name__} calls is differentiated in forward mode (`jax.jvp`, "
-        f"`jax.jacfwd`), which JAX does not support: {which}. Use reverse mode, or give the function a "
-        "`jax.custom_jvp` rule instead."
+        f"`jax.jacfwd`), which JAX does not support: {which}. Use reverse mode, or define its derivative "
+        "with `jax.custom_jvp` instead."
     )
 
 

@@ -65,7 +65,7 @@ def variables_of(state: Any) -> tuple[list[Any], Any]:
 
 
 def value_of(leaf: Any) -> Any:
-    """Returns the value of a variable, or an array as it is."""
+    """Returns the value of a leaf: that of a variable, or the array itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 

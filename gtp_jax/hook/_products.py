@@ -206,7 +206,7 @@ def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Returns the result of a function of a view's slot, where the view has `ndim` dimensions. If the slot has one
+    """Applies a function to the slot of a view of `ndim` dimensions, and returns the result. If the slot has one
     dimension more, it holds one slot per rank along its first dimension, and the function is applied to each of
     these."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)

@@ -536,8 +536,9 @@ def _put_back[M: nnx.Module](model: M) -> M:
 
 
 def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns about each large weight that is not divided over all axes of the role `weights`, because it stays whole or
-    because only other axes, such as dp, divide it. Does not warn about weights that a pattern of `specs` matches."""
+    """Warns about each large weight that is not divided over all axes of the role `weights`: it stays whole, or only
+    some of these axes, or only others such as dp, divide it. Does not warn about weights that a pattern of `specs`
+    matches."""
     names = jax.sharding.get_abstract_mesh().axis_names
     all_axes = tuple(axis for axis in (*roles.over_optimizer, *roles.weights) if axis in names and degree(axis) > 1)
     ranks = degrees(tuple(axis for axis in all_axes if axis in roles.weights))

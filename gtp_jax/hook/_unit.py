@@ -24,7 +24,7 @@ class Unit:
 
     Attributes:
         remat: the policy for what is saved for backward.
-        keep_last: whether its gathered weights are saved for backward too if no unit follows in the walk.
+        keep_last: whether its gathered weights are saved for backward if no unit follows in the walk.
         methods: the names of the methods whose calls gather the weights; the module may lack some of them.
         roles: the roles of the mesh axes.
         wide: whether the model was sharded with `grad_reduce="float32"`.

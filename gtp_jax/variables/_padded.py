@@ -106,7 +106,7 @@ class RefuseLinen:
         Raises:
             ValueError: always.
         """
-        layout = _of_metadata(metadata) or metadata["layout"]  # of codes
+        layout = _of_metadata(metadata) or metadata["layout"]  # padded codes keep it here
         raise ValueError(
             f"{_padded_to(layout)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` outside "
             "of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."
