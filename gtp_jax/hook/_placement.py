@@ -217,7 +217,7 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     those whose shards are also shards of a matrix (`features_in`), then the longest.
 
     If no axis divides a dimension, the weight is stored as `used`. It has a placement nevertheless, so that a recipe
-    quantizes it, and its values are the same on every mesh.
+    quantizes it here too, and models compute with the same codes on every mesh.
 
     Args:
         shape: the logical shape of the weight.
