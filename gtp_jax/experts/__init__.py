@@ -1,7 +1,7 @@
 """Mixtures of experts: routes tokens, sends them to the ranks of their experts, and multiplies them there."""
 
 from ._exchange import check_chunks as check_chunks
-from ._exchanges import Exchange as Exchange
+from ._exchanges import TokenExchange as TokenExchange
 from ._exchanges import exchanges as exchanges
 from ._grouped import GroupedDense as GroupedDense
 from ._moe import ExpertParallel as ExpertParallel

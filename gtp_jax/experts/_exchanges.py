@@ -19,7 +19,7 @@ from ._transports import Transport, choose_transport
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """How the tokens of a `MoE` travel to experts of other ranks, and how many rows are multiplied.
 
     Attributes:
@@ -58,7 +58,7 @@ class Exchange:
         return -(-self.worst_rows // self.round_rows)
 
 
-def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -> tuple[Exchange, ...]:
+def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -> tuple[TokenExchange, ...]:
     """Returns how tokens travel in each `MoE` of a model whose experts are divided among ranks.
 
     Args:
@@ -100,7 +100,7 @@ def _numbers(parts: list[Layers]) -> str:
 
 def _exchange_of(
     module: MoE, name: str, axis: str, tokens: int, form: Format | None, *, keeps_shares: bool
-) -> Exchange:
+) -> TokenExchange:
     own = tokens // (degree(module.roles.tensor) if module.divides_sequence(3) else 1)
     ranks, experts = degree(axis), module.up.own_experts
     chunks = math.gcd(own, module.exchange_chunks)
@@ -112,7 +112,7 @@ def _exchange_of(
     # reaches
     travels = 1.0 if transport != "ragged" else min(1 - none, module.most_ranks / ranks)
     rows = (ranks - 1) * own * travels
-    return Exchange(
+    return TokenExchange(
         module=name,
         axis=axis,
         ranks=ranks,

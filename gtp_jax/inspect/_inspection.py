@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import hlo
-from ..experts import Exchange, exchanges
+from ..experts import TokenExchange, exchanges
 from ..layout import Layout, even_shares
 from ..mesh import Roles, make_mesh, use_roles
 from ..models import PRESETS, ModelConfig, build, family_of, preset_of
@@ -156,7 +156,7 @@ class Inspection:
     param_count: int
     parameters: tuple[Parameter, ...]
     wire: Explanation
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TokenExchange, ...]
     memory: hlo.Memory
     collectives: tuple[hlo.Collective, ...]
     flops: int

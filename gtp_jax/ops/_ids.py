@@ -10,7 +10,9 @@ import numpy as np
 from jax.core import Tracer
 
 
-def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negative: bool = False) -> None:
+def check_ids(
+    ids: jax.typing.ArrayLike, vocab_size: int, *, name: str = "tokens", ignore_negative: bool = False
+) -> None:
     """Raises an error if ids are outside a vocabulary.
 
     A program under `jax.jit` cannot raise errors. There, `Embed` returns a row of NaN for such a token, and
@@ -49,7 +51,7 @@ def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negativ
         )
 
 
-def check_concrete_ids(ids: Any, vocab_size: int, *, name: str, ignore_negative: bool = False) -> None:
+def check_concrete_ids(ids: jax.typing.ArrayLike, vocab_size: int, *, name: str, ignore_negative: bool = False) -> None:
     """Calls `check_ids` if the ids are concrete; does nothing while a program is traced."""
     if not isinstance(ids, Tracer):
         check_ids(ids, vocab_size, name=name, ignore_negative=ignore_negative)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -15,6 +16,7 @@ from ._checks import as_amax, as_matrix, check_dtype, check_format
 from ._implementation import Implementation, call
 
 _AXES = ("row", "column", "both")
+_Amax = jax.typing.ArrayLike | Sequence[jax.typing.ArrayLike | None] | None
 _Key = Key[jax.Array, ""] | UInt32[jax.Array, " 2"]
 
 
@@ -23,7 +25,7 @@ def quantize(
     x: Float[jax.Array, "... columns"],
     format: Format,
     *,
-    amax: Any = None,
+    amax: _Amax = None,
     axis: Literal["row", "column"] = "row",
     hadamard: bool = False,
     key: _Key | None = None,
@@ -36,7 +38,7 @@ def quantize(
     x: Float[jax.Array, "... columns"],
     format: Format,
     *,
-    amax: Any = None,
+    amax: _Amax = None,
     axis: Literal["both"],
     hadamard: bool = False,
     key: _Key | None = None,
@@ -48,12 +50,12 @@ def quantize(
     x: Float[jax.Array, "... columns"],
     format: Format,
     *,
-    amax: Any = None,
+    amax: _Amax = None,
     axis: Literal["row", "column", "both"] = "row",
     hadamard: bool = False,
     key: _Key | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> QuantizedArray | tuple[QuantizedArray, ...]:
     """Quantizes an array to one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
     The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike in
@@ -172,7 +174,7 @@ def dequantize(
 
 
 def _amaxes(
-    x: jax.Array, format: Format, amax: Any, axis: str, hadamard: bool, implementation: Implementation | None
+    x: jax.Array, format: Format, amax: _Amax, axis: str, hadamard: bool, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the amaxes of the row-wise and the column-wise copy; 0 for a copy that has none or is not made."""
     unused = jnp.zeros((), jnp.float32)

@@ -12,7 +12,7 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 
 from ..ops import oracle
-from .test_tiles import numbers, scope
+from .test_tiles import batch, loss, numbers, scope
 
 EXPERTS, WIDTH = 4, 192
 TILE = (128, 128)
@@ -127,16 +127,6 @@ class Model(nnx.Module):
         return self.last(self.blocks(x))
 
 
-def loss(model, batch):
-    errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
-    return errors.sum(), jnp.float32(errors.size)
-
-
-def batch():
-    rng = np.random.default_rng(1)
-    return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in (("x", 128), ("y", 256))}
-
-
 def test_one_maximum_is_reduced_and_weights_of_experts_travel_as_bytes():
     with scope(dict(gtp=4, ep=2)):
         optimizer = optax.sgd(0.1)
@@ -144,7 +134,7 @@ def test_one_maximum_is_reduced_and_weights_of_experts_travel_as_bytes():
         told = {fact.module: fact.bytes for fact in gtp.explain(model, RECIPE).facts}
         axes = model.last.layouts[0].axes
         state = gtp.TrainState.create(model, optimizer)
-        text = gtp.train_step(loss, optimizer, recipe=RECIPE).lower(state, batch()).compile().as_text()
+        text = gtp.train_step(loss, optimizer, recipe=RECIPE).lower(state, batch(128, 256)).compile().as_text()
     kernel = 256 * 128
     assert told == {
         "blocks.layers.up": 2 * EXPERTS * kernel,

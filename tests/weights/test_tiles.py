@@ -79,9 +79,10 @@ def loss(model, batch):
     return errors.sum(), jnp.float32(errors.size)
 
 
-def batch():
+def batch(features=64, out_features=96):
     rng = np.random.default_rng(1)
-    return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in (("x", 64), ("y", 96))}
+    sizes = {"x": features, "y": out_features}
+    return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in sizes.items()}
 
 
 @pytest.mark.parametrize("degrees", [dict(gtp=4), dict(gtp=2, dp=2)], ids=str)
