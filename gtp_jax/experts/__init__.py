@@ -1,8 +1,6 @@
 """Mixtures of experts: routes tokens, sends them to the ranks of their experts, and multiplies them there."""
 
 from ._exchange import check_chunks as check_chunks
-from ._exchanges import TokenExchange as TokenExchange
-from ._exchanges import exchanges as exchanges
 from ._grouped import GroupedDense as GroupedDense
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
@@ -11,6 +9,8 @@ from ._moe import check_moe as check_moe
 from ._routing import AuxLossOf as AuxLossOf
 from ._routing import Routing as Routing
 from ._routing import Score as Score
+from ._token_exchange import TokenExchange as TokenExchange
+from ._token_exchange import exchanges as exchanges
 from ._tokens import Journey as Journey
 from ._tokens import combine as combine
 from ._tokens import dispatch as dispatch

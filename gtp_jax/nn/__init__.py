@@ -67,6 +67,10 @@ from ._model_def import Split as Split
 from ._model_def import split_model as split_model
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
+from ._owners import groups_of as groups_of
+from ._owners import layer_counts as layer_counts
+from ._owners import stacks_of as stacks_of
+from ._owners import weight_owners as weight_owners
 from ._quantized import keys_of as keys_of
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
@@ -81,13 +85,9 @@ from ._weight import StackedLayers as StackedLayers
 from ._weight import Weight as Weight
 from ._weight import WeightOwner as WeightOwner
 from ._weight import apply_gathered as apply_gathered
-from ._weight import groups_of as groups_of
-from ._weight import layer_counts as layer_counts
 from ._weight import make_vector as make_vector
 from ._weight import make_weight as make_weight
 from ._weight import make_whole as make_whole
-from ._weight import stacks_of as stacks_of
-from ._weight import weight_owners as weight_owners
 
 # see [Note: names above]
 if TYPE_CHECKING:

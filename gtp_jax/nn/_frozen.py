@@ -27,7 +27,8 @@ from ..weights import (
 )
 from ._array import GatheredOnUse
 from ._layer import partition_of
-from ._weight import Weight, groups_of, kernel_places, weight_owners
+from ._owners import groups_of, kernel_places, weight_owners
+from ._weight import Weight
 
 
 class Frozen(GatheredOnUse):

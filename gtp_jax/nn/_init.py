@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import check_mesh_in_scope, mesh_of_devices
 from ._layer import partition_of, value_of, with_value
-from ._weight import name_weights
+from ._owners import name_weights
 
 
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:

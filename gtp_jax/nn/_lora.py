@@ -20,7 +20,7 @@ from ._adapter import Adapter
 from ._dense import Dense
 from ._frozen import freeze
 from ._init import init
-from ._weight import stacks_of, weight_owners
+from ._owners import stacks_of, weight_owners
 
 _SHOWN = 12
 

@@ -16,8 +16,8 @@ from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
 from ..variables import padded_layout
 from ._frozen import Frozen, padded_codes
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
+from ._owners import layer_counts
 from ._update_rule import UpdateRule, update_rule_of
-from ._weight import layer_counts
 
 Tree = Any
 

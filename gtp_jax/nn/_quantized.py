@@ -26,7 +26,7 @@ from ..weights import (
     quantize,
 )
 from ._layer import value_of
-from ._weight import weight_owners, with_weights
+from ._owners import weight_owners, with_weights
 
 
 def shards_of(model: nnx.Module) -> dict[ModulePath, Shards]:

@@ -43,9 +43,10 @@ from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
 from ._maxima import with_maxima, without_maxima
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
+from ._owners import kernel_places, weight_owners
 from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
-from ._weight import Weight, kernel_places, weight_owners
+from ._weight import Weight
 
 # `Weights` holds the gathered weights of one layer by path, as arrays or codes. `Slots` holds, by path, the arrays that
 # receive the gradients of some of these weights.

@@ -12,7 +12,8 @@ from jax import lax
 from ..mesh import current_view
 from ..weights import Gathered, Kernels, in_view
 from ._layer import Layer, partition_of
-from ._weight import StackedLayers, Weight, weight_owners
+from ._owners import weight_owners
+from ._weight import StackedLayers, Weight
 
 
 class Unstacked(Layer):

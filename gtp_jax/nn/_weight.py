@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
 from ..formats import Operands, Tiled
-from ..hook import weight_paths
 from ..layout import ArrayLayout, Layout, pad
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
@@ -26,7 +25,6 @@ from ..weights import (
     FrozenAs,
     Gathered,
     GradReduce,
-    Groups,
     Holds,
     Layers,
     ModulePath,
@@ -34,7 +32,6 @@ from ..weights import (
     Shards,
     Stored,
     Stretch,
-    Structure,
     WeightGroup,
     Wire,
     frozen_wires,
@@ -42,10 +39,9 @@ from ..weights import (
     of_layers,
     quantize_together,
     reduction_of,
-    resolve,
     use_rows,
 )
-from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
+from ._layer import Layer, check_shape, refuse_broadcast, value_of, wrap_methods
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -79,81 +75,6 @@ def make_vector(
 def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
     """Makes a parameter that is whole on every rank."""
     return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
-
-
-def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
-    """Returns the owners of the weights in a module, by path. They are the modules that own kernels, possibly including
-    `module` itself, by their own paths, and an `ArrayWeight` for each weight of any shape, by the path of its
-    variable."""
-    found: dict[ModulePath, Weight] = {}
-    for path, node in nnx.iter_graph(module):
-        if isinstance(node, WeightOwner):
-            found[path] = node
-        elif isinstance(node, nnx.Variable) and "array" in node.get_metadata():
-            found[path] = ArrayWeight(node)
-    return found
-
-
-def stacks_of(model: nnx.Module) -> dict[ModulePath, StackedLayers]:
-    """Returns the stacks in a model, by the path of their layers."""
-    return {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
-
-
-def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
-    """Returns the number of layers that each parameter of a model holds along its first dimension, by path; 0 outside a
-    `Stack`."""
-    stacks = stacks_of(model)
-    found = {}
-    for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        inside = [stack.length for start, stack in stacks.items() if path[: len(start)] == start]
-        found[tuple(map(str, path))] = inside[0] if inside else 0
-    return found
-
-
-def groups_of(model: nnx.Module, recipe: Recipe | None) -> Groups:
-    """Returns the weight groups of a model under a recipe; see `gtp_jax.weights.resolve`."""
-    stacks = stacks_of(model)
-    structure = Structure(
-        type(model).__name__,
-        {path: owner.built_group for path, owner in weight_owners(model).items()},
-        tuple(Layers(0, m.length, path, m.schedule.unroll == "full") for path, m in stacks.items()),
-        weight_paths(model),
-    )
-    return resolve(structure, recipe)
-
-
-def name_weights(model: nnx.Module) -> None:
-    """Stores the path of each weight's owner in the metadata of the weight's variables, so that recipes in scope can
-    match their patterns against it."""
-    for path, owner in weight_owners(model).items():
-        for weight in owner.weights():
-            weight.set_metadata(path=path)
-
-
-def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]]) -> Any:
-    """Returns a copy of a module with the given values in the variables of its weights.
-
-    Args:
-        module: the module, which is not changed.
-        values: for each owner of weights, by path, one value for each of its variables.
-    """
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
-    for path, places in kernel_places(graph, leaves, tree).items():
-        for place, value in zip(places, values[path], strict=True):
-            leaves[place] = with_value(leaves[place], value)
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
-def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
-    """Returns, for each owner of weights, by path, the indices of its variables among the leaves of a state."""
-    numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
-    owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
-    return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
 
 
 def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:

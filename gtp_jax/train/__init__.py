@@ -5,8 +5,6 @@ from ._diagnose import Diagnosis as Diagnosis
 from ._diagnose import diagnose as diagnose
 from ._finite import check_finite as check_finite
 from ._gradients import Computed as Computed
-from ._gradients import Request as Request
-from ._gradients import View as View
 from ._gradients import gradients as gradients
 from ._gradients import in_dtypes_of as in_dtypes_of
 from ._jit import Jitted as Jitted
@@ -29,6 +27,8 @@ from ._options import accepts as accepts
 from ._options import compile_options as compile_options
 from ._own_step import BringsStep as BringsStep
 from ._per_layer import per_layer as per_layer
+from ._request import Request as Request
+from ._request import View as View
 from ._state import TrainState as TrainState
 from ._state import constrained as constrained
 from ._state import state_specs as state_specs

@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
 from ..recipes import Recipe, check_recipe, recipe_of_call
-from ._gradients import Request, View, check_microbatches, check_view, gradients, mean_gradients
+from ._gradients import gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._padding import paddings
+from ._request import Request, View, check_microbatches, check_view
 from ._state import TrainState
 
 Tree = Any

@@ -13,10 +13,11 @@ import optax
 
 from ..mesh import degrees, of_all_processes
 from ..recipes import Recipe, recipe_of_call
-from ._gradients import Request, View, check_view, gradients, mean_gradients
+from ._gradients import gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
 from ._probes import Probes
+from ._request import Request, View, check_view
 from ._rows import check_arrays, check_filled, check_rows
 from ._state import TrainState
 

@@ -11,9 +11,8 @@ weights. An "amax" is the largest magnitude in a tensor.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,62 +22,24 @@ from jax.sharding import PartitionSpec
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
 from ..hook import quantized, recipe_of_step, with_made
-from ..mesh import Roles, degrees, use_roles, with_paths
+from ..mesh import use_roles, with_paths
 from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
 from ..weights import ModulePath, forget_after, prepare
-from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
+from ._batch import microbatches_of, shard_batch, split_microbatches
+from ._loss import Returned, evaluate, mean, refuse_number_with_gradient, wide
 from ._microbatches import as_stored, over_microbatches
+from ._on_ranks import over_all_ranks, over_mesh
+from ._request import Request
 from ._rounding import rounding_key
 from ._rows import check_arrays, check_filled, check_rows
 from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._uncast import uncast
-from ._zero import ReduceOverDp, placeholders, sum_shards
+from ._zero import placeholders, sum_shards
 
 Tree = Any
-View = Literal["global", "local"]
-_VIEWS: tuple[View, ...] = ("global", "local")
-
-
-def check_view(view: Any, *, has_aux: bool) -> None:
-    """Raises `ValueError` if `view` is neither 'global' nor 'local', or if `has_aux` is true in local view."""
-    if view not in _VIEWS:
-        raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, _VIEWS))}.")
-    if has_aux and view == "local":
-        raise ValueError(
-            "`has_aux` is for `view='global'`: in local view each rank would return the `aux` of its own part. Use "
-            "`view='global'`, or return only the loss."
-        )
-
-
-def check_microbatches(microbatches: Any) -> None:
-    """Raises `ValueError` unless `microbatches` is a whole number of at least 1."""
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
-
-
-class Request(NamedTuple):
-    """A description of what a step computes.
-
-    The first eight fields are arguments of `train_step`.
-
-    Attributes:
-        replica: the number of this replica, if replicas have meshes of their own (`gtp_jax.Replicas`); otherwise 0.
-        rounded: the paths of the modules whose weights already hold values of the dtype in which they are sent.
-    """
-
-    loss: Loss
-    view: View
-    has_aux: bool
-    microbatches: int
-    recipe: Recipe | None
-    pregathered_layers: int | Literal["all"] = 0
-    seed: int = 0
-    reduce_over_dp: ReduceOverDp = "each"
-    replica: int = 0
-    rounded: frozenset[ModulePath] = frozenset()
 
 
 class Computed(NamedTuple):
@@ -156,7 +117,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     if request.view == "global":
         state.model_def.check_mesh()
         with use_roles(state.model_def.roles):
-            model_of, sharded = _model_of(request, state), _sharded(batch, state.model_def.roles)
+            model_of, sharded = _model_of(request, state), shard_batch(batch, state.model_def.roles)
 
             @forget_after()
             def one(params: Tree) -> Returned:
@@ -177,9 +138,9 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
         returned = one(params)
         refuse_number_with_gradient(lambda params: one(params).total, params)
-        return _over_all_ranks((returned.total, returned.tokens))
+        return over_all_ranks((returned.total, returned.tokens))
 
-    total, tokens = _over_mesh(local, state, 1, PartitionSpec())(batch)
+    total, tokens = over_mesh(local, state, 1, PartitionSpec())(batch)
     return Computed(total, tokens, (), (), ())
 
 
@@ -206,7 +167,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
         value_and_grad, slots = jax.value_and_grad(one, argnums=(0, 1), has_aux=True), model_of.slots()
         if count == 1:
-            sharded = _sharded(batch, model_def.roles)
+            sharded = shard_batch(batch, model_def.roles)
 
             def whole(params: Tree, slots: Tree, before: Tree, batch: Tree) -> tuple[Tree, tuple[Any, Tree]]:
                 returned, (found, amaxes) = value_and_grad(params, slots, before, batch, 0)
@@ -219,7 +180,9 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
         check_arrays(batch)
         check_rows(batch)
-        parts = jax.tree_util.tree_map_with_path(lambda path, a: _parts(path, a, count, model_def.roles), batch)
+        parts = jax.tree_util.tree_map_with_path(
+            lambda path, a: microbatches_of(path, a, count, model_def.roles), batch
+        )
 
         def of_part(carried: tuple[Tree, Tree], part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
             before, amaxes = carried
@@ -269,7 +232,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         if microbatches == 1:
             (total, tokens), (found, amaxes) = value_and_grad(params, slots, batch, 0)
         else:
-            parts = jax.tree.map(lambda a: _of_microbatches(a, microbatches), batch)
+            parts = jax.tree.map(lambda a: split_microbatches(a, microbatches), batch)
 
             def of_part(amaxes: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
                 sums, (found, more) = value_and_grad(as_stored(params, number), slots, part, number)
@@ -278,9 +241,9 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
             found, (total, tokens), amaxes, _ = over_microbatches(of_part, slots, parts)
         found = sum_shards(found, model_def.layouts) if last else found
         found = sum_over_replicas(found, model_def.specs)
-        return found, (*_over_all_ranks((total, tokens)), over_ranks(amaxes))
+        return found, (*over_all_ranks((total, tokens)), over_ranks(amaxes))
 
-    on_mesh = _over_mesh(uncast(local), state, microbatches, (model_def.specs, PartitionSpec()))
+    on_mesh = over_mesh(uncast(local), state, microbatches, (model_def.specs, PartitionSpec()))
     found, (total, tokens, amaxes) = on_mesh(batch)
     return Computed(total, tokens, found, {}, (), amaxes)
 
@@ -431,116 +394,3 @@ def _check_addable(aux: Tree) -> None:
 
 def _is_inexact(value: jax.Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-def _sharded(batch: Tree, roles: Roles) -> Tree:
-    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too. Scalars, and
-    arrays whose first dimension the ranks cannot divide evenly, stay as they are. Without a mesh, so do all arrays."""
-    return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
-
-
-def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
-    """Splits an array of the batch into microbatches: microbatch m is `batch[m::count]`, the same on every mesh.
-
-    Raises:
-        ValueError: if the array is a scalar, or `count` does not divide its first dimension; the message names the
-            array.
-    """
-    batch = jnp.asarray(batch)
-    if batch.ndim == 0 or batch.shape[0] % count:
-        raise ValueError(
-            f"`batch`{jax.tree_util.keystr(path)} has shape {batch.shape}; its first dimension is the batch and must "
-            f"be a multiple of microbatches = {count}."
-        )
-    return _divided(_of_microbatches(batch, count), roles, 1)
-
-
-def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
-    whole = jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch)
-    return batch if whole else _held(batch, PartitionSpec(*(None,) * dim, roles.batch))
-
-
-@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # outside `jit`, JAX refuses arrays made without the mesh
-def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return lax.with_sharding_constraint(batch, spec)
-
-
-def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """Splits examples into microbatches: microbatch m is `batch[m::count]`.
-
-    If each rank splits its own part of a batch in this way, microbatch m of the whole batch consists of microbatch m of
-    every rank.
-    """
-    return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
-
-
-def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns a function of a batch that calls `local` on each rank's own part of the arrays. Without a mesh, it calls
-    `local` once, on the whole arrays.
-
-    Args:
-        local: `(params, frozen, scaling, batch, step) -> result`.
-        state: the state, which holds all arguments of `local` except the batch.
-        microbatches: the number of microbatches into which `local` splits its batch.
-        out: the partitions of the result, a pytree prefix.
-
-    Raises:
-        ValueError: if the model has variables other than parameters. By the function, if the batch contains a list of
-            numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot divide evenly; if the
-            batch is split and its arrays have different numbers of rows; or if the model was built for other mesh
-            degrees.
-    """
-    model_def = state.model_def
-    _check_model_state(state)
-
-    def run(batch: Tree) -> Any:
-        model_def.check_mesh()
-        check_arrays(batch)
-        roles = model_def.roles
-        parts = degrees(roles.batch) * microbatches
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
-                raise ValueError(
-                    f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
-                    f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
-                )
-        if parts > 1:
-            check_rows(batch)
-        if jax.sharding.get_abstract_mesh().empty:
-            return local(state.params, state.frozen, state.scaling, batch, state.step)
-        whole = PartitionSpec()
-        into = (model_def.specs, model_def.frozen_specs, whole, PartitionSpec(roles.batch), whole)
-
-        def in_roles(*args: Any) -> Any:
-            with use_roles(roles):
-                return local(*args)
-
-        on_mesh = jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)
-        return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
-
-    return run
-
-
-def _check_model_state(state: TrainState) -> None:
-    """Refuses a model that has variables that are neither parameters nor frozen, such as batch statistics, because
-    local view does not support them.
-
-    Raises:
-        ValueError: if there are any; the message names the first ones.
-    """
-    if state.model_state:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
-        raise ValueError(
-            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` each "
-            "rank would write separately. Use `view='global'`, the default."
-        )
-
-
-def _over_all_ranks(values: Tree) -> Tree:
-    """Sums values over the whole mesh.
-
-    The ranks along an axis that does not shard the batch have the same tokens, and count each of them again. Losses,
-    tokens and gradients all contain the same factor, which cancels when a sum is divided by the number of tokens.
-    """
-    names = jax.sharding.get_abstract_mesh().axis_names
-    return lax.psum(values, names) if names else values

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import optax
 
-from ._gradients import Request
+from ._request import Request
 from ._state import TrainState
 
 

@@ -15,22 +15,14 @@ import optax
 from .._foreign import brief
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
-from ._gradients import (
-    Computed,
-    Request,
-    View,
-    check_microbatches,
-    check_view,
-    gradients,
-    losses,
-    mean_gradients,
-)
+from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
 from ._optimizer import check_optimizer
 from ._options import compile_options
 from ._own_step import BringsStep
+from ._request import Request, View, check_microbatches, check_view
 from ._state import TrainState
 from ._update import updated
 from ._zero import ReduceOverDp, check_reduce_over_dp

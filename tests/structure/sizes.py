@@ -38,7 +38,7 @@ LIFE_OF_A_WEIGHT = {
     "weights": None,
     "collectives": ("_bits.py", "_replicas.py", "_split.py"),
     "layout": ("_layout.py",),
-    "nn": ("_array.py", "_frozen.py", "_quantized.py", "_stages.py", "_weight.py"),
+    "nn": ("_array.py", "_frozen.py", "_owners.py", "_quantized.py", "_stages.py", "_weight.py"),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
