@@ -122,20 +122,22 @@ def with_adapters(model, rngs):
     return model
 
 
+@nnx.jit
+def of_adapters(model, tokens):
+    return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_may_be_added_before_sharding_or_after(when, x64):
-    def adapters(model, tokens):
-        return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
-
     plain = with_adapters(gpt2(), nnx.Rngs(5))
-    wanted = nnx.jit(adapters)(plain, tokens())
+    wanted = of_adapters(plain, tokens())
     with scope(MESHES["gtp 8"]):
         model = gpt2()
         if when == "before":
             model = gtp.shard(with_adapters(model, nnx.Rngs(5)), "blocks.*", min_size=64)
         else:
             model = with_adapters(gtp.shard(model, "blocks.*", min_size=64), nnx.Rngs(5))
-        found = nnx.jit(adapters)(model, tokens())
+        found = of_adapters(model, tokens())
     assert_leaves_close(found, wanted)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
 
@@ -161,13 +163,10 @@ def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
             block.attention.qkv = Adapted(block.attention.qkv, nnx.Rngs(5))
         return model
 
-    def adapters(model, tokens):
-        return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
-
-    wanted = nnx.jit(adapters)(adapted(gpt2()), tokens())
+    wanted = of_adapters(adapted(gpt2()), tokens())
     with scope(MESHES["gtp 8"]):
         model = adapted(gtp.shard(gpt2(), "blocks.*", min_size=64))
-        found = nnx.jit(adapters)(model, tokens())
+        found = of_adapters(model, tokens())
         assert "placement" in model.blocks[0].attention.qkv.a.get_metadata()
     assert_leaves_close(found, wanted)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
@@ -192,15 +191,12 @@ def test_adapters_of_qwix_have_their_gradients(when, x64):
         model.eval()
         return model
 
-    run = nnx.jit(
-        lambda model, t: nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, t)
-    )
-    wanted = jax.tree.map(np.asarray, run(adapted(make()), tokens()))
+    wanted = jax.tree.map(np.asarray, of_adapters(adapted(make()), tokens()))
     with scope(MESHES["gtp 8"]):
         if when == "before":
             model = gtp.shard(adapted(make()), "blocks.*", min_size=64)
         else:
             model = adapted(gtp.shard(make(), "blocks.*", min_size=64))
-        found = jax.tree.map(np.asarray, run(model, tokens()))
+        found = jax.tree.map(np.asarray, of_adapters(model, tokens()))
     assert_leaves_close(found, wanted)
     assert len(jax.tree.leaves(wanted[1])) == 4 * DEPTH and "qwix" in sys.modules

@@ -1,4 +1,4 @@
-"""Says what the CPU time of tests goes to: compiling, lowering and tracing programs, processes, garbage, and the rest.
+"""Measures the CPU time of tests: of compiling, lowering and tracing programs, of processes, garbage, and the rest.
 
     python -m tests.structure.cpu tests/hook/test_lora.py            # stages, tests and programs
     python -m tests.structure.cpu tests/train -m slow --top 40       # what it does not know goes to pytest

@@ -1,4 +1,4 @@
-"""What the meter of CPU time says of stages within stages, and of a program that is compiled."""
+"""The meter of CPU time tells stages within stages apart, and counts a program when it is compiled."""
 
 import time
 
