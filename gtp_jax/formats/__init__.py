@@ -23,6 +23,7 @@ from ._spec import MXFP8 as MXFP8
 from ._spec import NVFP4 as NVFP4
 from ._spec import NVFP4_1D as NVFP4_1D
 from ._spec import RUN as RUN
+from ._spec import STORED as STORED
 from ._spec import Element as Element
 from ._spec import Format as Format
 from ._spec import Tiled as Tiled

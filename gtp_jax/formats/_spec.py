@@ -58,7 +58,7 @@ class Format:
         block: the `(rows, columns)` of a block whose elements share a scale, with columns along the contraction; `None`
             if there are no block scales.
         scale: the number format of the block scales: `"e4m3"` or `"e8m0"` (a power of two), one byte each; `"float32"`,
-            which stores the inverses of powers of two; or `None`.
+            which stores the inverses of scales; or `None`.
         scale_max: the largest block scale, if it bounds the tensor's scale; otherwise `None`.
         has_amax: whether the format includes a float32 amax of the tensor.
         alignment: a number of rows: if the rows of a shard are a multiple of it, no block of either copy straddles two
@@ -95,6 +95,11 @@ class Format:
     def run(self) -> tuple[int, int]:
         """The shape of a block, `(1, 1)` if there are none. A part whose sizes are multiples of it cuts no block."""
         return self.block or (1, 1)
+
+    @property
+    def cut_by_shards(self) -> bool:
+        """Whether shards may cut blocks, so that every rank needs the scales of all of them."""
+        return self.block is not None and self.alignment == 1
 
     @property
     def bytes_per_element(self) -> float:
@@ -169,8 +174,10 @@ def _fp8_blocks(name: str, block: tuple[int, int]) -> Format:
 FP8_BLOCKS = _fp8_blocks("FP8_BLOCKS", (128, 128))
 FP8_BLOCKS_1D = _fp8_blocks("FP8_BLOCKS_1D", (1, 128))
 
-# The formats of `gtp_jax.pack` and of frozen weights.
+# The formats of `gtp_jax.pack`.
 FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3, FP8_E5M2)}
+# The formats of frozen weights.
+STORED = {**FORMATS, FP8_BLOCKS.name: FP8_BLOCKS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

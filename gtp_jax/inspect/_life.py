@@ -14,7 +14,7 @@ from ..formats import Format, Tiled
 from ..hlo import columns, quantity
 from ..hook import Coded, ShardedWeight
 from ..nn import Weight
-from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, Tiles, WeightGroup
+from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, StoredTiles, Tiles, WeightGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,8 @@ def _sent(group: WeightGroup, each: str) -> list[LifeState]:
     size = quantity(weights.bytes_on_wire(group) // group.layouts[0].shards, "B")
     if group.wire is not None:
         kind: Any = StoredCodes if group.frozen else Packed
-        kind = Tiles if isinstance(group.wire, Tiled) else kind
+        if isinstance(group.wire, Tiled):
+            kind = StoredTiles if group.frozen else Tiles
         known = isinstance(group.wire, Format | Tiled)
         own = kind.__name__ if known else f"a wire of {group.wire.name}"
         made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
@@ -166,7 +167,7 @@ def _gathered(group: WeightGroup, each: str) -> LifeState:
     if group.wire is not None:
         wire = StoredCodes.gather if group.frozen else Packed.gather
     if isinstance(group.wire, Tiled):
-        wire = Tiles.gather
+        wire = StoredTiles.gather if group.frozen else Tiles.gather
     elif not isinstance(group.wire, Format | None):
         return LifeState("gathered", each, what, f"`gather` of what {type(group.wire).__name__} makes")
     return LifeState("gathered", each, what, _name(wire))

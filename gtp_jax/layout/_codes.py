@@ -13,17 +13,19 @@ from ._storage import UNDIVIDED, UNPADDED, Padding
 
 
 def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PaddedLayout]:
-    """Returns the layouts of the arrays of codes, by their names in `QuantizedArray`; no amax is ever padded.
+    """Returns the layouts of the arrays of codes, by their names in `QuantizedArray`, except those that are never
+    padded: amaxes, and the scales of blocks that shards may cut.
 
     Args:
-        layout: the layout of the weight, whose shards are whole blocks.
+        layout: the layout of the weight, whose shards are whole blocks unless they may cut blocks.
         form: the format of the codes.
     """
     lead, logical, stored = layout.shape[:-2], layout.matrix_of(layout.shape), layout.matrix_of(layout.array_shape)
     found = {}
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
         own, padded = shape_of(form, logical, False), shape_of(form, stored, False)
-        if own is not None and padded is not None:
+        whole = name == "scales" and form.cut_by_shards
+        if own is not None and padded is not None and not whole:
             found[name] = PaddedLayout((*lead, *own), (*lead, *padded), layout.matrix_spec)
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..formats import FORMATS, Format, QuantizedArray
+from ..formats import STORED, Format, QuantizedArray
 from ..nn import layout_of
 from ..ops import dequantize
 
@@ -95,7 +95,7 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
             above, _, last = name.removeprefix(FROZEN).rpartition("/")
             form = static.get(f"{FROZEN}{above}/format")
             if form is not None:
-                formats[above] = FORMATS[form]
+                formats[above] = STORED[form]
                 found.setdefault(above, {})[last] = stored[name]
             else:
                 found[name.removeprefix(FROZEN)] = {"": stored[name]}

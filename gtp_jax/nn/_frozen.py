@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..formats import Format, QuantizedArray
+from ..formats import Format, QuantizedArray, Tiled
 from ..layout import Layout, PaddedLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
@@ -77,7 +77,7 @@ def padded_codes(variable: nnx.Variable) -> dict[str, PaddedLayout]:
     layout, frozen = metadata.get("layout"), metadata.get("frozen")
     if layout is None or layout.array_shape == layout.shape or frozen is None or frozen.wire is None:
         return {}
-    return layouts_of_codes(layout, frozen.wire)
+    return layouts_of_codes(layout, frozen.wire.format if isinstance(frozen.wire, Tiled) else frozen.wire)
 
 
 def _logical(array: Any, layout: PaddedLayout) -> Any:
@@ -147,7 +147,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
         for place, value, layout in zip(own, values, group.layouts, strict=True):
-            known = FrozenAs(_format(group), group.operands)
+            known = FrozenAs(group.wire, group.operands)
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
     for place, variable in enumerate(leaves):
         if place not in put:  # copied, because a step donates its state, and the given model must not change
@@ -252,14 +252,14 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
                 "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
         form = group.wire
-        if not isinstance(form, Format | None):
+        if not isinstance(form, Format | Tiled | None):
             raise ValueError(
                 f"the recipe sends {name} in {form.name}, which cannot be stored. Freeze with one of gtp_jax's "
                 "recipes, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
             )
         group = _in_blocks(group)
-        cutting = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
-        if cutting and form is not None:
+        cutting = [layout for layout in group.layouts if isinstance(form, Format) and cuts_blocks(layout, form)]
+        if cutting and isinstance(form, Format):
             padding = "" if shares_are_even() else "freeze under `gtp_jax.even_shares()`, which pads them, "
             raise ValueError(
                 f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
@@ -296,11 +296,6 @@ def _laid_out(masters: Shards, before: Sequence[Layout], after: Sequence[Layout]
         lax.with_sharding_constraint(x, stacked_spec(layout.spec, x.ndim))
         for x, layout in zip(moved, after, strict=True)
     )
-
-
-def _format(group: WeightGroup) -> Format | None:
-    assert isinstance(group.wire, Format | None)
-    return group.wire
 
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:

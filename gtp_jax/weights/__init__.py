@@ -26,7 +26,8 @@ Less common states:
   see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
 - *Scaled by earlier amaxes* (`Scaling`): with delayed scaling, the state of a step holds the scale of the codes. The
   module's products get those of input and gradient too, and a slot whose gradient is the amaxes that they find.
-- *In tiles*: codes whose tiles shards may cut are `Tiles`, and every rank knows all scales; see [Note: cut tiles].
+- *In tiles*: codes whose tiles shards may cut are `Tiles` (frozen: `StoredTiles`), and every rank knows all scales; see
+  [Note: cut tiles].
 - *Frozen*: ranks store codes, or arrays in the dtype of the wire, and no masters. `frozen_wires` returns what is sent.
   Frozen weights have no gradient (`refuse_gradient`).
 - *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` does not
@@ -116,6 +117,7 @@ from ._resolve import of_layers as of_layers
 from ._resolve import resolve as resolve
 from ._rounding import CallKeys as CallKeys
 from ._rounding import key_for as key_for
+from ._stored_tiles import StoredTiles as StoredTiles
 from ._stretch import Apart as Apart
 from ._stretch import Stretch as Stretch
 from ._stretch import wires_of as wires_of

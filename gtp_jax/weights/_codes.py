@@ -118,9 +118,10 @@ def codes_specs(layout: Layout, form: Format, ahead: int = 0) -> QuantizedArray:
         ahead: the number of leading dimensions, 1 for a stack of layers.
     """
     lead, matrix = (None,) * ahead, tuple(layout.matrix_spec)
+    scales = tuple(layout.gathered.matrix_spec) if form.cut_by_shards else matrix
     return QuantizedArray(
         PartitionSpec(*lead, *matrix),  # pyright: ignore[reportArgumentType]
-        None if form.block is None else PartitionSpec(*lead, *matrix),  # pyright: ignore[reportArgumentType]
+        None if form.block is None else PartitionSpec(*lead, *scales),  # pyright: ignore[reportArgumentType]
         PartitionSpec(*lead, *matrix[:-2]) if form.has_amax else None,  # pyright: ignore[reportArgumentType]
         form,
         layout.matrix_of(layout.shape),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..formats import Format, Operands, QuantizedArray
+from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ._codes import StoredCodes, codes_of, codes_specs
 from ._fused import Shards
 from ._group import ModulePath, WeightGroup
@@ -15,6 +15,8 @@ from ._optimizer_axes import stored_specs
 from ._prepare import buffer_of
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view
+from ._stored_tiles import StoredTiles
+from ._tiles import kernels_in_tiles
 from ._wire import Kernels, Wire
 
 # What ranks store of each module's kernels, by the module's path: codes, or arrays in the dtype of the wire.
@@ -24,7 +26,7 @@ Kept = Mapping[ModulePath, tuple[Any, ...]]
 class FrozenAs(NamedTuple):
     """The formats that were decided for a weight when it was frozen; see `WeightGroup`."""
 
-    wire: Format | None
+    wire: WireFormat | None
     operands: Operands | None
 
 
@@ -41,8 +43,14 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
     layouts = [[one.of_shards for one in group.layouts] for group in groups]
 
     def pack(masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
-        packed = pack_all([Bundle({(): own}, {(): group}) for group, own in zip(groups, masters, strict=True)])
-        return [codes_of(*one) for one in zip(packed, layouts, strict=True)]
+        pairs = list(zip(masters, groups, strict=True))
+        whole = [Bundle({(): own}, {(): group}) for own, group in pairs if isinstance(group.wire, Format)]
+        packed = iter(pack_all(whole))
+        tiled = iter(kernels_in_tiles([pair for pair in pairs if isinstance(pair[1].wire, Tiled)]))
+        return [
+            next(tiled) if isinstance(group.wire, Tiled) else codes_of(next(packed), own)
+            for group, own in zip(groups, layouts, strict=True)
+        ]
 
     def into(masters: Sequence[Shards]) -> tuple[Any]:
         return ([stored_specs(group.layouts, own) for group, own in zip(groups, masters, strict=True)],)
@@ -55,19 +63,24 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
 
 
 def _format(group: WeightGroup) -> Format:
-    assert isinstance(group.wire, Format)
-    return group.wire
+    assert isinstance(group.wire, Format | Tiled)
+    return group.wire.format if isinstance(group.wire, Tiled) else group.wire
 
 
 def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
-    """Returns the wires of the frozen weights of a stack or of one module: first codes, one wire per buffer, then
-    arrays."""
+    """Returns the wires of the frozen weights of a stack or of one module: first codes, one wire per buffer, or per
+    weight in tiles, then arrays."""
     together: dict[ModulePath, list[ModulePath]] = {}
     for path, group in groups.items():
         if group.wire is not None:
             together.setdefault(buffer_of(group, path, stacked=True), []).append(path)
     kept = refuse_gradient(dict(kept))
-    codes = [StoredCodes(tuple(kept[path] for path in paths), tuple(paths)) for paths in together.values()]
+    codes: list[Wire] = []
+    for paths in together.values():
+        wire, own = groups[paths[0]].wire, tuple(kept[path] for path in paths)
+        codes.append(
+            StoredTiles(own[0], tuple(paths), wire) if isinstance(wire, Tiled) else StoredCodes(own, tuple(paths))
+        )
     return [*codes, *(Kernels(kept[path], (path,)) for path, group in groups.items() if group.wire is None)]
 
 

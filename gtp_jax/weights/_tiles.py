@@ -23,13 +23,13 @@ from jax import lax
 from jaxtyping import Int32
 
 from ..collectives import all_gather
-from ..formats import QuantizedArray, Tiled
+from ..formats import FP8_BLOCKS_1D, QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
-from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable
-from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, part_of, whole_kernels
+from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
+from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, whole_kernels
 from ._group import ModulePath, WeightGroup
-from ._optimizer_axes import is_divided
+from ._optimizer_axes import gather_stored, is_divided
 from ._wire import FusedWeights, Wire
 
 
@@ -52,10 +52,13 @@ class Tiles(Wire):
     format: Tiled
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`."""
+        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; its values if products
+        multiply values."""
         group = groups[self.members[0]]
         layouts, ranks = group.layouts, group.ranks
         parts = self.codes[None] if ranks == 1 else all_gather(self.codes[None], layouts[0].axes, dim=0)
+        if not group.as_codes:
+            return {self.members[0]: _values(fuse(parts, layouts), self.scales, group)}
         if group.order is None:
             codes = fuse(parts, layouts)
         else:
@@ -90,11 +93,31 @@ def tile_all(
         bundles: for each wire, the shards of one fused weight, or the parts of them that this rank stores, and its
             group, by name.
     """
+    groups = [next(iter(groups.values())) for _, groups in bundles]
+    kernels = kernels_in_tiles(
+        [(own, group) for (shards, _), group in zip(bundles, groups, strict=True) for own in shards.values()]
+    )
+    return [
+        tiles_of(own, group, name)
+        for own, group, (shards, _) in zip(kernels, groups, bundles, strict=True)
+        for name in shards
+    ]
+
+
+def kernels_in_tiles(weights: Sequence[tuple[Shards, WeightGroup]]) -> list[tuple[QuantizedArray, ...]]:
+    """Quantizes the kernels of fused weights; see [Note: cut tiles].
+
+    Args:
+        weights: the shards of each weight, or the parts of them that this rank stores, with or without the leading
+            dimension of a stack, and its group.
+
+    Returns:
+        The codes of this rank's shards, `(*stack, *experts, rows, cols)`, with the scales of the whole kernels.
+    """
     kernels = [
         (_part(shard, layout, group), layout)
-        for shards, groups in bundles
-        for (name, own), group in zip(shards.items(), groups.values(), strict=True)
-        for shard, layout in zip(own, groups[name].layouts, strict=True)
+        for own, group in weights
+        for shard, layout in zip(own, group.layouts, strict=True)
     ]
     tops = [_tops(part) for part, _ in kernels]
     axes = {axis for _, layout in kernels for axis in (*layout.axes, *layout.optimizer.axes)}
@@ -103,20 +126,27 @@ def tile_all(
         tops = _over_ranks(tops, [_own_axes(layout, names) for _, layout in kernels], names)
     scales = [power_of_two_scales(one) for one in tops]
     codes = [_codes(part, own) for (part, _), own in zip(kernels, scales, strict=True)]
-    found = []
-    for shards, groups in bundles:
-        ((name, own),) = shards.items()
-        count, group = len(own), groups[name]
-        mine, codes = codes[:count], codes[count:]
-        grids, scales = scales[:count], scales[count:]
-        stored = tuple(jnp.moveaxis(x, -2, _dim_of_rows(one)) for x, one in zip(mine, group.layouts, strict=True))
-        part = part_of(stored, group.layouts, jnp.uint8)
-        grid = jnp.concatenate([inverses(one) for one in grids], axis=-2)
-        assert isinstance(group.wire, Tiled)
-        if group.order is None and group.ranks > 1 and count > 1 and in_order(group.layouts):
-            grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
-        found.append(Tiles(part, grid, (name,), group.wire))
-    return found
+    left = iter(zip(codes, scales, strict=True))
+    return [tuple(_joined(*next(left), layout, group) for layout in group.layouts) for _, group in weights]
+
+
+def _joined(codes: jax.Array, scales: jax.Array, layout: Layout, group: WeightGroup) -> QuantizedArray:
+    """Returns the codes of a shard, joined from the parts that ranks store, given the bits of the scales."""
+    assert isinstance(group.wire, Tiled)
+    dim = _dim_of_rows(layout)
+    (shard,) = gather_stored((jnp.moveaxis(codes, -2, dim),), [layout])
+    matrix = layout.matrix_of(layout.shape)
+    return QuantizedArray(jnp.moveaxis(shard, dim, -2), inverses(scales), None, group.wire.format, matrix)
+
+
+def tiles_of(kernels: Sequence[QuantizedArray], group: WeightGroup, name: ModulePath) -> Tiles:
+    """Returns what this rank sends of a fused weight, made from its kernels as `kernels_in_tiles` returns them."""
+    assert isinstance(group.wire, Tiled)
+    grids = [one.scales for one in kernels if one.scales is not None]
+    part, grid = (jnp.concatenate(own, axis=-2) for own in ([one.codes for one in kernels], grids))
+    if group.as_codes and group.order is None and group.ranks > 1 and len(grids) > 1 and in_order(group.layouts):
+        grid = _by_rank(grid, [one.shape[-2] for one in grids], group.ranks)
+    return Tiles(part, grid, (name,), group.wire)
 
 
 def tiled_bytes(group: WeightGroup) -> int:
@@ -187,6 +217,33 @@ def _own_axes(layout: Layout, names: Sequence[str]) -> tuple[str, ...]:
 def _dim_of_rows(layout: Layout) -> int:
     """Returns the dimension of rows in stored order, counted from the last."""
     return layout.rows - len(layout.shape)
+
+
+def _values(codes: jax.Array, grid: jax.Array, group: WeightGroup) -> jax.Array:
+    """Returns the values of a fused weight, in its dtype.
+
+    Args:
+        codes: the codes of the fused weight, `(*fused, rows, cols)`.
+        grid: the inverse scales, `(*experts, tiles of kernel 0 | tiles of kernel 1 | ..., tiles across)`.
+        group: the decisions about the weight.
+    """
+    assert isinstance(group.wire, Tiled)
+    layouts, side = group.layouts, group.wire.format.run[0]
+    rows = [layout.matrix_of(layout.whole_shape)[0] for layout in layouts]
+    ends = np.cumsum([-(-one // side) for one in rows])
+    kernels = [
+        jnp.repeat(own, side, axis=-2)[..., :size, :]
+        for own, size in zip(jnp.split(grid, ends[:-1], axis=-2), rows, strict=True)
+    ]
+    if in_order(layouts) and (group.has_experts or len(kernels) > 1):  # as `fuse` leaves the codes
+        parts = [jnp.reshape(one, (*one.shape[:-2], group.ranks, -1, one.shape[-1])) for one in kernels]
+        scales = jnp.moveaxis(jnp.concatenate(parts, axis=-2), -3, 0)
+    else:
+        scales = fuse_kernels(kernels, layouts)
+    # a scale for each row of a tile is that of a run of the row
+    scales = jnp.reshape(scales, (*codes.shape[:-1], grid.shape[-1]))
+    runs = QuantizedArray(codes, scales, None, FP8_BLOCKS_1D, (codes.shape[-2], codes.shape[-1]))
+    return values_of(runs, group.dtype)
 
 
 def _codes(part: _Part, scales: jax.Array) -> jax.Array:

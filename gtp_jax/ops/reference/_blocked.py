@@ -1,4 +1,4 @@
-"""E4M3 in blocks with float32 scales that are powers of two: the formulas of `gtp_jax/formats/README.md`."""
+"""E4M3 in blocks with float32 scales: the formulas of `gtp_jax/formats/README.md`."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def quantize_blocked(x: jax.Array, *, block: tuple[int, int]) -> tuple[jax.Array
 def decode_blocked(
     codes: jax.Array, inverse_scales: jax.Array, *, block: tuple[int, int], dtype: jnp.dtype
 ) -> jax.Array:
-    """Returns the values of codes `(*lead, R, C)`, in `dtype`."""
+    """Returns the values of codes `(*lead, R, C)`, in `dtype`, rounded to float32 first. Inverse scales may be any
+    positive numbers."""
     significand, exponent = split(to_blocks(codes.astype(jnp.int32), block), E4M3)
     scale, scale_exponent = _ieee.split(over_blocks(_ieee.as_bits(inverse_scales)))
-    # the significand of a power of two is 2**23; the product of both stays below 2**28
-    bits = _ieee.round_to_float32(significand * (scale >> 20), exponent + scale_exponent + 20)
+    # significands have 4 and 24 bits
+    bits = _ieee.round_to_float32(significand * scale, exponent + scale_exponent)
     whole = to_blocks(codes.astype(jnp.int32), block)
     bits = jnp.where(is_nan(whole, E4M3), _ieee.NAN, bits | jnp.where(is_negative(whole, E4M3), _ieee.SIGN, 0))
     return _ieee.narrow(from_blocks(bits, codes.shape[-2:]), dtype)

@@ -1,0 +1,229 @@
+"""A frozen base in tiles of FP8 that shards may cut: its codes are one device's, travel as they are, and are trained
+over, saved and multiplied like those of masters."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from selection import others_slow
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import abstract_model
+
+from ..ops import oracle
+
+WIDTH = 192
+RECIPE = gtp.FP8Blocks(exclude=())
+# sizes of kernels that share a gather; degrees; the layer's parallelism
+PLACES = {
+    "one device": ((200, 72), dict(gtp=1), {}),
+    "half a tile": ((256,), dict(gtp=4), {}),
+    "columns": ((7,), dict(gtp=4), {}),
+    "kernels of whole tiles": ((256, 512), dict(gtp=2), {}),
+    "kernels cut": ((256, 64, 32), dict(gtp=8), {}),
+    "kernels of odd sizes": ((200, 72), dict(gtp=4), {}),
+    "parts of dp": ((256, 64), dict(gtp=2, dp=4), {}),
+    "parallel by column": ((512, 256), dict(gtp=2, tp=2), dict(parallel="column")),
+    "padded rows": ((250,), dict(gtp=7), {}),
+    "padded kernels": ((200, 72), dict(gtp=7), {}),
+}
+USUAL = ("half a tile", "kernels of whole tiles", "kernels of odd sizes", "parallel by column", "padded kernels")
+
+
+def scope(degrees):
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())]))
+
+
+@functools.cache
+def numbers(shape):
+    rng = np.random.default_rng(shape[1])
+    kernel = (rng.normal(size=shape) * np.exp(3 * rng.normal(size=shape))).astype(np.float32)
+    kernel[:, :1] = 0
+    return kernel
+
+
+class Layer(nnx.Module):
+    def __init__(self, sizes, rngs, **options):
+        made = dict(zip(sizes, map(numbers, ((WIDTH, size) for size in sizes)), strict=True))
+        self.dense = gtp.Dense(
+            WIDTH,
+            {str(size): size for size in sizes},
+            dtype="float32",
+            kernel_init=lambda _, shape, __: made[shape[1]],
+            rngs=rngs,
+            **options,
+        )
+        self.lora = nnx.LoRA(WIDTH, 1, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def of_values(model):
+    """The model, which multiplies the values of its codes."""
+    model = nnx.clone(model)
+    for _, v in nnx.to_flat_state(nnx.state(model, gtp.Frozen)):
+        v.set_metadata(frozen=v.get_metadata()["frozen"]._replace(operands=None))
+    return model
+
+
+@pytest.mark.parametrize("place", others_slow(PLACES, USUAL))
+def test_codes_and_products_are_those_of_one_device_by_the_oracle(place):
+    sizes, degrees, options = PLACES[place]
+    with scope(degrees), gtp.even_shares():
+        model = gtp.init(lambda rngs: gtp.freeze(Layer(sizes, rngs, **options), RECIPE), nnx.Rngs(0))
+        x = jnp.repeat(jnp.eye(336, WIDTH)[:, None], 8, axis=1)  # a batch and a sequence that ranks divide
+        products = [jax.jit(lambda model, x: model(x))(m, x) for m in (model, of_values(model))]
+        for size in sizes:
+            kernel = model.dense.kernel[str(size)]
+            codes = jax.tree.map(np.asarray, kernel.get_value())
+            wanted = oracle.rounded_blocked(numbers((WIDTH, size)).T, (128, 128))
+            assert codes.scales.shape == (-(-size // 128), 2) and codes.codes.dtype == np.uint8
+            np.testing.assert_array_equal(np.asarray(gtp.dequantize(codes, jnp.float32)), wanted)
+            for product in products:
+                np.testing.assert_array_equal(np.asarray(product[str(size)])[:WIDTH, 0], wanted.T)
+            stored = kernel.get_raw_value().codes
+            shards = kernel.get_metadata()["layout"].shards
+            assert {one.data.nbytes for one in stored.addressable_shards} == {stored.nbytes // shards}
+
+
+class Block(nnx.Module):
+    """Fused kernels, which 8 ranks cut."""
+
+    def __init__(self, rngs):
+        self.mlp = gtp.MLP(64, 192, dtype="float32", rngs=rngs)
+        start = nnx.initializers.normal(0.1)
+        self.lora = nnx.LoRA(64, 2, 64, b_initializer=start, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(x) + self.lora(x)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
+        self.last = gtp.Dense(64, {"a": 32, "b": 64}, dtype="float32", rngs=rngs)
+
+    def __call__(self, x):
+        found = self.last(self.blocks(x))
+        return jnp.concatenate([found["a"], found["b"]], -1)
+
+
+def frozen(rngs):
+    return gtp.freeze(Model(rngs), RECIPE)
+
+
+def loss(model, batch):
+    errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+    return errors.sum(), jnp.float32(errors.size)
+
+
+def batch():
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in (("x", 64), ("y", 96))}
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=4), dict(gtp=2, dp=2)], ids=str)
+def test_losses_and_gradients_of_adapters_are_those_of_masters_under_the_recipe_bit_for_bit(degrees):
+    found = []
+    for make, recipe in ((frozen, None), (Model, RECIPE)):
+        with scope(degrees):
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+            run = jax.jit(lambda s, x, recipe=recipe: gtp.loss_and_gradients(loss, s, x, recipe=recipe))
+            value, gradients = run(state, batch())
+            found.append(jax.tree.map(np.asarray, (value, gradients["blocks"]["layers"]["lora"])))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found[0][1]))
+
+
+def test_adapters_train_over_codes_that_restore_on_other_meshes(tmp_path):
+    optimizer, whole, digests = optax.adamw(1e-2), [], []
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, (degrees, even) in enumerate(
+            [(dict(gtp=4), False), (dict(gtp=7), True), (dict(gtp=2, dp=2), False)]
+        ):
+            with scope(degrees), gtp.even_shares(even):
+                like = gtp.TrainState.create(abstract_model(frozen), optimizer)
+                if number:
+                    state, _ = checkpoints.restore(like)
+                    state = gtp.TrainState(
+                        state.params, state.opt_state, state.step, like.model_def, frozen=state.frozen
+                    )
+                else:
+                    state = gtp.TrainState.create(gtp.init(frozen, nnx.Rngs(0)), optimizer)
+                checkpoints.save(number, state)
+                checkpoints.wait()
+                leaves = checkpoints.manifest()["leaves"]
+                digests.append({name: one["digest"] for name, one in leaves.items()})
+                assert leaves["frozen/last/kernel/a/scales"] | {"digest": ""} == {
+                    "shape": [1, 1],
+                    "dtype": "float32",
+                    "digest": "",
+                }
+                rows = {name: np.tile(x, (7, 1, 1)) for name, x in batch().items()}
+                step, losses = gtp.train_step(loss, optimizer), []
+                for _ in range(2):
+                    state, metrics = step(state, rows)
+                    losses.append(float(metrics["loss"]))
+                whole.append(losses)
+    assert all(one == digests[0] for one in digests)
+    for losses in whole:
+        np.testing.assert_allclose(losses, whole[0], rtol=1e-4)
+        assert losses[1] < losses[0]
+
+
+def test_a_step_sends_bytes_and_reduces_no_maxima_and_explain_says_what_is_stored():
+    with scope(dict(gtp=4)):
+        model = gtp.init(frozen, nnx.Rngs(0))
+        facts = {fact.module: fact for fact in gtp.explain(model, None).facts}
+        life = str(gtp.explain(model, None, path="mlp.down"))
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(model, optimizer)
+        text = gtp.train_step(loss, optimizer).lower(state, batch()).compile().as_text()
+    fact = facts["blocks.layers.mlp.down"]
+    assert (fact.wire, fact.bytes, fact.bytes_per_element) == ("FP8_BLOCKS", 192 * 64, 1)
+    assert "no master copy" in life and "StoredTiles" in life
+    assert "FP8_BLOCKS" in repr(model.last.kernel["a"])
+    found = hlo.collectives(text)
+    assert {c.dtype for c in found if c.kind == "all-gather"} == {"u8"}
+    assert not [c for c in found if "pmax" in c.op_name]
+
+
+class Experts(nnx.Module):
+    def __init__(self, rngs):
+        self.moe = gtp.MoE(128, 256, num_experts=4, top_k=2, aux_loss_coeff=0.0, dtype="float32", rngs=rngs)
+        self.lora = nnx.LoRA(128, 2, 128, rngs=rngs)
+
+    def __call__(self, x):
+        return self.moe(x) + self.lora(x)
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=2, ep=2), dict(gtp=2, tp=2)], ids=str)
+def test_experts_are_frozen_in_tiles_of_their_own_and_multiply_as_masters_do(degrees):
+    x = np.random.default_rng(0).normal(size=(8, 4, 128)).astype(np.float32)
+    found, codes = [], []
+    for degrees_, make, recipe in (({"gtp": 1}, True, None), (degrees, True, None), (degrees, False, RECIPE)):
+        with scope(degrees_):
+            model = gtp.init(
+                lambda rngs, make=make: gtp.freeze(Experts(rngs), RECIPE) if make else Experts(rngs), nnx.Rngs(0)
+            )
+            with gtp.use_recipe(recipe):
+                found.append(np.asarray(jax.jit(lambda model, x: model(x))(model, x)))
+            if make:
+                codes.append(jax.tree.map(np.asarray, [model.moe.up.kernel[k].get_value() for k in ("gate", "up")]))
+    np.testing.assert_array_equal(found[1], found[2])
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, *codes)
+
+
+def test_tensor_ranks_that_would_cut_tiles_are_refused():
+    with scope(dict(gtp=2, tp=2)):
+        with pytest.raises(ValueError, match=r"of dense into parts of 96, which are not whole tiles of FP8_BLOCKS"):
+            gtp.init(lambda rngs: gtp.freeze(Layer((192,), rngs, parallel="column"), RECIPE), nnx.Rngs(0))
