@@ -1,5 +1,6 @@
 """Sharded checkpoints that any mesh can read: logical arrays in plain nested dicts, and a manifest."""
 
+from ._checkpoints import CODES as CODES
 from ._checkpoints import Checkpoints as Checkpoints
 from ._damage import DamagedCheckpoint as DamagedCheckpoint
 from ._digest import DIGEST_EVENT

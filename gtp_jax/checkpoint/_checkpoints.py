@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ..mesh import Path, of_all_processes
+from ..formats import QuantizedArray
+from ..mesh import Path, of_all_processes, with_paths
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
@@ -41,6 +42,8 @@ _PEERS_S = 2.0
 
 # The attribute of a state that holds its parameters.
 _PARAMS = "params"
+# The name below which a checkpoint holds codes of parameters.
+CODES = "codes"
 
 
 class _Abandoned(Exception):
@@ -178,6 +181,7 @@ class Checkpoints:
         extra: dict[str, Any] | None = None,
         *,
         files: Mapping[str, bytes] | None = None,
+        codes: Mapping[str, QuantizedArray] | None = None,
     ) -> None:
         """Saves parameters that are computed while they are written, one part in memory at a time. One process only.
 
@@ -188,26 +192,29 @@ class Checkpoints:
             params: the arrays by their paths, joined by slashes.
             extra: as in `save`.
             files: as in `save`.
+            codes: codes of some of the parameters, by the same paths, with a `StreamedArray` instead of each array.
+                They are saved in addition to the parameters, and read with `restore_part`.
 
         Raises:
             ValueError: as in `save`.
             TypeError: if `step` is not a whole number, JSON cannot hold `extra`, or a file's content is not bytes.
         """
         step, files = self._checked(step), dict(files or {})
+        tree = {f"{_PARAMS}/{name}": array for name, array in params.items()}
+        tree |= {f"{CODES}/{name}": quantized for name, quantized in (codes or {}).items()}
+        streamed = {"/".join(path): array for path, array in with_paths(tree)}
         saved, digests = [], {}
-        for name, array in params.items():
-            path = (_PARAMS, *name.split("/"))
-            saved.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
-            digests[saved[-1].name] = array.digest()
+        for name, array in streamed.items():
+            saved.append(Leaf(tuple(name.split("/")), jax.ShapeDtypeStruct(array.shape, array.dtype)))
+            digests[name] = array.digest()
         description: Future[dict[str, Any]] = Future()
-        content = manifest(step, saved, {} if extra is None else extra, files=files)
+        content = manifest(step, saved, {} if extra is None else extra, static=static_fields(tree), files=files)
         description.set_result(complete(content, digests))
         self.close()
         # By default orbax creates directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False, guard=self._guard)
         with self._failures(), contextlib.closing(manager):
-            arrays = {leaf.name: array for leaf, array in zip(saved, params.values(), strict=True)}
-            write_step(manager, step, arrays, description, content[SAVE], files)
+            write_step(manager, step, streamed, description, content[SAVE], files)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """Returns a step's arrays by name. Reads none of them: each can be read in part.

@@ -22,6 +22,7 @@ class Converted:
         copies: the names of tensors that were not imported because they equal the one that they are tied to.
         quantized: the layout in which weights were stored, if they were quantized.
         left_out: the names of tensors that were not imported because they scale activations or the key-value cache.
+        codes: the paths of the parameters whose codes and scales our checkpoint also holds, as they were stored.
     """
 
     config: ModelConfig
@@ -33,3 +34,4 @@ class Converted:
     copies: tuple[str, ...] = ()
     quantized: str | None = None
     left_out: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()

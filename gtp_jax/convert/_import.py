@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import warnings
 from collections.abc import Mapping
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..checkpoint import Checkpoints, StreamedArray
-from ..models import Origin, Tensor, array_shapes, hugging_face_of, saved
+from ..checkpoint import Checkpoints
+from ..models import Origin, hugging_face_of, saved
+from ._arrays import Arrays
 from ._config import read_config
 from ._converted import Converted
 from ._files import open_tensors
@@ -32,12 +32,14 @@ _SHOWN = 8
 def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = False) -> Converted:
     """Imports a Hugging Face Llama in safetensors as a checkpoint at step 0: float32 parameters, no optimizer state.
 
-    Quantized weights are dequantized, with values rounded to float32.
+    Quantized weights are dequantized, with values rounded to float32. If they are FP8 in blocks of 128 x 128, the
+    checkpoint also holds their codes and scales as published, from which `gtp_jax.models.load` and `gtp-jax train
+    --lora` make a frozen base with `gtp_jax.FP8Blocks`.
 
-    Each tensor is read twice. Memory holds one tensor at a time, or the experts of one layer and kernel. `out` appears
-    only at the end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
-    generation_config.json. Runs that start from the checkpoint keep them too, and `export_llama` writes them. Warns
-    about ids of the tokenizer for which the model has no row.
+    Each tensor is read twice, or four times with codes. Memory holds one tensor at a time, or the experts of one layer
+    and kernel. `out` appears only at the end, complete. The checkpoint also keeps config.json and, byte for byte, the
+    tokenizer's files and generation_config.json. Runs that start from the checkpoint keep them too, and `export_llama`
+    writes them. Warns about ids of the tokenizer for which the model has no row.
 
     Args:
         hugging_face: the directory with config.json and safetensors, in one file or in several with an index.
@@ -50,9 +52,9 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if our Llama cannot compute the model; if tensors are missing, unexpected, or have another shape or
-            dtype; if a stored head differs from the embedding that it is tied to; if a value is NaN or Inf; if a file
-            is damaged; if a tokenizer's file is a link out of the directory, not JSON or too large; or if `out` is not
-            empty.
+            dtype; if a stored head differs from the embedding that it is tied to; if a value is NaN or Inf; if a scale
+            of blocks of 128 x 128 is negative; if a file is damaged; if a tokenizer's file is a link out of the
+            directory, not JSON or too large; or if `out` is not empty.
     """
     source = Path(hugging_face).expanduser()
     config, original, stored_as = read_config(source)
@@ -71,44 +73,16 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     nbytes = sum(entry.nbytes for entry in entries)
     bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
 
-    def read(tensor: Tensor) -> np.ndarray:
-        first, *scales = parts[tensor.name]
-        read = [readers[part.name].read(part.name) for part in (first, *scales)]
-        values = stored_as.values(read) if stored_as is not None and scales else read[0]
-        if not np.isfinite(values).all():
-            raise ValueError(
-                f"{first.name} in {readers[first.name].path} holds NaN or Inf, so every result would be NaN. Download "
-                "it again, or use another checkpoint of the model."
-            )
-        bar.update(sum(part.nbytes for part in read))
-        return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
-
-    def make(rows: list[list[Tensor]], begin: int) -> np.ndarray:
-        row = rows[begin]
-        if row[0].expert is not None:
-            return np.stack([read(tensor) for tensor in row])[None]
-        return read(row[0]) if row[0].layer is None else read(row[0])[None]
-
-    # the tensors of each array: a list per layer, with one tensor per expert
-    rows: dict[str, list[list[Tensor]]] = {}
-    for tensor in tensors:
-        layers = rows.setdefault(tensor.path, [])
-        if layers and tensor.expert:
-            layers[-1].append(tensor)
-        else:
-            layers.append([tensor])
-    params = {
-        path: StreamedArray(
-            shape, np.float32, shape[0] if rows[path][0][0].layer is None else 1, functools.partial(make, rows[path])
-        )
-        for path, shape in array_shapes(tensors).items()
-    }
+    arrays = Arrays(tensors, parts, readers, stored_as, bar.update)
+    codes = arrays.codes()
     extra: dict[str, Any] = {**saved(config), **origin.extra()}
     with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
-        checkpoints.save_params(0, params, extra, files=origin.files)
+        checkpoints.save_params(0, arrays.values(), extra, files=origin.files, codes=codes)
     files = dict.fromkeys(readers[part.name].path for own in parts.values() for part in own)
     quantized = None if stored_as is None else stored_as.name
-    return Converted(config, 0, tuple(files), len(entries), nbytes, tuple(origin.files), copies, quantized, left_out)
+    return Converted(
+        config, 0, tuple(files), len(entries), nbytes, tuple(origin.files), copies, quantized, left_out, tuple(codes)
+    )
 
 
 def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple[str, ...]:

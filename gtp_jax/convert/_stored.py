@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .._foreign import brief
+from ..formats import FP8_BLOCKS, Format
 from ..models import Tensor
 from ._safetensors import DTYPES, Reader
 
@@ -74,6 +75,21 @@ class StoredAs:
     block: tuple[int, int]
     weight_scale: str | None = None
     divides: bool = False
+
+    @property
+    def format(self) -> Format | None:
+        """The format in which ranks can store the codes and scales as they are; `None` if there is none."""
+        tiles = self.code_dtype == "F8_E4M3" and self.block == FP8_BLOCKS.block and self.weight_scale is None
+        return FP8_BLOCKS if tiles else None
+
+    def unchanged(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a weight's codes in `format`, uint8 `(out, in)`, and its scales, float32.
+
+        Args:
+            parts: the tensors that `wanted` lists, in the same order.
+        """
+        codes, scales = parts
+        return codes.view(np.uint8), _numbers(scales)
 
     def wanted(self, tensor: Tensor) -> list[Wanted]:
         """Returns the tensors in which a weight is stored: codes, block scales, and the weight's scale."""

@@ -32,6 +32,7 @@ from ._origin import ORIGIN_FILES as ORIGIN_FILES
 from ._origin import POSITIONS as POSITIONS
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE
 from ._origin import Origin as Origin
+from ._stored_codes import take_stored_codes as take_stored_codes
 from .llama import OF_ROUTING as OF_ROUTING
 from .llama import Llama as Llama
 from .llama import LlamaBlock as LlamaBlock

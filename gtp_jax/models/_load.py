@@ -24,6 +24,7 @@ from ._base import FROZEN, BaseArray, base_arrays
 from ._evaluation import EvaluationArray, evaluation_arrays
 from ._families import build, saved_config
 from ._family import ModelConfig
+from ._stored_codes import take_stored_codes
 
 # The number of rows of a matrix that are read at a time. Only these are in memory twice.
 _ROWS = 4096
@@ -59,7 +60,8 @@ def load(
         param_dtype: the dtype in which devices store gathered weights: by default `dtype`, which suits
             `gtp_jax.generate`; `"float32"` for training. Norms and routers keep the checkpoint's dtype.
         recipe: the recipe with which to quantize and freeze the weights, as `gtp_jax.freeze` does. Devices hold them in
-            float32 until then, whatever `param_dtype` is.
+            float32 until then, whatever `param_dtype` is. If the model was imported from codes in the recipe's format,
+            as Qwen3-FP8 is for `gtp_jax.FP8Blocks`, the weights have these codes and scales.
 
     Raises:
         FileNotFoundError: if there is no such directory or step.
@@ -85,7 +87,9 @@ def load(
     _fill(model, checkpoints, manifest, kept, where)
     if recipe is None:
         return model
-    return freeze(model, recipe, trained=lambda _, variable: layout_of(variable) is None)
+    frozen = freeze(model, recipe, trained=lambda _, variable: layout_of(variable) is None)
+    take_stored_codes(frozen, checkpoints, manifest)
+    return frozen
 
 
 def opened(path: str | Path) -> tuple[Path, Checkpoints]:

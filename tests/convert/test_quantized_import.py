@@ -84,6 +84,10 @@ PER_CHANNEL = compressed("float-quantized", strategy="channel", **FP8_BITS)
 # What config.json says, and what a weight becomes.
 LAYOUTS = {
     "fp8 in blocks": (QWEN_FP8, lambda x: fp8(x, (48, 40), "weight_scale_inv", BF16)),
+    "fp8 in blocks of 128": (
+        {**QWEN_FP8, "weight_block_size": [128, 128]},
+        lambda x: fp8(x, (128, 128), "weight_scale_inv", BF16),
+    ),
     "fp8 of one scale": (
         {"quant_method": "fp8"},
         lambda x: fp8(x, (10**6, 10**6), "weight_scale_inv", shape=()),

@@ -222,6 +222,21 @@ MUTANTS = (
         ("tests/weights/test_expert_tiles.py::test_ranks_with_different_parts_of_a_kernel_keep_their_own_scales",),
     ),
     Mutant(
+        "scales of frozen kernels in tiles are not in the order of ranks",
+        "if in_order(layouts) and (group.has_experts or len(kernels) > 1):",
+        "if False:",
+        (
+            "tests/recipes/test_frozen_tiles.py::test_codes_and_products_are_those_of_one_device_by_the_oracle"
+            "[kernels of whole tiles]",
+        ),
+    ),
+    Mutant(
+        "published scales are taken for powers of two",
+        "round_to_float32(significand * scale, exponent + scale_exponent)",
+        "round_to_float32(significand << 23, exponent + scale_exponent)",
+        ("tests/convert/test_stored_codes.py::test_a_loaded_base_has_the_published_codes_and_scales_bit_for_bit",),
+    ),
+    Mutant(
         "blocks of an expert's gradient begin where shards do",
         "taken=taken, order=self.group.order)",
         "taken=taken)",

@@ -108,8 +108,12 @@ def test_codes_are_moved_once_whatever_the_number_of_steps(moves, x64):
     assert bits(state.frozen) == before
 
 
-def test_every_replica_has_the_bits_of_the_core_in_its_own_layout(x64):
-    replicas, state, _ = placed(degrees=FOUR_AND_THREE | {"tp": 2, "failed": (3,)})
+IN_TILES = functools.partial(adapted, of=functools.partial(Tiny, features=256, hidden=256), recipe=gtp.FP8Blocks())
+
+
+@pytest.mark.parametrize("make, form", [(CODED, "NVFP4"), (IN_TILES, "FP8_BLOCKS")], ids=["NVFP4", "FP8 in tiles"])
+def test_every_replica_has_the_bits_of_the_core_in_its_own_layout(make, form, x64):
+    replicas, state, _ = placed(make, degrees=FOUR_AND_THREE | {"tp": 2, "failed": (3,)})
     frozen = FrozenWeights(replicas)
     for tree, shapes, mesh in zip(frozen(state), frozen.shapes(state), replicas.meshes, strict=True):
         assert bits(tree) == bits(state.frozen)
@@ -117,7 +121,7 @@ def test_every_replica_has_the_bits_of_the_core_in_its_own_layout(x64):
             assert (found.shape, found.dtype, found.sharding) == (shape.shape, shape.dtype, shape.sharding)
             assert found.sharding.mesh == mesh
     (codes,) = {leaf.dtype for leaf in jax.tree.leaves(state.frozen["mlp"]["down"]["kernel"])} - {np.dtype("float32")}
-    assert codes == np.uint8 and state.frozen["mlp"]["down"]["kernel"].format.name == "NVFP4"
+    assert codes == np.uint8 and state.frozen["mlp"]["down"]["kernel"].format.name == form
 
 
 def test_states_with_other_frozen_weights_take_turns_in_one_step(x64):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from convert.hugging_face import CONFIG, QWEN2, random_tensors, write_model
+from convert.test_quantized_import import fp8
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -120,6 +121,38 @@ def test_a_base_of_codes_is_merged_into_the_values_of_its_codes(made, tmp_path, 
             for one in (tmp_path / "merged", out)
         )
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_a_base_of_published_codes_is_trained_over_resumed_generated_from_and_merged(made, tmp_path, capsys):
+    tensors = {}
+    for name, x in random_tensors(HF).items():
+        parts = {"": x * np.float32(0.1)}
+        if name.endswith("_proj.weight"):
+            parts, _ = fp8(np.float64(0.1) * x, (128, 128), "weight_scale_inv")
+        tensors |= {name.removesuffix("weight" if part else "") + part: array for part, array in parts.items()}
+    published = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write_model(tmp_path / "hf", tensors, {**HF, "quantization_config": published})
+    assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    assert "the codes of 7 arrays, for a base that is frozen in fp8-blocks" in capsys.readouterr().out
+    run = tmp_path / "run"
+    flags = small(made / "text", run, steps=2, eval_every=0, save_every=1, gtp=4)
+    assert main(["train", *flags, f"--from={tmp_path / 'imported'}", "--recipe=fp8-blocks", *LORA]) == 0
+    imported = Checkpoints(tmp_path / "imported", read_only=True).manifest()["leaves"]
+    trained = Checkpoints(run / "checkpoints", read_only=True).manifest()["leaves"]
+    codes = {name: leaf["digest"] for name, leaf in imported.items() if name.startswith("codes/")}
+    assert len(codes) == 14
+    assert codes == {name: trained[name.replace("codes/", "frozen/", 1)]["digest"] for name in codes}
+    first = records(run)
+    assert main(["train", "--resume", "--step=1", f"--out={run}"]) == 0
+    assert records(run)[-1] == first[-1]
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "def ", *GREEDY]) == 0
+    text = capsys.readouterr().out
+    assert main(["convert", "merge", str(run), str(tmp_path / "merged")]) == 0
+    assert "the adapters of 7 kernels are added to the values of FP8_BLOCKS codes" in capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "merged"), "--prompt", "def ", *GREEDY]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["generate", str(tmp_path / "imported"), "--recipe=fp8-blocks", "--prompt", "def ", *GREEDY]) == 0
 
 
 @pytest.mark.parametrize("way", ["--average=0.5", "--optimizer=schedule-free"])

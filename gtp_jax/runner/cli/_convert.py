@@ -98,6 +98,8 @@ def _import(args: argparse.Namespace) -> int:
     print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
     if done.quantized is not None:
         print(f"the weights were stored as {done.quantized}; the checkpoint holds the values that they stand for")
+    if done.codes:
+        print(f"kept unchanged: the codes of {len(done.codes)} arrays, for a base that is frozen in fp8-blocks")
     if done.left_out:
         print(f"not imported: {len(done.left_out)} scales of activations and of the key-value cache")
     for name in done.copies:

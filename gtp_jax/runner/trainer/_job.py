@@ -36,7 +36,7 @@ from ._divergence import Place
 from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import learning_rate, optimizer_of
 from ._resume import resume_from
-from ._start import start_from
+from ._start import start_from, take_codes_from
 from ._train_flags import TrainConfig, names_file
 from ._watch import Watch
 
@@ -163,7 +163,9 @@ def prepare(
         base = like if config.adapters is None else TrainState.create(_abstract_base(model), optax.identity())
         params, origin = start_from(Path(config.from_), base, config.tokenizer)
         started = dataclasses.replace(base, params=params).model()
-        state = TrainState.create(config.adapt(started, nnx.Rngs(config.seed)), optimizer, recipe=recipe)
+        adapted = config.adapt(started, nnx.Rngs(config.seed))
+        take_codes_from(Path(config.from_), adapted)
+        state = TrainState.create(adapted, optimizer, recipe=recipe)
     else:
         watch.doing("initialize")
         fresh = init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed))

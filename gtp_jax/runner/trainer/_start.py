@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from ...checkpoint import Checkpoints, checkpoints_in
@@ -27,6 +28,7 @@ from ...models import (
     preset_of,
     restore_evaluation_weights,
     saved_architecture,
+    take_stored_codes,
 )
 from ...nn import abstract_model
 from ...ops import check_ids
@@ -321,6 +323,13 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
             flush=True,
         )
     return params, origin.without_tokenizer()
+
+
+def take_codes_from(directory: Path, model: nnx.Module) -> None:
+    """Replaces the codes of a model's frozen weights by those that the latest step in a directory holds; see
+    `take_stored_codes`."""
+    checkpoints = _open(directory)
+    take_stored_codes(model, checkpoints, checkpoints.manifest())
 
 
 def _is_of(origin: Origin, tokenizer: str) -> bool:

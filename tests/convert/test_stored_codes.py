@@ -1,0 +1,163 @@
+"""A model that was published in FP8 in blocks of 128 x 128 is frozen with its own codes and scales, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.models import load, next_token_loss
+from gtp_jax.ops import SlottedWeight, linear_fp8_blocks
+
+from .hugging_face import CONFIG, QWEN3_MOE, read_model, write_file
+from .test_quantized_import import quantized
+
+LAYOUT = "fp8 in blocks of 128"
+# our names in a layer, and theirs
+NAMES = {
+    "attention/qkv/kernel/query": "self_attn.q_proj",
+    "attention/qkv/kernel/key": "self_attn.k_proj",
+    "attention/qkv/kernel/value": "self_attn.v_proj",
+    "attention/out/kernel": "self_attn.o_proj",
+    "mlp/up/kernel/gate": "mlp.gate_proj",
+    "mlp/up/kernel/up": "mlp.up_proj",
+    "mlp/down/kernel": "mlp.down_proj",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A published model with its values, and its import."""
+    folder = tmp_path_factory.mktemp("fp8")
+    values = quantized(folder / "hf", LAYOUT)
+    done = import_llama(folder / "hf", folder / "imported")
+    assert done.codes == tuple(f"blocks/layers/{name}" for name in NAMES)
+    return folder, values
+
+
+def scope(**degrees):
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
+
+
+def codes_of(model):
+    found = nnx.to_flat_state(nnx.state(model, gtp.Frozen))
+    return {
+        "/".join(map(str, path)): jax.tree.map(np.asarray, v.get_value())
+        for path, v in found
+        if isinstance(v.get_raw_value(), gtp.QuantizedArray)
+    }
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=1), dict(gtp=4), dict(gtp=7)], ids=str)
+def test_a_loaded_base_has_the_published_codes_and_scales_bit_for_bit(degrees, made):
+    folder, values = made
+    published = read_model(folder / "hf")
+    with scope(**degrees), gtp.even_shares():
+        codes = codes_of(load(folder / "imported", recipe=gtp.FP8Blocks()))
+    assert codes.keys() == {f"blocks/layers/{name}" for name in NAMES}
+    fractions = []
+    for ours, theirs in NAMES.items():
+        for layer in range(CONFIG["num_hidden_layers"]):
+            found, name = codes[f"blocks/layers/{ours}"], f"model.layers.{layer}.{theirs}.weight"
+            scales = published[f"{name}_scale_inv"].astype(np.float32)
+            assert found.codes[layer].tobytes() == published[name].tobytes()
+            assert found.scales[layer].tobytes() == scales.tobytes()
+            fractions += list(np.frexp(scales)[0].ravel())
+            one = jax.tree.map(lambda a, layer=layer: a[layer], found)
+            np.testing.assert_array_equal(np.asarray(gtp.dequantize(one, jnp.float32)), values[name].astype(np.float32))
+    assert set(fractions) != {0.5}, "scales are not all powers of two"
+
+
+def test_products_forward_and_backward_multiply_the_published_values(made):
+    folder, values = made
+    with scope(gtp=2):
+        found = codes_of(load(folder / "imported", recipe=gtp.FP8Blocks()))["blocks/layers/mlp/up/kernel/gate"]
+    codes = jax.tree.map(lambda a: jnp.asarray(a[1]), found)
+    slot = jnp.zeros(codes.shape, jnp.float32)
+    rows, columns = codes.shape
+    y = linear_fp8_blocks(jnp.eye(columns), SlottedWeight(codes, slot))
+    wanted = values["model.layers.1.mlp.gate_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(y), wanted.T)
+    _, back = jax.vjp(lambda x: linear_fp8_blocks(x, SlottedWeight(codes, slot)), jnp.zeros((rows, columns)))
+    np.testing.assert_array_equal(np.asarray(back(jnp.eye(rows))[0]), wanted)
+
+
+def test_logits_of_values_are_those_of_an_import_that_is_not_frozen(made):
+    """`gtp_jax.generate` multiplies values."""
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    with scope(gtp=2):
+        model = load(made[0] / "imported", dtype="float32", recipe=gtp.FP8Blocks(exclude=("embed", "head")))
+        found = gtp.generate(model, tokens, max_new_tokens=6, temperature=0.0)
+        values = load(made[0] / "imported", dtype="float32")
+        wanted = gtp.generate(values, tokens, max_new_tokens=6, temperature=0.0)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
+def test_adapters_train_over_the_published_codes(made):
+    folder, _ = made
+    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 102)
+    optimizer, losses = optax.adamw(1e-2), []
+    with scope(gtp=2):
+        model = gtp.lora(load(folder / "imported", recipe=gtp.FP8Blocks()), 4, 8, rngs=nnx.Rngs(0))
+        before = codes_of(model)
+        state = gtp.TrainState.create(model, optimizer)
+        step = gtp.train_step(next_token_loss, optimizer)
+        for _ in range(3):
+            state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+            losses.append(float(metrics["loss"]))
+        jax.tree.map(np.testing.assert_array_equal, codes_of(state.model()), before)
+    assert losses[-1] < losses[0]
+
+
+def test_values_and_other_recipes_do_not_use_the_codes(made):
+    folder, values = made
+    export_llama(folder / "imported", folder / "exported", dtype="float32")
+    for name, value in read_model(folder / "exported").items():
+        assert np.array_equal(value, values[name].astype(np.float32)), name
+    with scope(gtp=2):
+        assert {one.format.name for one in codes_of(load(folder / "imported", recipe=gtp.FP8())).values()} == {
+            "FP8_E4M3"
+        }
+
+
+def test_experts_keep_their_codes(tmp_path):
+    quantized(tmp_path / "hf", LAYOUT, QWEN3_MOE)
+    import_llama(tmp_path / "hf", tmp_path / "imported")
+    published = read_model(tmp_path / "hf")
+    with scope(gtp=2, ep=2):
+        codes = codes_of(load(tmp_path / "imported", recipe=gtp.FP8Blocks()))
+    for expert in range(QWEN3_MOE["num_experts"]):
+        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        found = codes["blocks/layers/mlp/down/kernel"]
+        assert found.codes[1, expert].tobytes() == published[name].tobytes()
+        assert found.scales[1, expert].tobytes() == published[f"{name}_scale_inv"].astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("change", ["another block", "a layer in high precision"])
+def test_what_is_not_whole_in_the_format_is_kept_as_values_only(change, tmp_path):
+    quantized(tmp_path / "hf", "fp8 in blocks" if change == "another block" else LAYOUT)
+    name = "model.layers.1.mlp.down_proj.weight"
+    if change != "another block":
+        tensors = {key: value.copy() for key, value in read_model(tmp_path / "hf").items()}
+        tensors[name] = tensors[name].astype(np.float32)
+        del tensors[f"{name}_scale_inv"]
+        write_file(tmp_path / "hf" / "model.safetensors", tensors)
+    done = import_llama(tmp_path / "hf", tmp_path / "imported")
+    kept = set() if change == "another block" else set(NAMES) - {"mlp/down/kernel"}
+    assert set(done.codes) == {f"blocks/layers/{one}" for one in kept}
+    leaves = Checkpoints(tmp_path / "imported", read_only=True).manifest()["leaves"]
+    assert len([one for one in leaves if one.startswith("codes/")]) == 2 * len(kept)
+
+
+def test_a_negative_scale_is_refused(tmp_path):
+    quantized(tmp_path / "hf", LAYOUT)
+    tensors = {key: value.copy() for key, value in read_model(tmp_path / "hf").items()}
+    tensors["model.layers.0.mlp.down_proj.weight_scale_inv"][0, 0] *= -1
+    write_file(tmp_path / "hf" / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"down_proj.weight_scale_inv in .* holds a negative scale; scales are at"):
+        import_llama(tmp_path / "hf", tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
