@@ -28,7 +28,7 @@ _SCALINGS = ("rope_scaling", "rope_parameters")
 def write_config(
     path: Path, config: ModelConfig, encoding: Encoding, imported: Mapping[str, Any], max_positions: int | None
 ) -> None:
-    """Writes config.json and, for quantized weights, hf_quant_config.json.
+    """Writes config.json and, for quantized weights that have one, hf_quant_config.json.
 
     Args:
         path: the directory.
@@ -59,7 +59,8 @@ def write_config(
         fields[POSITIONS] = max_positions
     if encoding.quantized is not None:
         fields[_QUANTIZATION] = encoding.quantized.config_json()
-        (path / QUANTIZATION_FILE).write_text(json.dumps(encoding.quantized.quant_json(), indent=2) + "\n")
+        if (older := encoding.quantized.quant_json()) is not None:
+            (path / QUANTIZATION_FILE).write_text(json.dumps(older, indent=2) + "\n")
     (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..models import Tensor
 from ._quantized import LAYOUTS, Quantized
 from ._safetensors import DTYPES, Entry
+from ._tiles import InTiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Encoding:
 
     dtype: str
     plain: str
-    quantized: Quantized | None = None
+    quantized: Quantized | InTiles | None = None
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Checks that tensors can be written in this encoding.
@@ -48,6 +49,15 @@ class Encoding:
             return self.quantized.entries(tensor)
         return [Entry(tensor.name, self.plain, tensor.shape)]
 
+    def keeps(self, tensor: Tensor, format: str) -> bool:
+        """Returns whether a tensor's codes and scales in a format, given by name, can be written as they are."""
+        return isinstance(self.quantized, InTiles) and _in_a_layer(tensor) and self.quantized.format.name == format
+
+    def unchanged(self, codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
+        """Returns the values of the `entries` of a tensor that this encoding keeps."""
+        assert isinstance(self.quantized, InTiles)
+        return self.quantized.unchanged(codes, scales)
+
     def arrays(self, tensor: Tensor, values: np.ndarray, amax: Callable[[Tensor], np.float32]) -> list[np.ndarray]:
         """Returns the values of `entries`, rounded to nearest, ties to even.
 
@@ -69,6 +79,6 @@ def _in_a_layer(tensor: Tensor) -> bool:
 ENCODINGS = {
     "bfloat16": Encoding("bfloat16", "BF16"),
     "float32": Encoding("float32", "F32"),
-    **{layout.name: Encoding("bfloat16", "BF16", layout) for layout in LAYOUTS},
+    **{layout.name: Encoding("bfloat16", "BF16", layout) for layout in (InTiles(), *LAYOUTS)},
 }
 EXPORT_DTYPES = tuple(ENCODINGS)

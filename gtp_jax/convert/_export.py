@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from ..checkpoint import Checkpoints
+from ..checkpoint import CODES, Checkpoints, Digest, StoredArray
 from ..models import (
     Adapters,
     EvaluationArray,
@@ -58,8 +58,9 @@ def export_llama(
         checkpoint: the directory of checkpoints.
         out: a new or an empty directory.
         step: the step to export; by default, the latest.
-        dtype: the dtype of the weights: `bfloat16` (rounded to nearest, ties to even) or `float32`; or `mxfp8` or
-            `nvfp4`, which quantize the linear layers of attention and MLP and leave the rest in bfloat16.
+        dtype: the dtype of the weights: `bfloat16` (rounded to nearest, ties to even) or `float32`; or `fp8` (in blocks
+            of 128 x 128), `mxfp8` or `nvfp4`, which quantize the linear layers of attention and MLP and leave the rest
+            in bfloat16. In `fp8`, codes and scales that an import has kept are written as they are.
         shard_bytes: the maximum number of bytes of tensors per file, unless a single tensor has more.
         config: the configuration of the model; by default, the one that the checkpoint was saved with.
         max_positions: the maximum number of positions in config.json; by default, the one that the model was imported
@@ -97,7 +98,7 @@ def export_llama(
     entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]
     parts = list(shard(entries, shard_bytes))
     files = [SINGLE_FILE] if len(parts) == 1 else [shard_file(i, len(parts)) for i in range(len(parts))]
-    values = _Values(stored, tensors)
+    values = _Values(stored, tensors, _kept(checkpoints, manifest))
     arrays = values.encoded(encoding)
     nbytes = sum(entry.nbytes for entry in entries)
     bar = tqdm(total=nbytes, desc="export", unit="B", unit_scale=True, disable=None if progress else True)
@@ -117,12 +118,39 @@ def export_llama(
     return Converted(config, manifest["step"], written, len(entries), nbytes, others)
 
 
+class _Kept(NamedTuple):
+    """Codes of a parameter that an import has kept.
+
+    Attributes:
+        format: the name of the format.
+        codes: the codes.
+        scales: the scales.
+    """
+
+    format: str
+    codes: StoredArray
+    scales: StoredArray
+
+
+def _kept(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> dict[str, _Kept]:
+    """Returns the codes that a step holds in addition to its parameters, by the path of the parameter."""
+    arrays, static = checkpoints.arrays(manifest["step"]), manifest["static"]
+    prefix, last = f"{CODES}/", "/codes"
+    paths = [name[len(prefix) : -len(last)] for name in arrays if name.startswith(prefix) and name.endswith(last)]
+    return {
+        path: _Kept(static[f"{prefix}{path}/format"], *(arrays[f"{prefix}{path}/{one}"] for one in ("codes", "scales")))
+        for path in paths
+    }
+
+
 class _Values:
     """Reads the values of Hugging Face's tensors from the arrays of a checkpoint."""
 
-    def __init__(self, stored: dict[str, EvaluationArray], tensors: list[Tensor]) -> None:
+    def __init__(self, stored: dict[str, EvaluationArray], tensors: list[Tensor], kept: dict[str, _Kept]) -> None:
         self._stored = stored
         self._tensors = tensors
+        self._kept = kept
+        self._digests: dict[StoredArray, Digest] = {}
         self._row: dict[str, tuple[int, np.ndarray]] = {}  # per array of experts, the layer that was read last
         self._fused = ""
         self._amax = np.float32(0)
@@ -130,7 +158,11 @@ class _Values:
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
         """Yields the arrays of all tensors, encoded, in the order in which they are written."""
         for tensor in self._tensors:
-            yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
+            values, kept = self._read(tensor, digest=True), self._kept.get(tensor.path)
+            if kept is not None and encoding.keeps(tensor, kept.format):
+                yield from encoding.unchanged(*(self._row_of(array, tensor) for array in (kept.codes, kept.scales)))
+            else:
+                yield from encoding.arrays(tensor, values, self._fused_amax)
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
         """Checks that what was read is what was saved.
@@ -138,8 +170,17 @@ class _Values:
         Raises:
             ValueError: if it is not.
         """
-        if wrong := [name for array in self._stored.values() for name in array.damaged()]:
+        wrong = [name for array in self._stored.values() for name in array.damaged()]
+        wrong += [array.name for array, digest in self._digests.items() if digest.text() != array.digest]
+        if wrong:
             raise ValueError(checkpoints.damage_report(step, wrong))
+
+    def _row_of(self, array: StoredArray, tensor: Tensor) -> np.ndarray:
+        """Reads the codes or the scales of a tensor in a layer."""
+        assert tensor.layer is not None
+        row = array.read(tensor.layer, tensor.layer + 1)
+        self._digests.setdefault(array, Digest()).add(tensor.layer, row)
+        return row[0]
 
     def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
         array = self._stored[tensor.path]

@@ -100,7 +100,8 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     The stored arrays have logical shapes, so that a checkpoint can be restored on any mesh. Each rank stores the shard
     that it sends. The optimizer's axes (dp) do not divide shards further, because there is no master copy or optimizer
     state. Under `gtp_jax.even_shares`, arrays may be padded: codes to shards of whole blocks, so that the codes of the
-    weight are those of one device. Checkpoints contain no padding.
+    weight are those of one device. Shards may cut the tiles of `gtp_jax.FP8Blocks`, whose scales every rank stores.
+    Checkpoints contain no padding.
 
     Inside `gtp_jax.init`, master weights never leave the program that computes them:
 

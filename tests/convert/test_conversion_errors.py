@@ -385,7 +385,7 @@ def test_a_missing_checkpoint(made, tmp_path):
 
 def test_arguments_out_of_range(made, tmp_path):
     message = refused(export_llama, made / "imported", out=tmp_path / "out", dtype="int4")
-    assert message == "`dtype` is 'int4'; it must be one of bfloat16, float32, mxfp8, nvfp4."
+    assert message == "`dtype` is 'int4'; it must be one of bfloat16, float32, fp8, mxfp8, nvfp4."
     message = refused(export_llama, made / "imported", out=tmp_path / "out", shard_bytes=0)
     assert message == "`shard_bytes` is 0; it must be a whole number of at least 1."
 

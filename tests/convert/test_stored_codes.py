@@ -1,5 +1,7 @@
 """A model that was published in FP8 in blocks of 128 x 128 is frozen with its own codes and scales, bit for bit."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,13 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint import Checkpoints, StoredArray
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.models import load, next_token_loss
 from gtp_jax.ops import SlottedWeight, linear_fp8_blocks
 
-from .hugging_face import CONFIG, QWEN3_MOE, read_model, write_file
+from ..ops import oracle
+from .hugging_face import CONFIG, QWEN3_MOE, random_tensors, read_model, write_file, write_model
 from .test_quantized_import import quantized
 
 LAYOUT = "fp8 in blocks of 128"
@@ -122,6 +125,44 @@ def test_values_and_other_recipes_do_not_use_the_codes(made):
         assert {one.format.name for one in codes_of(load(folder / "imported", recipe=gtp.FP8())).values()} == {
             "FP8_E4M3"
         }
+
+
+def test_an_export_in_fp8_writes_the_published_codes_and_scales_as_they_are(made):
+    folder, _ = made
+    done = export_llama(folder / "imported", folder / "fp8", dtype="fp8")
+    found, published = read_model(folder / "fp8"), read_model(folder / "hf")
+    assert sorted(found) == sorted(published) and done.tensors == len(found)
+    for name, array in published.items():
+        wanted = array.astype(np.float32) if name.endswith("scale_inv") else array
+        assert (found[name].dtype, found[name].tobytes()) == (wanted.dtype, wanted.tobytes()), name
+    said = json.loads((folder / "fp8" / "config.json").read_text())["quantization_config"]
+    assert (said["quant_method"], said["weight_block_size"]) == ("fp8", [128, 128])
+    assert not (folder / "fp8" / "hf_quant_config.json").exists()
+
+
+def test_an_export_in_fp8_quantizes_values_in_tiles_by_the_oracle(tmp_path):
+    tensors = random_tensors(CONFIG)
+    import_llama(write_model(tmp_path / "hf", tensors, CONFIG), tmp_path / "imported")
+    export_llama(tmp_path / "imported", tmp_path / "fp8", dtype="fp8")
+    import_llama(tmp_path / "fp8", tmp_path / "again")
+    export_llama(tmp_path / "again", tmp_path / "values", dtype="float32")
+    found = read_model(tmp_path / "values")
+    for name, values in tensors.items():
+        if name.endswith("_proj.weight"):
+            np.testing.assert_array_equal(found[name], oracle.rounded_blocked(values, (128, 128)), err_msg=name)
+
+
+def test_damaged_codes_are_not_exported(made, tmp_path, monkeypatch):
+    read = StoredArray.read
+
+    def flipped(self, begin, end):
+        found = read(self, begin, end)
+        return found ^ np.uint8(1) if self.name.startswith("codes/") and self.name.endswith("gate/codes") else found
+
+    monkeypatch.setattr(StoredArray, "read", flipped)
+    with pytest.raises(ValueError, match="codes/blocks/layers/mlp/up/kernel/gate/codes"):
+        export_llama(made[0] / "imported", tmp_path / "fp8", dtype="fp8")
+    assert not (tmp_path / "fp8").exists()
 
 
 def test_experts_keep_their_codes(tmp_path):

@@ -135,7 +135,7 @@ def test_a_base_of_published_codes_is_trained_over_resumed_generated_from_and_me
     assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
     assert "the codes of 7 arrays, for a base that is frozen in fp8-blocks" in capsys.readouterr().out
     run = tmp_path / "run"
-    flags = small(made / "text", run, steps=2, eval_every=0, save_every=1, gtp=4)
+    flags = small(made / "text", run, steps=2, eval_every=0, save_every=1, dp=2, gtp=4)
     assert main(["train", *flags, f"--from={tmp_path / 'imported'}", "--recipe=fp8-blocks", *LORA]) == 0
     imported = Checkpoints(tmp_path / "imported", read_only=True).manifest()["leaves"]
     trained = Checkpoints(run / "checkpoints", read_only=True).manifest()["leaves"]
