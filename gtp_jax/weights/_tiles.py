@@ -93,15 +93,9 @@ def tile_all(
         bundles: for each wire, the shards of one fused weight, or the parts of them that this rank stores, and its
             group, by name.
     """
-    groups = [next(iter(groups.values())) for _, groups in bundles]
-    kernels = kernels_in_tiles(
-        [(own, group) for (shards, _), group in zip(bundles, groups, strict=True) for own in shards.values()]
-    )
-    return [
-        tiles_of(own, group, name)
-        for own, group, (shards, _) in zip(kernels, groups, bundles, strict=True)
-        for name in shards
-    ]
+    weights = [(name, own, groups[name]) for shards, groups in bundles for name, own in shards.items()]
+    kernels = kernels_in_tiles([(own, group) for _, own, group in weights])
+    return [tiles_of(one, group, name) for one, (name, _, group) in zip(kernels, weights, strict=True)]
 
 
 def kernels_in_tiles(weights: Sequence[tuple[Shards, WeightGroup]]) -> list[tuple[QuantizedArray, ...]]:

@@ -49,7 +49,7 @@ two programs are compiled; on GPUs, they are kept for later runs.
 
 # An imported model also names the tokens that end a text in this file.
 _GENERATION_FILE = "generation_config.json"
-_CODES = ("fp8", "mxfp8", "nvfp4")
+_CODES = ("fp8", "fp8-blocks", "mxfp8", "nvfp4")
 
 
 def add_parser(add: AddParser) -> argparse.ArgumentParser:
