@@ -1,13 +1,14 @@
 """Dequantization equals the oracle for every code under every scale, in every dtype and orientation."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gtp_jax as gtp
-from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D, QuantizedArray
+from gtp_jax.formats import FORMATS, FP8_BLOCKS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D, QuantizedArray
 
 from . import oracle
 from .bits import AMAXES, assert_same_bits, every_bfloat16_as_float32
@@ -102,3 +103,16 @@ def test_mxfp8_is_exact_in_bfloat16(implementation):
         np.asarray(gtp.dequantize(q, d, implementation=implementation), np.float32) for d in ("bfloat16", "float32")
     )
     assert_same_bits(short, long)
+
+
+@pytest.mark.parametrize("scales", [(0, 3e-5), (1.1e-38, 7e-42), (3.3, 1e37)], ids=str)
+def test_tiles_with_scales_that_are_no_powers_of_two_have_numpys_values(scales):
+    codes = np.random.default_rng(0).integers(0, 256, (256, 128), dtype=np.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    inverse = np.array(scales, np.float32)[:, None]
+    found = gtp.dequantize(
+        QuantizedArray(jnp.asarray(codes), jnp.asarray(inverse), None, FP8_BLOCKS, (256, 128)), jnp.float32
+    )
+    with np.errstate(over="ignore"):
+        wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(inverse, 128, 0)
+    assert np.asarray(found).tobytes() == wanted.tobytes()
