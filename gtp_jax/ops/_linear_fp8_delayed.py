@@ -11,11 +11,16 @@ from jax import lax
 from jaxtyping import Float, Float32
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
+from ..mesh import supports_fp8_matmul
 from ._amax import multi_amax
-from ._linear_fp8 import fp8_transposed, fp8_values
+from ._linear_fp8 import fp8_product, fp8_transposed, fp8_values
 from ._operand import rows_of, tensor_unit
 from ._quantize import quantize
 from ._slot import SlottedWeight, refuse_second_derivative
+
+# XLA makes calls of cuBLASLt from all products whose dimensions are at least this large. It may compute smaller ones by
+# kernels of its own (`xla_gpu_gemm_rewrite_size_threshold`).
+_REWRITTEN = 128
 
 
 def linear_fp8_delayed(
@@ -77,17 +82,23 @@ def _forward(
 
 def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
     x, weight, amaxes, slot, gradient = refuse_second_derivative("linear_fp8_delayed", (*saved, gradient))
-    rows, tokens = rows_of(gradient), rows_of(x)
+    rows, of_gradient = _with_amax(rows_of(gradient))
+    tokens, of_input = _with_amax(rows_of(x))  # of the input too only here, where it is read anyway
     along_out, along_tokens = quantize(rows, gradients, amax=(amaxes[1], amaxes[1]), axis="both")
     x_tokens = quantize(tokens, FP8_E4M3, amax=amaxes[0], axis="column")
     to_x = _product(along_out, fp8_transposed(weight), x.dtype, x.dtype)
     to_weight = _product(along_tokens, x_tokens, x.dtype, dtype)
-    # of the input too only here, where it is read anyway
-    seen = lax.convert_element_type(_over_all(multi_amax([tokens, rows])), slot.dtype)
+    seen = lax.convert_element_type(_over_all(jnp.stack([of_input, of_gradient])), slot.dtype)
     return jnp.reshape(to_x, x.shape), None, to_weight, None, seen
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def _with_amax(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns an operand unchanged, and its amax, which is computed before the operand is used. Nothing else in a pass
+    depends on the amax, so XLA would compute it at the end of the pass, and keep the operand until then."""
+    return lax.optimization_barrier((rows, multi_amax([rows])[0]))
 
 
 @jax.custom_batching.custom_vmap
@@ -103,7 +114,15 @@ def _(size: int, batched: list[bool], amaxes: jax.Array) -> tuple[jax.Array, boo
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> jax.Array:
-    """Returns `a @ b.T` in the dtype `out`, for codes that both have the contraction last, multiplied as `dtype`."""
+    """Returns `a @ b.T` in the dtype `out`, for codes that both have the contraction last, multiplied as `dtype`.
+
+    On GPUs with FP8 matmuls, XLA makes one call of cuBLASLt from the product that `fp8_product` writes. The call takes
+    both scales in float32 and writes the result in `out`. `fp8_product` casts the scales to `dtype`, and the call casts
+    them back; XLA removes both casts, unless its option `xla_allow_excess_precision` is set to false. Elsewhere the
+    cast would round the scales, so they multiply the sums.
+    """
+    if supports_fp8_matmul() and dtype in (jnp.bfloat16, jnp.float32) and min(*a.matrix, *b.matrix) >= _REWRITTEN:
+        return fp8_product(a, b, dtype, out)
     sums = jnp.promote_types(dtype, jnp.float32)
     operands = fp8_values(a).astype(dtype), fp8_values(b).astype(dtype)
     product = lax.dot_general(*operands, (((1,), (1,)), ((), ())), preferred_element_type=sums)

@@ -150,28 +150,46 @@ def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Ar
     return {path: jnp.reshape(part, shape) / copies for (path, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def updated_scaling(
-    scaling: ScalingState, model: nnx.Module, recipe: Recipe | None, found: Mapping[ModulePath, jax.Array]
-) -> ScalingState:
-    """Returns the scaling of the next step. Returns `scaling` unchanged if `found` is empty.
+def amaxes_of_step(
+    model: nnx.Module, recipe: Recipe | None, found: Mapping[ModulePath, jax.Array]
+) -> dict[ModulePath, jax.Array]:
+    """Returns the amaxes of a step's input, weight and gradient, float32 `(*layers, 3)`, for each module, by path.
+
+    Call this outside the branch that updates the masters, and before it. Inside the branch, XLA may read the masters
+    after the update has begun to overwrite them, for which it copies all of them first.
 
     Args:
-        scaling: the scaling of this step.
         model: the model with the master weights before the update.
         recipe: the recipe of this step.
         found: the amaxes of inputs and gradients in this step, `(*layers, 2)`, by path, as `over_ranks` returns them.
     """
     if not found:
-        return scaling
-    groups, after = groups_of(model, recipe), dict(scaling)
+        return {}
+    groups = groups_of(model, recipe)
     weights = amaxes_of_weights(
         {path: group.layouts for (path, _), group in groups.items() if path in found}, shards_of(model)
     )
-    for path, (_, operands) in _delayed(groups).items():
+    return {path: jnp.stack([own[..., 0], weights[path], own[..., 1]], axis=-1) for path, own in found.items()}
+
+
+def updated_scaling(
+    scaling: ScalingState, model: nnx.Module, recipe: Recipe | None, now: Mapping[ModulePath, jax.Array]
+) -> ScalingState:
+    """Returns the scaling of the next step. Returns `scaling` unchanged if `now` is empty.
+
+    Args:
+        scaling: the scaling of this step.
+        model: the model.
+        recipe: the recipe of this step.
+        now: the amaxes of this step, as `amaxes_of_step` returns them.
+    """
+    if not now:
+        return scaling
+    after = dict(scaling)
+    for path, (_, operands) in _delayed(groups_of(model, recipe)).items():
         assert operands.delayed is not None
         own = scaling[_name(path)]
-        now = jnp.stack([found[path][..., 0], weights[path], found[path][..., 1]], axis=-1)
-        history, amax = next_amaxes(own["history"], own["amax"], now, operands.delayed, _largest(operands))
+        history, amax = next_amaxes(own["history"], own["amax"], now[path], operands.delayed, _largest(operands))
         after[_name(path)] = {"history": history, "amax": amax}
     return after
 

@@ -19,7 +19,7 @@ from ..recipes import Recipe
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._optimizer import of_model
-from ._scaling import updated_scaling
+from ._scaling import amaxes_of_step, updated_scaling
 from ._state import TrainState, check_optimizer_keeps_forms, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
 
@@ -83,6 +83,7 @@ def updated(
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
     specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
+    amaxes = amaxes_of_step(state.model(), recipe, computed.amaxes)
 
     def apply() -> TrainState:
         # The means are computed inside the branch, so that XLA fuses them with the update as it does without a branch.
@@ -100,7 +101,7 @@ def updated(
         params: Any = optax.apply_updates(state.params, updates)
         before = {path: leaf for path, leaf in with_paths(state.params) if path in rules}
         moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in before.items()}
-        scaling = updated_scaling(state.scaling, state.model(), recipe, computed.amaxes)
+        scaling = updated_scaling(state.scaling, state.model(), recipe, amaxes)
         own = computed.model_state, state.frozen, scaling
         after = TrainState(_with(params, moved), opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
         return constrained(after, specs)

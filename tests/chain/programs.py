@@ -21,7 +21,8 @@ def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatche
     """
     with jax.set_mesh(mesh):
         optimizer = optax.sgd(0.1)
-        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        model, recipe = abstract_model(lambda rngs: Llama(config, rngs=rngs)), options.get("recipe")
+        state = gtp.TrainState.create(model, optimizer, recipe=recipe)
         axes = tuple(axis for axis in ("dp", "gtp", "ep") if axis in mesh.shape)
         tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, P(axes)))
         data = {"tokens": tokens, "targets": tokens}

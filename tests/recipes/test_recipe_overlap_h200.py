@@ -1,5 +1,9 @@
 """The schedule that XLA makes for eight H200s of a step with a recipe. Needs no GPU, but the CUDA kernels' names."""
 
+import math
+import re
+from collections import Counter
+
 import pytest
 
 import gtp_jax as gtp
@@ -57,6 +61,28 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
     # of every matmul the input twice and the gradient once; no weight, but for its codes once a step
     launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("quantize", "unpack", "pack_apart")]
     assert launches == [3 * 4 * LAYERS, 0, 4]
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
+def test_scaling_by_earlier_steps_takes_no_pass_and_no_memory_that_current_scaling_does_not_take():
+    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
+    config = LlamaConfig(**{**SIZES, "num_layers": 2})
+
+    def compiled(recipe):
+        step = lowered_step(config, mesh, batch=2, seq=2048, compiler_options=options, recipe=recipe).compile()
+        memory, text = step.memory_analysis(), step.as_text()
+        kernels = Counter(re.findall(r'custom_call_target="(gtp_quantize|__cublas\$lt\$matmul\$f8)"', text))
+        large = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)]
+        return kernels, sum(n for n in large if n >= 1 << 20), memory.temp_size_in_bytes
+
+    (kernels, copied, bytes_), (wanted, wanted_copied, wanted_bytes) = map(
+        compiled, (gtp.FP8Delayed(), gtp.FP8(matmuls=True))
+    )
+    assert kernels == wanted and copied == wanted_copied == 0  # no master is copied to read its amax
+    assert bytes_ <= 1.02 * wanted_bytes
 
 
 @pytest.mark.slow
