@@ -19,6 +19,8 @@ from ..formats import FP8_E4M3, Format, QuantizedArray
 from ..ops import (
     SlottedWeight,
     as_one,
+    codes_for_wgrad,
+    codes_of_input,
     fp8_codes_and_slot,
     fp8_product,
     fp8_transposed,
@@ -37,6 +39,8 @@ def gather_linear_fp8(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     gradients: Format,
     axis: str,
+    *,
+    keep_codes: bool = False,
 ) -> tuple[Float[jax.Array, "batch part *inner features_out"], ...]:
     """Returns `linear_fp8` of every rank's part of the sequence. `x` is this rank's part, and each part has a scale of
     its own.
@@ -49,42 +53,59 @@ def gather_linear_fp8(
         weight: `(features_out, features_in)`, values or codes, as in `linear_fp8`.
         gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
         axis: the tensor axis, which shards the sequence.
+        keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _gather_linear(x, codes, slot, gradients, axis, slot.dtype)
+    return _gather_linear(x, codes, slot, gradients, axis, slot.dtype, keep_codes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _gather_linear(
-    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, axis: str, dtype: np.dtype
+    x: jax.Array,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    gradients: Format,
+    axis: str,
+    dtype: np.dtype,
+    keep_codes: bool,
 ) -> Parts:
-    return _gather_linear_forward(x, weight, slot, gradients, axis, dtype)[0]
+    del keep_codes  # nothing is saved without a backward pass
+    return _gather_linear_forward(x, weight, slot, gradients, axis, dtype, False)[0]
 
 
 def _gather_linear_forward(
-    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, axis: str, dtype: np.dtype
+    x: jax.Array,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    gradients: Format,
+    axis: str,
+    dtype: np.dtype,
+    keep_codes: bool,
 ):
     del slot, gradients, dtype
     now, kernel = refuse_second_derivative("gather_linear_fp8", (x, weight))
     amax = operand_amax(multi_amax([rows_of(now)]), FP8_E4M3)[0]
+    codes, kept = codes_of_input(now, amax, keep_codes)
+    lead, values = x.shape[:-1], x.dtype
 
-    def products(x: jax.Array, kernel: QuantizedArray, amax: jax.Array) -> Parts:
-        own = quantize(rows_of(x), FP8_E4M3, amax=amax)
-        return while_gathered(own, lambda part, _: _like(x, fp8_product(part, kernel, x.dtype, x.dtype)), axis)
+    def products(own: QuantizedArray, kernel: QuantizedArray) -> Parts:
+        return while_gathered(own, lambda part, _: _under(lead, fp8_product(part, kernel, values, values)), axis)
 
-    return as_one(products, now, kernel, amax), (x, weight, amax)
+    return as_one(products, codes, kernel), (x if kept is None else kept, weight, amax)
 
 
-def _gather_linear_backward(gradients: Format, axis: str, dtype: np.dtype, saved, incoming: Parts):
+def _gather_linear_backward(gradients: Format, axis: str, dtype: np.dtype, keep_codes: bool, saved, incoming: Parts):
+    del keep_codes
     x, weight, amax, incoming = refuse_second_derivative("gather_linear_fp8", (*saved, incoming))
+    values, lead = incoming[0].dtype, incoming[0].shape[:-1]
     both = _quantized_both(incoming, gradients)
-    kernel, own = fp8_transposed(weight), quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
+    kernel, own = fp8_transposed(weight), codes_for_wgrad(x, amax)
     to_x = while_scattered(
-        tuple(rows for rows, _ in both), lambda part: fp8_product(part, kernel, x.dtype, x.dtype), axis
+        tuple(rows for rows, _ in both), lambda part: fp8_product(part, kernel, values, values), axis
     )
     term = term_dtype(axis, dtype)
-    terms = while_gathered(own, lambda part, s: fp8_product(both[s][1], part, x.dtype, term), axis)
-    return jnp.reshape(to_x, x.shape), None, sum_of_terms(terms, dtype)
+    terms = while_gathered(own, lambda part, s: fp8_product(both[s][1], part, values, term), axis)
+    return _under(lead, to_x), None, sum_of_terms(terms, dtype)
 
 
 _gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
@@ -95,6 +116,8 @@ def linear_scatter_fp8(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     gradients: Format,
     axis: str,
+    *,
+    keep_codes: bool = False,
 ) -> Float[jax.Array, "batch part *inner features_out"]:
     """Applies `linear_fp8` to every part of the sequence, sums over ranks, and returns this rank's part of the result.
     Each part has a scale of its own.
@@ -106,45 +129,62 @@ def linear_scatter_fp8(
         weight: `(features_out, features_in)`, values or codes, as in `linear_fp8`.
         gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
         axis: the tensor axis, which shards the sequence.
+        keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _linear_scatter(parts, codes, slot, gradients, axis, slot.dtype)
+    return _linear_scatter(parts, codes, slot, gradients, axis, slot.dtype, keep_codes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _linear_scatter(
-    parts: Parts, weight: QuantizedArray, slot: jax.Array, gradients: Format, axis: str, dtype: np.dtype
+    parts: Parts,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    gradients: Format,
+    axis: str,
+    dtype: np.dtype,
+    keep_codes: bool,
 ) -> jax.Array:
-    return _linear_scatter_forward(parts, weight, slot, gradients, axis, dtype)[0]
+    del keep_codes  # nothing is saved without a backward pass
+    return _linear_scatter_forward(parts, weight, slot, gradients, axis, dtype, False)[0]
 
 
 def _linear_scatter_forward(
-    parts: Parts, weight: QuantizedArray, slot: jax.Array, gradients: Format, axis: str, dtype: np.dtype
+    parts: Parts,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    gradients: Format,
+    axis: str,
+    dtype: np.dtype,
+    keep_codes: bool,
 ):
     del slot, gradients, dtype
     now, kernel = refuse_second_derivative("linear_scatter_fp8", (parts, weight))
     amaxes = operand_amax(multi_amax([rows_of(part) for part in now]), FP8_E4M3)
+    codes, kept = zip(
+        *(codes_of_input(part, amax, keep_codes) for part, amax in zip(now, amaxes, strict=True)), strict=True
+    )
+    lead, values = parts[0].shape[:-1], parts[0].dtype
 
-    def product(parts: Parts, kernel: QuantizedArray, amaxes: jax.Array) -> jax.Array:
-        dtype = parts[0].dtype
-        codes = tuple(quantize(rows_of(part), FP8_E4M3, amax=amax) for part, amax in zip(parts, amaxes, strict=True))
-        total = while_scattered(codes, lambda part: fp8_product(part, kernel, dtype, dtype), axis)
-        return _like(parts[0], total)
+    def product(codes: tuple[QuantizedArray, ...], kernel: QuantizedArray) -> jax.Array:
+        return _under(lead, while_scattered(codes, lambda part: fp8_product(part, kernel, values, values), axis))
 
-    return as_one(product, now, kernel, amaxes), (parts, weight, amaxes)
+    return as_one(product, codes, kernel), (kept if keep_codes else parts, weight, amaxes)
 
 
-def _linear_scatter_backward(gradients: Format, axis: str, dtype: np.dtype, saved, incoming: jax.Array):
+def _linear_scatter_backward(
+    gradients: Format, axis: str, dtype: np.dtype, keep_codes: bool, saved, incoming: jax.Array
+):
+    del keep_codes
     parts, weight, amaxes, incoming = refuse_second_derivative("linear_scatter_fp8", (*saved, incoming))
-    rows, values = rows_of(incoming), parts[0].dtype
+    rows, values, lead = rows_of(incoming), incoming.dtype, incoming.shape[:-1]
     own = quantize(rows, gradients, amax=power_of_two_amax(multi_amax([rows])[0], gradients))
     kernel, term = fp8_transposed(weight), term_dtype(axis, dtype)
     terms: list[jax.Array] = []
 
     def to_part(gradient: QuantizedArray, s: int) -> jax.Array:
-        along_tokens = quantize(rows_of(parts[s]), FP8_E4M3, amax=amaxes[s], axis="column")
-        terms.append(fp8_product(fp8_transposed(gradient), along_tokens, values, term))
-        return jnp.reshape(fp8_product(gradient, kernel, values, values), parts[s].shape)
+        terms.append(fp8_product(fp8_transposed(gradient), codes_for_wgrad(parts[s], amaxes[s]), values, term))
+        return _under(lead, fp8_product(gradient, kernel, values, values))
 
     return while_gathered(own, to_part, axis), None, sum_of_terms(terms, dtype)
 
@@ -160,6 +200,6 @@ def _quantized_both(parts: Parts, format: Format) -> list[tuple[QuantizedArray, 
     return [(by_rows, by_columns) for by_rows, by_columns in copies]
 
 
-def _like(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns rows in the dimensions of `x`, except for the last one."""
-    return jnp.reshape(rows, (*x.shape[:-1], rows.shape[-1]))
+def _under(lead: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    """Returns rows as `(*lead, features)`."""
+    return jnp.reshape(rows, (*lead, rows.shape[-1]))

@@ -87,7 +87,7 @@ def product(
         if operands is None:
             y = linear(x, weight)
         elif operands.weight.block is None:
-            y = linear_fp8(x, weight, operands.gradient)
+            y = linear_fp8(x, weight, operands.gradient, keep_codes=operands.keep_codes)
         elif operands.weight == FP8_BLOCKS:
             y = linear_fp8_blocks(x, weight)
         else:

@@ -238,12 +238,12 @@ class Dense(WeightOwner):
     def _gather_linear(self, x: jax.Array, weight: Any, axis: str) -> Parts:
         if self.operands is None:
             return gather_linear(x, weight, axis)
-        return gather_linear_fp8(x, weight, self.operands.gradient, axis)
+        return gather_linear_fp8(x, weight, self.operands.gradient, axis, keep_codes=self.operands.keep_codes)
 
     def _linear_scatter(self, parts: Parts, weight: Any, axis: str) -> jax.Array:
         if self.operands is None:
             return linear_scatter(parts, weight, axis)
-        return linear_scatter_fp8(parts, weight, self.operands.gradient, axis)
+        return linear_scatter_fp8(parts, weight, self.operands.gradient, axis, keep_codes=self.operands.keep_codes)
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """Returns the left operand of the matmul, computed from the input."""

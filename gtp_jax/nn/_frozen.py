@@ -147,8 +147,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     put: dict[int, nnx.Variable] = {}
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
+        operands = None if group.operands is None else dataclasses.replace(group.operands, keep_codes=False)
         for place, value, layout in zip(own, values, group.layouts, strict=True):
-            known = FrozenAs(group.wire, group.operands)
+            known = FrozenAs(group.wire, operands)  # there is no wgrad for which to keep codes
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
     for place, variable in enumerate(leaves):
         if place not in put:  # copied, because a step donates its state, and the given model must not change

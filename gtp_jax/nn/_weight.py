@@ -307,7 +307,7 @@ class Weight(abc.ABC):
             assert scaling is not None, "delayed scaling without a state"
             return linear_fp8_delayed(x, weight, scaling.amaxes[::2], scaling.slot, self.operands.gradient)
         if self.operands.weight.block is None:
-            return linear_fp8(x, weight, self.operands.gradient)
+            return linear_fp8(x, weight, self.operands.gradient, keep_codes=self.operands.keep_codes)
         if isinstance(self.group.wire, Tiled):
             return linear_fp8_blocks(x, weight, self.group.order)
         return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))

@@ -14,6 +14,7 @@ from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
 from ._operand import operand_amax, quantizable, rows_of, tensor_unit
 from ._quantize import quantize
+from ._save import save_for_backward
 from ._slot import SlottedWeight, depends_on, refuse_second_derivative
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -23,6 +24,8 @@ def linear_fp8(
     x: Float[jax.Array, "*rows features_in"],
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     gradients: Format,
+    *,
+    keep_codes: bool = False,
 ) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax, with sums in float32.
 
@@ -39,12 +42,14 @@ def linear_fp8(
         weight: `(features_out, features_in)`, of the same dtype. With a slot, it can also be the codes in which the
             weight was sent (E4M3, row-wise), which are multiplied directly.
         gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
+        keep_codes: whether to save the codes of `x` for backward, instead of `x`; see `codes_of_input`. Results do not
+            change.
 
     Returns:
         `(..., features_out)`, of the same dtype.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _linear(x, codes, slot, gradients, slot.dtype)
+    return _linear(x, codes, slot, gradients, slot.dtype, keep_codes)
 
 
 def fp8_codes_and_slot(
@@ -60,29 +65,60 @@ def fp8_codes_and_slot(
     return codes, slot
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype) -> jax.Array:
-    return _forward(x, weight, slot, gradients, dtype)[0]
+def codes_of_input(
+    x: Float[jax.Array, "*rows features"], amax: jax.Array, keep_codes: bool
+) -> tuple[QuantizedArray, QuantizedArray | None]:
+    """Returns the codes of an input along its features, which forward multiplies; and, if `keep_codes`, those along its
+    tokens, which wgrad multiplies.
+
+    Both copies are made in one pass over `x`. Remat policies that save matmuls save the second one, 1 byte per element.
+    Backward then neither computes `x` again nor quantizes it.
+
+    Args:
+        x: the input.
+        amax: the amax that sets its scale.
+        keep_codes: whether to make the codes of wgrad too.
+    """
+    rows = rows_of(x)
+    if not keep_codes:
+        return quantize(rows, FP8_E4M3, amax=amax), None
+    along_features, along_tokens = quantize(rows, FP8_E4M3, amax=(amax, amax), axis="both")
+    return along_features, save_for_backward(along_tokens)
 
 
-def _forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype):
+def codes_for_wgrad(x: jax.Array | QuantizedArray, amax: jax.Array) -> QuantizedArray:
+    """Returns the codes of an input along its tokens, given the input or these codes."""
+    return x if isinstance(x, QuantizedArray) else quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _linear(
+    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype, keep_codes: bool
+) -> jax.Array:
+    del keep_codes  # nothing is saved without a backward pass
+    return _forward(x, weight, slot, gradients, dtype, False)[0]
+
+
+def _forward(
+    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype, keep_codes: bool
+):
     del slot, gradients, dtype
     now, kernel = refuse_second_derivative("linear_fp8", (x, weight))
-    rows = rows_of(now)
-    amax = operand_amax(multi_amax([rows]), FP8_E4M3)[0]
-    y = fp8_product(quantize(rows, FP8_E4M3, amax=amax), kernel, x.dtype, x.dtype)
-    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amax)
+    amax = operand_amax(multi_amax([rows_of(now)]), FP8_E4M3)[0]
+    codes, kept = codes_of_input(now, amax, keep_codes)
+    y = fp8_product(codes, kernel, x.dtype, x.dtype)
+    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x if kept is None else kept, weight, amax)
 
 
-def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
+def _backward(gradients: Format, dtype: np.dtype, keep_codes: bool, saved, gradient: jax.Array):
+    del keep_codes
     x, weight, amax, gradient = refuse_second_derivative("linear_fp8", (*saved, gradient))
     rows = rows_of(gradient)
     gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")
-    x_tokens = quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
-    to_x = fp8_product(along_out, fp8_transposed(weight), x.dtype, x.dtype)
-    to_weight = fp8_product(along_tokens, x_tokens, x.dtype, dtype)
-    return jnp.reshape(to_x, x.shape), None, to_weight
+    to_x = fp8_product(along_out, fp8_transposed(weight), gradient.dtype, gradient.dtype)
+    to_weight = fp8_product(along_tokens, codes_for_wgrad(x, amax), gradient.dtype, dtype)
+    return jnp.reshape(to_x, (*gradient.shape[:-1], to_x.shape[-1])), None, to_weight
 
 
 _linear.defvjp(_forward, _backward)

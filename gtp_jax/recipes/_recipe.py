@@ -176,18 +176,24 @@ class FP8(Recipe):
         attention: with `matmuls`, whether `gtp_jax.Attention` and `CrossAttention` also multiply in FP8, in forward
             only; see `gtp_jax.ops.attention_fp8`. The recipe of the projection `out` decides. Windows, masks, segments,
             soft caps, sinks and dropout are not supported.
+        keep_codes: with `matmuls`, whether forward also makes the codes of dense layers' inputs that wgrad multiplies.
+            Remat policies that save matmuls save them, 1 byte per element, so that backward neither computes the inputs
+            again nor quantizes them; without remat, they are saved instead of the inputs. Under the policy `nothing`,
+            they are made in vain. Results do not change.
     """
 
     matmuls: bool = False
     gradient: str = "e5m2"
     attention: bool = False
+    keep_codes: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_switch("matmuls", self.matmuls)
-        _check_switch("attention", self.attention)
-        if self.attention and not self.matmuls:
-            raise ValueError("`attention` requires `matmuls=True`; pass that too, or leave `attention` out.")
+        for name in ("attention", "keep_codes"):
+            _check_switch(name, getattr(self, name))
+            if getattr(self, name) and not self.matmuls:
+                raise ValueError(f"`{name}` requires `matmuls=True`; pass that too, or leave `{name}` out.")
         if self.gradient not in _GRADIENTS:
             raise ValueError(f"`gradient` is {self.gradient!r}; it must be one of {', '.join(map(repr, _GRADIENTS))}.")
 
@@ -201,7 +207,9 @@ class FP8(Recipe):
         both = formats.FP8_E4M3
         if not self.matmuls:
             return None
-        return Operands(weight=both, activation=both, gradient=gradient, attention=self.attention)
+        return Operands(
+            weight=both, activation=both, gradient=gradient, attention=self.attention, keep_codes=self.keep_codes
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -354,6 +362,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp8": FP8,
     "fp8-matmuls": lambda: FP8(matmuls=True),
     "fp8-attention": lambda: FP8(matmuls=True, attention=True),
+    "fp8-keep-codes": lambda: FP8(matmuls=True, keep_codes=True),
     "fp8-delayed": FP8Delayed,
     "fp8-blocks": FP8Blocks,
     "mxfp8": MXFP8,
