@@ -255,7 +255,7 @@ __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& wo
   }
 }
 
-// Returns the offset of a stage's scales, which lie behind all panels. Copies write to multiples of 128 bytes.
+// Returns the offset of a stage's scales, which follow all panels. Copies write to multiples of 128 bytes.
 template <int kScaleBytes>
 constexpr __host__ __device__ int scales_at(int stage) {
   return kStages * kStageBytes + stage * ((kScaleBytes + 127) / 128 * 128);
