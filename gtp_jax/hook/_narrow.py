@@ -89,6 +89,8 @@ def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
     )
     carried = len(eqn.outvars) - returned
     start, end = len(read) - sliced - carried, len(read) - sliced
+    if length == 0:  # the body is not evaluated, and the arrays of slices are empty
+        return [*read[start:end], *[None] * returned]
     states, slices = [list(read[start:end])], []
     while len(states) <= length:
         outputs = _followed(body, [*read[:start], *states[-1], *read[end:]], found)

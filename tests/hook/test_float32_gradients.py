@@ -194,6 +194,29 @@ def test_explain_names_exactly_the_weights_that_loops_hold_in_a_narrow_dtype():
         assert (gradient != rounded(gradient)).any()
 
 
+class Idle(nnx.Module):
+    """A scan of no iterations, which carries a weight in float32, and whose body would return it in bfloat16."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 8)
+
+    def __call__(self, x):
+        kernel, rounded = jax.lax.scan(lambda w, _: (w, w.astype(BF16)), self.kernel[...], length=0)
+        return x @ kernel + rounded.sum().astype(jnp.float32)
+
+
+def test_a_scan_of_no_iterations_returns_what_it_carries_and_rounds_no_gradient():
+    x = jax.random.normal(jax.random.key(1), (BATCH, 32))
+    model = Model(nnx.Rngs(0))
+    model.blocks = nnx.List([Idle(nnx.Rngs(0))])
+    with scope(ALL_MESHES["gtp 8"]):
+        wanted = model(x)
+        model = gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32")
+        found = gtp.explain(model, call=lambda model: model(x))
+        np.testing.assert_allclose(model(x), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    assert found.narrow == ()
+
+
 @pytest.mark.parametrize("remat", ["nothing", "everything"])
 def test_remat_and_frozen_weights_change_no_gradient(remat):
     def of_up(model, x, **options):
