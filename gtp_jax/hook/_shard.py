@@ -149,7 +149,7 @@ def shard[M: nnx.Module](
         )
     choice, specs = choose(model, blocks, is_weight), specs or {}
     weights = {paths: v for paths, v in variables.items() if is_weight(v)}
-    _check_patterns(specs, variables, weights, min_size)
+    _check_patterns(specs, variables, weights, min_size, own)
     with use_roles(roles):
         placements = {paths: _placement(paths, v, specs, roles) for paths, v in weights.items()}
     _warn_of_whole(placements, variables, specs, roles)
@@ -277,17 +277,31 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 
 
 def _check_patterns(
-    specs: Mapping[str, Spec], variables: Mapping[Paths, nnx.Variable], weights: Iterable[Paths], min_size: int
+    specs: Mapping[str, Spec],
+    variables: Mapping[Paths, nnx.Variable],
+    weights: Iterable[Paths],
+    min_size: int,
+    own: Collection[int],
 ) -> None:
     """Raises an error if a pattern matches no weight to shard. For a pattern with the value `None`, it is enough to
-    match any variable of the model; on a variable that is not such a weight, the pattern has no effect."""
+    match any variable of the model; on a variable that is not such a weight, the pattern has no effect.
+
+    Args:
+        specs: the argument `specs` of `shard`.
+        variables: the variables of the model.
+        weights: the paths of the weights to shard.
+        min_size: the argument `min_size` of `shard`.
+        own: the `id`s of the variables within gtp_jax's own layers.
+    """
     for pattern, spec in specs.items():
         if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
             if found is not None:
+                variable = variables[found]
+                why = _why_whole(variable, min_size, own=id(variable) in own)
                 raise ValueError(
                     f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}. That is not a weight to "
-                    f"shard: {_why_whole(variables[found], min_size)}, or leave the pattern out."
+                    f"shard: {why}"
                 )
             names = [name_of(path) for paths in variables for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
@@ -297,11 +311,22 @@ def _check_patterns(
             )
 
 
-def _why_whole(variable: nnx.Variable, min_size: int) -> str:
+def _why_whole(variable: nnx.Variable, min_size: int, *, own: bool) -> str:
+    if own or "layout" in variable.get_metadata():
+        return (
+            "it is a `gtp_jax.Param`, or belongs to one of gtp_jax's own layers, which partition their own weights. "
+            "Leave the pattern out."
+        )
     size = _size(variable.get_raw_value()) if isinstance(variable, nnx.Param) else 0
     if 0 < size < min_size:
-        return f"it has {size} elements, fewer than `min_size`, {min_size}. Pass a smaller `min_size`"
-    return "it is not a floating-point `nnx.Param` of a stock module. Name such a weight"
+        return (
+            f"it has {size} elements, fewer than `min_size`, {min_size}. Pass a smaller `min_size`, or leave the "
+            "pattern out."
+        )
+    return (
+        "it is not a floating-point `nnx.Param` of at least one element. Name such a parameter, or leave the pattern "
+        "out."
+    )
 
 
 def _placement(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:

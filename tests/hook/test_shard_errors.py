@@ -21,6 +21,13 @@ def make():
     return GPT2(nnx.Rngs(0, dropout=1))
 
 
+def with_own():
+    model = make()
+    model.own = gtp.Dense(8, 4, rngs=nnx.Rngs(0))
+    model.mine = gtp.Param(jnp.ones((32, 32)))
+    return model
+
+
 CASES = {
     "no pattern matches": (
         lambda: gtp.shard(make(), "layers.*", min_size=64),
@@ -48,9 +55,17 @@ CASES = {
         lambda: gtp.shard(make(), min_size=64, specs={"norm.scale": P("gtp")}),
         r"pattern 'norm\.scale', which matches norm\.scale.* it has 16 elements, fewer than `min_size`, 64\. Pass",
     ),
+    "a pattern matches a small weight of gtp_jax's own layers": (
+        lambda: gtp.shard(with_own(), min_size=64, specs={"own.kernel": P("gtp")}),
+        r"which matches own\.kernel\. That is not a weight to shard: it is a `gtp_jax\.Param`, or belongs.* Leave the",
+    ),
+    "a pattern matches a large `gtp_jax.Param`": (
+        lambda: gtp.shard(with_own(), min_size=64, specs={"mine": P("gtp")}),
+        r"which matches mine\. That is not a weight to shard: it is a `gtp_jax\.Param`, or belongs.* Leave the",
+    ),
     "a pattern matches no parameter": (
         lambda: gtp.shard(make(), min_size=64, specs={"blocks.*.dropout.rngs.count": P("gtp")}),
-        r"which matches blocks\.0\.dropout\.rngs\.count.* not a floating-point `nnx\.Param` of a stock module\.",
+        r"which matches blocks\.0\.dropout\.rngs\.count.* not a floating-point `nnx\.Param` of at least",
     ),
     "an unknown method": (
         lambda: gtp.shard(make(), min_size=64, methods=("__call__", "atend")),
