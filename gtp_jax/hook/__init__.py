@@ -6,15 +6,15 @@
 - placement: how a weight is partitioned in storage, and after its gather.
 - number of a weight: its index among the weights that one call gathers or quantizes.
 - wire: what ranks send instead of the shards of quantized weights, such as codes and scales.
-- slot: an array of zeros that accompanies a weight. Products that the hook computes return the weight's gradient as the
-  gradient of the slot, in the slot's dtype and shape, which may differ from those of the weight.
-- walk: the sequence of calls of units within one call of a model.
+- slot: an array of zeros that accompanies a weight. A product that the hook computes can return the weight's gradient
+  as the gradient of the slot, whose dtype and shape may differ from those of the weight.
+- walk: the sequence of calls of units in one trace, within one call of a model.
 
 [Note: tokens carry order, never values]
-`shard` changes the class of a unit to a subclass whose methods call this package. Each call that has weights to gather
-or quantize traces the unit's code to a jaxpr once, under the caller's context managers. One `custom_vjp` evaluates that
-jaxpr. Forward gathers the unit's weights and saves their shards; backward gathers the weights again, unless `keep_last`
-has saved them.
+`shard` changes the class of a unit to a subclass. In this subclass, the methods named by the argument `methods` call
+this package. A call that gathers or quantizes weights traces the unit's code to a jaxpr once, under the caller's
+context managers. One `custom_vjp` evaluates that jaxpr. Forward gathers the unit's weights, and saves their shards or
+codes; backward gathers the weights again, or uses those that `keep_last` has saved.
 
 A token of two zeros passes from unit to unit. A unit's gather waits for the first zero, which becomes available when
 the previous unit has its input and its weights. So the gather can run while the previous unit computes. In backward,
@@ -23,11 +23,11 @@ weights and the gradient of its output; the unit's gather waits for it. Its seco
 unit's gradients are reduced; the unit's own reduction waits for it. If a token is lost, used twice or stale, a gather
 or a reduction may start late or early, but no value changes.
 
-Under a recipe, the weights that it selects are quantized once per call (`_codes`), or once per step of `train_step`
-(`_quantized`, which `_made` hands to the calls). Ranks gather the codes (`_weights`). The hook finds products with
+The weights that a recipe quantizes are quantized once per call (`_codes`), or once per step of `train_step`
+(`_quantized`; `_made` hands the codes to the calls). Ranks gather the codes (`_weights`). The hook finds products with
 weights (`_products`), and may compute them in the recipe's formats (`_multiply`). If gradients of weights are to be
-summed in float32, or, in global view, to be exchanged by ranks (`_exchange`), the products that the hook computes add
-these gradients to slots.
+summed in float32, or, in global view, to be exchanged by ranks (`_exchange`), the products that the hook computes can
+return these gradients through slots.
 """
 
 from ._codes import Coded as Coded

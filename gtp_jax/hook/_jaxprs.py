@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-# Primitives that evaluate their jaxpr once.
+# Primitives that evaluate their jaxpr once, and return its outputs.
 CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 

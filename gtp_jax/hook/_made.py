@@ -2,13 +2,15 @@
 weights' variables.
 
 [Note: once per step]
-A step calls the model once per microbatch. Before the first call, it quantizes the weights once for all microbatches.
+A step calls the model once per microbatch. Before the first call, the step quantizes the weights once for all
+microbatches.
 The codes belong to the arrays that the model holds at that time. A call may find another array in a variable, because
 code has put it there, or because a transformation calls the module with its own arrays (a scan over stacked weights,
 `nnx.remat`). The call then quantizes the array that it finds.
 
-A weight's name among the codes is its place: its path in the model of the step. Its `path_of`, the path in the model
-that was sharded, is not unique: copies of a sharded module share it, and so may models that were sharded one by one.
+The codes of a weight are named after its path in the model of the step (`place_name`). Its path in the model that was
+sharded (`path_of`) is not always unique: copies of a sharded module share it, and models that were sharded one by one
+may share it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def is_node(value: Any) -> bool:
-    """Returns whether a value is a module, another NNX node, or a variable."""
+    """Returns whether a value is a module, another `nnx.Pytree`, or a variable."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
@@ -30,7 +30,8 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     Args:
         value: any pytree, which may contain nodes.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
-            node, whose arrays are left out.
+            node, whose arrays are left out. Nodes within a module or another `nnx.Pytree` are not replaced, unless that
+            module is.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
     arrays: list[Any] = []
@@ -70,8 +71,8 @@ def value_of(leaf: Any) -> Any:
 
 
 def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a copy of a variable with another value and other metadata. If the leaf is an array, returns the other
-    value itself."""
+    """Returns a copy of a variable with another value, and with the given metadata set. If the leaf is an array,
+    returns the other value itself."""
     return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 

@@ -16,10 +16,12 @@ class Parts(NamedTuple):
 
     Attributes:
         casts: for each weight, the narrower float dtype to which the call casts it, if that cast is the only use of the
-            weight. A weight that is not quantized is then cast before its gather; a quantized one is decoded to this
-            dtype. Otherwise `None`: the weight is used in its own dtype.
-        before: the jaxpr of what is computed from weights alone. Its inputs are the weights, cast as in `casts`; its
-            outputs are the values that `after` or the result of the call needs.
+            weight and is outside of nested functions. A weight that is not quantized is then cast before its gather; a
+            quantized one is decoded to this dtype. Otherwise `None`: the weight is gathered or decoded in its own
+            dtype.
+        before: the jaxpr of the operations that compute values from weights alone, except those with side effects. Its
+            inputs are the weights, cast as in `casts`; its outputs are the values that `after` or the result of the
+            call needs.
         after: the jaxpr of the rest of the call. Its inputs are the outputs of `before`, then the call's inputs other
             than weights.
     """

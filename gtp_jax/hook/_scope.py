@@ -13,8 +13,8 @@ _recipe_of_step = jax.make_user_context(default_value=None)
 
 
 def without_hook() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the modules of sharded models are called as ordinary modules; XLA decides when to
-    gather their weights.
+    """Returns a context in which the modules of sharded models are called as ordinary modules: XLA decides when to
+    gather the weights that `gtp_jax.shard` has sharded, and no recipe quantizes these weights.
 
     Use it, in global view, for what the hook does not support, such as forward-mode differentiation. In local view,
     where XLA gathers nothing, calls of modules with sharded weights are refused. The setting is part of the cache key

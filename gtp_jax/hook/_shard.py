@@ -42,7 +42,7 @@ from ._unit import Holder, Unit, kind_of, make, methods_of, unmade
 
 # A value of `specs`: the partition in which weights are stored; `None` for weights that `shard` does not partition.
 Spec = PartitionSpec | tuple[Any, ...] | None
-Paths = tuple[ModulePath, ...]  # all paths of one variable, which several modules may hold
+Paths = tuple[ModulePath, ...]  # the paths of one variable (`names_of`), which several modules may hold
 
 _METHODS = ("__call__", "attend")  # the methods of Flax's layers that use weights
 _TENSOR = ("tp", "tensor", "model")  # names that authors give to the axis of tensor parallelism
@@ -69,31 +69,32 @@ def shard[M: nnx.Module](
 
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
     the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. Forward gathers the weights of a
-    block while the previous block computes. Backward gathers the weights again and reduces the gradients of a block,
-    also while another block computes. Modules with weights outside of blocks, such as an embedding or a head, are
-    treated like blocks, unless they contain blocks. Without a recipe, results are those of the model without a
-    mesh, except for rounding. Under a recipe, ranks gather codes of the matrices that it quantizes, in its wire format,
-    and results are computed from the values of the codes. `gtp_jax.explain(model)` reports what is done with each
-    module.
+    block, if possible while the previous block computes. Backward gathers them again, unless `keep_last` keeps them,
+    and reduces the gradients of the block, if possible while another block computes. Modules with weights outside of
+    blocks, such as an embedding or a head, are treated like blocks, unless they contain blocks. In global view and
+    without a recipe, results are those of the model without a mesh, except for rounding. Under a recipe, ranks gather
+    codes of the matrices that it quantizes, in its wire format, and results are computed from the values of the codes.
+    `gtp_jax.explain(model)` reports which modules gather weights, and when.
 
-    Under `gtp_jax.even_shares`, a weight is stored padded if its dimensions cannot be divided evenly over all of these
-    axes; code that reads or sets it sees the logical shape. A weight is not padded if `specs` names its partition, or
-    if the model's annotation partitions it over axes of the roles `weights`, `optimizer` or `batch`. Nor is it padded
-    if its class is a subclass of `nnx.Param`, if it has a hook for creating or reading its value, if it is a hijax
-    variable or holds a `Ref`, or if it comes from a Linen module.
+    Under `gtp_jax.even_shares`, a weight may be stored padded if its dimensions cannot be divided evenly over all of
+    these axes. Outside of local view, `param[...]` still reads and sets the array of the logical shape. A weight is not
+    padded if `specs` names its partition, or if the model's annotation partitions it over axes of the roles `weights`,
+    `optimizer` or `batch`. Nor is it padded if its class is a subclass of `nnx.Param`, if it has a hook for creating or
+    reading its value, if it is a hijax variable or holds a `Ref`, or if it comes from a Linen module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
     weights as shards. Modules whose calls gather weights, and modules around blocks, remain instances of their classes,
-    but their `type` becomes a subclass. The weights of gtp_jax's own layers are left alone, because these layers shard
-    them. If arrays of a sharded model have been replaced by unsharded ones, another call stores the new arrays as
+    but their `type` becomes a subclass. The weights of gtp_jax's own layers, and each `gtp_jax.Param`, keep their own
+    partition. If arrays of a sharded model have been replaced by unsharded ones, another call stores the new arrays as
     shards.
 
     Args:
         model: any NNX model.
         blocks: which modules are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
             class; a tuple of these; or a function `(path, module) -> bool`. A block within another block does not
-            count. By default, blocks are the members of all lists of two or more callable modules of one class
-            that hold weights; of lists nested in one another, only the longest counts.
+            count. By default, blocks are the members of all lists of two or more callable modules of one class that
+            hold weights. Attributes whose names differ only in a number at the end also form a list. Of lists nested in
+            one another, only the longest counts.
         min_size: the minimum number of elements of a sharded weight.
         specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
             `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
@@ -101,11 +102,11 @@ def shard[M: nnx.Module](
         remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`, but without moving it to the host.
         keep_last: whether to keep the gathered weights of the last block (or other module with weights) in a call of
             the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
-            in a loop, because these weights would be kept for every iteration.
-        methods: the names of the methods whose calls gather weights as described above. In all other methods of a
-            block, XLA gathers the weights, which it can only do in global view.
+            in a loop, because these weights could be kept for every iteration.
+        methods: the names of the methods whose calls gather weights as described above. In other methods of a block,
+            unless they run within such a call, XLA gathers the weights, which it can only do in global view.
         grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
-            which the model computes, and ranks sum them in that dtype, unless a recipe has a `grad_wire`. With
+            which the model computes, and ranks may sum them in that dtype, unless a recipe has a `grad_wire`. With
             `"float32"`, both use at least float32, as in gtp_jax's own layers by default. Weights of a block for which
             no product is found (`gtp_jax.explain` with `call` names them), and weights that a module around blocks
             holds itself, keep the default.
@@ -115,12 +116,13 @@ def shard[M: nnx.Module](
         ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
             has no list that gives the default; if `methods` has a name, other than `__call__` and `attend`, that no
-            module of the model defines; if no weight has `min_size` elements, or one that has them has been frozen; if
-            a pattern of `specs` matches no weight; if `specs` or an annotation of the model names a partition that does
-            not fit the mesh or the weight; or if `min_size`, `remat` or `grad_reduce` is not an allowed value. For a
-            model that is sharded already: if none of its arrays has been replaced; if the mesh is not the one for which
-            it was sharded; if an array has a shape that does not fit its weight; if `blocks` matches modules other than
-            its blocks; or if another argument is neither the default nor the value with which it was sharded.
+            module of the model defines as a public method; if no weight has `min_size` elements, or one that has them
+            has been frozen; if a pattern of `specs` matches no weight, or, with the value `None`, no variable; if
+            `specs` or an annotation of the model names a partition that does not fit the mesh or the weight; or if
+            `min_size`, `remat` or `grad_reduce` is not an allowed value. For a model that is sharded already: if no
+            array has to be put back; if the mesh lacks an axis that shards it, or has that axis in another size; if an
+            array has a shape that does not fit its weight; if `blocks` matches modules other than its blocks; or if
+            another argument is neither the default nor the value with which the model was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -144,8 +146,9 @@ def shard[M: nnx.Module](
     is_weight = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and _is_weight(v, min_size)  # noqa: E731
     if not any(map(is_weight, variables.values())):
         raise ValueError(
-            f"the model has no floating-point `nnx.Param` of {min_size} elements or more outside of gtp_jax's own "
-            "layers, so there is nothing to shard. Pass a smaller `min_size`."
+            f"the model has no floating-point `nnx.Param` of {min_size} elements or more to shard (gtp_jax's own "
+            "layers and each `gtp_jax.Param` partition their own weights). If it has smaller ones, pass a smaller "
+            "`min_size`."
         )
     choice, specs = choose(model, blocks, is_weight), specs or {}
     weights = {paths: v for paths, v in variables.items() if is_weight(v)}
@@ -155,7 +158,7 @@ def shard[M: nnx.Module](
     _warn_of_whole(placements, variables, specs, roles)
     for paths, variable in variables.items():
         if placements.get(paths, ...) is None and specs.get(_pattern(specs, paths) or "") is not None:
-            variable.set_metadata(out_sharding=())  # a partition without axes takes the place of the annotation
+            variable.set_metadata(out_sharding=())  # a partition without axes replaces the annotation
         _put(paths, variable, placements.get(paths), own=id(variable) in own)
     for path, module in choice.units.items():
         of_weights, block = _placements(dict(nnx.iter_graph(module))), path in choice.blocks
@@ -202,7 +205,8 @@ def _check_methods(model: nnx.Module, methods: Any) -> None:
         if name not in (*_METHODS, *known):
             near = difflib.get_close_matches(name, set(known), n=3, cutoff=0.0)
             raise ValueError(
-                f"`methods` has {name!r}, which no module of the model defines; the nearest are {', '.join(near)}."
+                f"`methods` has {name!r}, which no module of the model defines as a public method (a plain function, "
+                f"not a generator, a property, or a static or class method); the nearest are {', '.join(near)}."
             )
 
 
@@ -220,13 +224,14 @@ def _check_roles(roles: Any) -> None:
     if roles.batch and not {*roles.batch} & set(names):
         raise ValueError(
             f"the mesh in scope has the axes {names}, but the roles shard the batch over {roles.batch!r}: every device "
-            "would compute the whole batch. Name an axis of the mesh in `batch`; if this is intended, pass `batch=()`."
+            "would compute the whole batch. Name an axis of the mesh in `batch`; if every device should, pass "
+            "`batch=()`."
         )
 
 
 def _variables(model: nnx.Module) -> dict[Paths, nnx.Variable]:
-    """Returns the variables of a model. The key of each is a tuple of all its paths, of which the first is the path in
-    `nnx.state`."""
+    """Returns the variables of a model. The key of each is a tuple of its paths (`names_of`), of which the first is the
+    path in `nnx.state`."""
     names = names_of(model)
     found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
     return {tuple(dict.fromkeys((path, *names.get(id(v), ())))): v for path, v in found.items()}
@@ -261,7 +266,8 @@ def _size(value: Any) -> int:
 
 
 def _of_own_layers(model: nnx.Module) -> set[int]:
-    """Returns the `id`s of the variables within gtp_jax's own layers, which partition their own weights."""
+    """Returns the `id`s of the variables within gtp_jax's own layers and subclasses of them, which partition their own
+    weights."""
     package = __name__.partition(".")[0]
     own = (
         module
@@ -442,7 +448,7 @@ def _with_refusal(hooks: Any) -> tuple[Any, ...]:
 
 
 def _padded(value: Any, placement: Placement) -> Any:
-    """Pads an array of the logical shape to the stored shape; returns any other array as it is. The result is abstract
+    """Pads an array of the logical shape to the stored shape; returns any other value unchanged. The result is abstract
     if the array is."""
     if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
         return value
@@ -551,8 +557,8 @@ def _put_back[M: nnx.Module](model: M) -> M:
     }
     if not moved and not any(array.committed for arrays in others.values() for array in arrays):
         raise ValueError(
-            "the model, or a part of it, is sharded already, and all its arrays are where they belong. Shard a "
-            "whole model once; to shard it differently, build it again."
+            "the model, or a part of it, is sharded already, and no array has to be put back. Shard a whole model "
+            "once; to shard it differently, build it again."
         )
     own = _of_own_layers(model)
     for paths in (paths for paths, arrays in others.items() if arrays):
@@ -578,6 +584,7 @@ def _warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any,
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
                 f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
-                f"Choose sizes that the degrees divide, {pad}or, if this is intended, name the partition in `specs`.",
+                f"Choose sizes that the degrees divide, {pad}or name a partition in `specs` (the present one, if it is "
+                "intended).",
                 stacklevel=3,
             )

@@ -81,11 +81,11 @@ def run(
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         wires: the codes that the step has made of the weights. A member of a wire is named `(number,)`, after its
             weight.
-        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. No policy saves gathered weights (see
-            `keep_last`), nor what operations outside of nested functions compute from weights alone.
-        keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether a
-            unit follows. So, in a trace, forward returns the gathered weights of every unit to backward, and XLA
-            removes those that backward does not use.
+        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Under no policy do operations outside
+            of nested functions save gathered weights (see `keep_last`), or what they compute from weights alone.
+        keep_last: whether gathered weights are saved for backward if no unit follows. Has no effect outside of a trace.
+            Only backward knows whether a unit follows. Therefore, forward returns the gathered weights of every unit to
+            backward, and XLA removes those that backward does not use.
         axes: the axes of the mesh that shard the batch.
         wide: whether the products that are found return the gradients of weights in at least float32, and ranks sum
             these gradients in that dtype.
@@ -133,8 +133,8 @@ def run(
         return evaluate(parts.before, [], given, inputs_of(parts.before), lambda *_: None)[0]
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
-        """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted or needs no
-        slot."""
+        """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted, or is
+        neither to be summed in float32 nor exchanged by rank."""
 
         def one(i: int, weight: jax.Array) -> jax.Array | None:
             if not wanted.weights[i] or not (wide or i in apart):

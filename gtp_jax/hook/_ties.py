@@ -25,7 +25,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-    """Makes arrays wait for `zero`, and returns them. Random keys and non-arrays do not wait."""
+    """Makes arrays wait for `zero`, and returns them. Random keys, float0 arrays and non-arrays do not wait."""
     found = list(arrays)
     real = [i for i, a in enumerate(found) if _is_real(a)]
     if real:
@@ -35,14 +35,15 @@ def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """Ties arrays and a zero together. Returns the zero, which is available once all arrays are, and the arrays."""
+    """Ties arrays and a zero together. Returns the zero, which is available once all tied arrays are, and the arrays.
+    Random keys, float0 arrays and non-arrays are not tied."""
     zero, *tied = together([jnp.zeros((), jnp.float32), *arrays])
     return zero, tied
 
 
 def together(arrays: Sequence[Any]) -> list[Any]:
-    """Ties arrays, so that none is available before all are, and returns them. Random keys and non-arrays are not
-    tied."""
+    """Ties arrays, so that none is available before all are, and returns them. Random keys, float0 arrays and
+    non-arrays are not tied."""
     found = list(arrays)
     real = [i for i, leaf in enumerate(found) if _is_real(leaf)]
     if real:
@@ -52,15 +53,15 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them or of the inputs
-    is.
+    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them is, or any input
+    other than random keys and float0 arrays.
 
     If an output of a `custom_vjp` is unbatched, such as a zero, JAX does not support its gradient with respect to
     unbatched inputs. jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
 
     Args:
         outputs: a pytree of arrays.
-        inputs: arrays and other leaves.
+        inputs: arrays and other leaves, of which only arrays count.
     """
     leaves, tree = jax.tree.flatten(outputs)
     floats = [i for i, leaf in enumerate(leaves) if _is_real(leaf) and is_float(leaf)]

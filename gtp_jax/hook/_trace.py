@@ -179,8 +179,7 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is a floating-point parameter that no annotation divides, and so is whole on every
-    rank."""
+    """Returns whether a leaf is a floating-point `nnx.Param` whose `out_sharding` names no axis."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 
@@ -206,18 +205,23 @@ class _Before:
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays within a value, and a function that rebuilds the value from other arrays. Arrays within
-        the copies are left out. The rebuilt value contains the originals instead of the copies."""
+        """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
+
+        If the value is a copy, or a pytree that contains copies, their arrays are left out, and the rebuilt value
+        contains the originals instead. Copies within a module that the call has created are rebuilt like the rest of
+        that module.
+        """
         return taken_apart(value, self._known)
 
     def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
-        """Finds what the call has written to variables and attributes.
+        """Finds the variables and attributes that the call has set to another value or deleted. A value that the call
+        has changed in place does not count.
 
         Args:
             quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
 
         Returns:
-            First, the arrays that the call has written. Second, a function that takes such arrays and repeats the
+            First, the JAX arrays that the call has written. Second, a function that takes such arrays and repeats the
             writes on the originals, except for the variables of quantized weights. Third, a pair `(index, number)` for
             each quantized weight whose variable the call has written: the index of the written array among the arrays,
             and the number of the weight.
@@ -257,8 +261,8 @@ class _Before:
 
 
 def origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """Returns the input of a jaxpr that a variable passes on unchanged, also through nested calls; `None` if the
-    variable is computed.
+    """Traces a variable of a jaxpr back, through calls (`CALLS`) that return it unchanged, to an input of the jaxpr.
+    Returns that input; `None` if the variable has another origin.
 
     This tells written variables from others: `nnx.jit` and `nnx.remat` put new arrays into all variables that they are
     given, even if the code within them writes none.
@@ -282,7 +286,7 @@ def written_while_quantized(path: Sequence[str], owner: str) -> str:
     name = ".".join(path)
     return (
         f"a call of {owner} writes the weight {name}, which the recipe in scope quantizes: the values of its codes "
-        f"would replace the weight. Write it outside of the call, or add {name!r} to the recipe's `exclude`."
+        f"could replace the weight. Write the weight outside of the call, or add {name!r} to the recipe's `exclude`."
     )
 
 

@@ -47,8 +47,8 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The kind of a module that contains units. A call of one of its public methods begins a walk, or joins the walk
-    that is under way in the same trace.
+    """The kind of a module that contains units. Unless the hook is off (`hook_is_off`), a call of one of the methods
+    that `methods_of` finds in its class begins a walk, or joins the walk that is under way in the same trace.
 
     Attributes:
         placements: the placements of the weights that it holds itself, by their paths in the module.

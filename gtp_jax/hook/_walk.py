@@ -1,5 +1,5 @@
-"""Tracks walks. A walk is the sequence of calls of units within one call of a model. A token passes from each of these
-calls to the next."""
+"""Tracks walks. A walk is the sequence of calls of units in one trace, within one call of a model. A token passes from
+each of these calls to the next."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Token(NamedTuple):
 
 @dataclasses.dataclass
 class _Walk:
-    """One call of a model, within one trace.
+    """The state of a walk.
 
     Attributes:
-        trace: the trace in which the walk began. Units that are called in another trace neither take nor leave a token.
+        trace: the trace in which the walk began. Calls of units in another trace do not belong to the walk.
         token: the token that the last unit left; `None` if there is none, or once a unit has taken it.
     """
 
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     narrow: tuple[str, ...] = ()
 
 
-# Set only while a call of a model runs, so that no tracer outlives its trace.
+# `_walk` is set only while a call of a model runs, so that no tracer outlives its trace.
 _walk: contextvars.ContextVar[_Walk | None] = contextvars.ContextVar("gtp_jax_walk", default=None)
 _steps: contextvars.ContextVar[list[Step] | None] = contextvars.ContextVar("gtp_jax_steps", default=None)
 
@@ -100,7 +100,7 @@ def recording() -> Iterator[list[Step]]:
 
 def take(unit: Any) -> Token:
     """Takes the token that the previous unit of the walk left, and returns it. If there is none, returns zeros that are
-    available at once: for the first unit of a walk, outside of walks, and inside a transformation."""
+    available at once: for the first unit of a walk, outside of walks, and in another trace than that of the walk."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"
