@@ -57,8 +57,8 @@ def call_unit(
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
     in backward.
 
-    Under `without_hook`, within a call of another unit, and if no weight must be gathered or quantized, only calls the
-    method.
+    Under `without_hook`, within a call of another unit, or if no weight must be gathered or quantized, only makes the
+    checks that apply, and calls the method.
 
     Args:
         method: the method.
@@ -68,17 +68,17 @@ def call_unit(
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
         keep_last: whether to save the gathered weights for backward if no unit follows in the walk. Has no effect
-            outside of walks.
+            outside of walks, or if the gathered weights are concrete arrays.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
-        ValueError: if weights must be gathered or quantized, and no mesh is in scope, or the mesh has Explicit axes,
-            lacks an axis that shards them, or has it in another size; if a weight is not stored as `shard` stored it;
-            if the recipe asks for something that sharded models do not support; or if the call writes a quantized
-            weight. None of these is checked under `without_hook`. In local view, also if the unit has a partitioned
-            variable that no call gathers, if it constrains a sharding over a mesh axis, or if a weight is sharded and
-            `without_hook` is in scope.
+        ValueError: if the call gathers or quantizes weights, and the mesh in scope has Explicit axes, lacks an axis
+            that shards them, or has it in another size; if a weight is not stored as `shard` stored it; if the recipe
+            asks for something that sharded models do not support; or if the call writes a quantized weight. None of
+            these is checked under `without_hook`. In local view, also if the unit has a partitioned variable that no
+            call gathers, if the unit constrains a sharding over a mesh axis, or if a weight is sharded and
+            `without_hook` is in scope. Also inside a `shard_map` that is manual over only some of the mesh axes.
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
     """
     _refuse_parts(unit)
@@ -109,8 +109,8 @@ def call_unit(
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
     """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
 
-    The units that the method calls in the same trace belong to one walk. Under `without_hook`, and within a call of
-    a unit, only calls the method.
+    The units that the method calls in the same trace belong to one walk. Under `without_hook`, or within a call of a
+    unit, only makes the checks that apply, and calls the method.
 
     Raises:
         ValueError: for the same reasons as `call_unit`; or if the holder is called inside a transformation into which
@@ -135,8 +135,8 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     """Returns, by path, the placements that are missing from the metadata of a module's weights. `nnx.update` with the
     state of an unsharded model removes them, because it replaces the metadata of variables too.
 
-    A variable is left out if its class or the shape of its value does not fit the placement, because it is then not the
-    weight that was sharded. An `nnx.Param` fits the placement of a padded weight, whose class was `PaddedParam`.
+    A variable is left out if its class or the shape of its value does not fit the placement, because it is then taken
+    for another weight. The class `nnx.Param` also fits the placement of a padded weight, which is a `PaddedParam`.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -168,11 +168,11 @@ def _refuse_parts(owner: nnx.Module) -> None:
     for path, variable in nnx.iter_graph(owner) if on_parts() else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
-                f"the parameter {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
-                f"{', '.join(axes)}, as annotated, and no call gathers it, because it has fewer elements than "
-                "`min_size` of `gtp_jax.shard`, `specs` has `None` for it, or it is not a floating-point `nnx.Param`. "
-                f"In local view, each rank would compute with its own part, of shape {variable.get_raw_value().shape}. "
-                "Pass a smaller `min_size`, leave it out of `specs`, or use the global view."
+                f"the variable {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
+                f"{', '.join(axes)}, as annotated, and no call gathers it. In local view, each rank would compute with "
+                f"its own part, of shape {variable.get_raw_value().shape}. Use the global view; or, if the variable is "
+                "a floating-point `nnx.Param`, shard a new model so that a call gathers the variable: with a smaller "
+                "`min_size` if the variable has fewer elements, and without `None` for it in `specs`."
             )
 
 
@@ -180,8 +180,8 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
     """Checks the weights that a call gathers or quantizes, and returns whether there are any.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or is not the one for which the weights were sharded, or if
-            a concrete array is not stored as `shard` stored it.
+        ValueError: if the mesh in scope has Explicit axes, lacks an axis that shards a weight, or has it in another
+            size; or if a concrete array is not stored as `shard` stored it.
     """
     if not weights:
         return False
@@ -216,8 +216,8 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Replaces two JAX errors that a module's own code raises with errors that say what to do instead: the one for a
-    `jax.custom_vjp` function that is differentiated in forward mode, and, in local view, the one for a sharding
+    """Replaces two JAX errors that a module's own code may raise with errors that say what to do instead: the error for
+    a `jax.custom_vjp` function that is differentiated in forward mode, and, in local view, the error for a sharding
     constraint over a manual axis."""
     try:
         yield
@@ -239,11 +239,12 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[None]:
-    """Replaces the JAX error for a gather that is differentiated in forward mode with one that says what to do instead.
+    """Replaces JAX's error for a gather that is differentiated in forward mode with one that says what to do instead.
+    If `jaxpr` itself differentiates a `jax.custom_vjp` function in forward mode, the new error names that function.
 
     Args:
         owner: the module whose weights are gathered.
-        jaxpr: the jaxpr of the module's own code, if it runs in this context.
+        jaxpr: the jaxpr of the module's own code, if that code runs in this context.
     """
     try:
         yield
@@ -253,12 +254,11 @@ def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> It
         if jaxpr is not None and (rules := in_forward_mode(jaxpr)):
             raise _of_own_code(owner, f"the one with the backward rule `{rules[0]}`") from error
         instead = (
-            ", or call it under `with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode "
-            "differentiation works there"
+            ", or, in global view, call the model under `with gtp_jax.without_hook():`, where XLA gathers the weights"
         )
         if jaxpr is not None and (functions := custom_vjps(jaxpr)):
             instead = (
-                "; `gtp_jax.without_hook` would not help, because the module also calls the `jax.custom_vjp` function "
+                "; `gtp_jax.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
                 f"{functions[0]}, which JAX cannot differentiate in forward mode"
             )
         raise TypeError(
@@ -278,11 +278,15 @@ def _of_own_code(owner: nnx.Module, which: str) -> TypeError:
 def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
     name = ".".join(path_of(variable))
     why = f"the recipe in scope quantizes {name}" if quantized else f"in local view, ranks hold shards of {name}"
-    instead = f"add {name!r} to the recipe's `exclude`" if quantized else "use the global view"
+    instead = (
+        f"in global view, keep {name!r} in high precision (`exclude` or `override` of the recipe)"
+        if quantized
+        else "use the global view"
+    )
     return (
-        f"{why}, whose module is called inside a transformation (a scan, `jax.checkpoint`) into which it was not "
-        f"passed, so that its {'quantized' if quantized else 'gathered'} value cannot be put there. Pass the module to "
-        f"the transformation, as `nnx.scan` and `nnx.remat` do, or {instead}."
+        f"{why}, whose module is called inside a transformation (a scan, `jax.checkpoint`) into which the module was "
+        f"not passed, so the {'quantized' if quantized else 'gathered'} weight cannot be put into its variable. Pass "
+        f"the module to the transformation, as `nnx.scan` and `nnx.remat` do; or {instead}."
     )
 
 

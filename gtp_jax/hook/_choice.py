@@ -26,7 +26,7 @@ class Choice:
         blocks: the modules that the caller named as blocks, or that were found by default.
         others: the outermost modules that have a path outside of blocks, hold weights themselves and contain no block;
             they are units too.
-        holders: the modules that contain units and are not within one.
+        holders: the modules that contain units, except units themselves and modules whose path here leads through one.
     """
 
     blocks: dict[ModulePath, nnx.Module]
@@ -55,8 +55,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 
     Args:
         model: any NNX model.
-        blocks: which modules are blocks; by default, the members of all lists of two or more callable modules of one
-            class that hold weights; of lists nested in one another, only the longest counts.
+        blocks: which modules are blocks. By default, blocks are the members of all lists of two or more callable
+            modules of one class that hold weights; of lists nested in one another, only one of the longest counts.
         is_weight: a function that returns whether a variable is a weight to shard.
 
     Raises:
@@ -106,8 +106,8 @@ def named(model: nnx.Module, blocks: Blocks) -> dict[ModulePath, nnx.Module]:
 def in_order(
     module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
 ) -> Iterable[tuple[ModulePath, nnx.Module]]:
-    """Yields a module, then the modules within it, each once and with its path, in the order in which attributes were
-    set. Searches lists, tuples and dicts, but does not yield them."""
+    """Yields a module, then the modules within it, each once and with the path at which it is found first. Attributes
+    are searched in the order in which they were first set. Lists, tuples and dicts are searched, but not yielded."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -120,10 +120,11 @@ def in_order(
 
 
 def names_of(model: nnx.Module) -> dict[int, list[ModulePath]]:
-    """Returns the paths of each module and variable of a model, by `id`, in the order in which they are found.
+    """Returns, by `id`, the paths of the modules and variables that are found in the attributes, lists, tuples and
+    dicts of a model.
 
-    A module that several modules hold has a path through each of them, and so does everything within it. Paths that
-    pass through the same module twice, for example through an attribute `parent`, are left out.
+    A module that several modules hold has a path through each of them, and so does everything within it. Where modules
+    refer to each other, for example through an attribute `parent` or `previous`, only some of the paths are returned.
     """
     names: dict[int, list[ModulePath]] = defaultdict(list)
 
@@ -169,12 +170,13 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
-    """Returns the paths of the members of lists of callable modules; of lists nested in one another, the longest
-    counts.
+    """Returns the paths of the members of lists of callable modules; of lists nested in one another, only one of the
+    longest counts.
 
-    A list consists of two or more entries of one class in one container. Attributes of one module whose names differ
-    only in a number at the end also form a list. A list may hold the same module several times. If a member of one list
-    is within a member of another, only the longer list counts.
+    A list consists of two or more entries of one class in one list or tuple. Attributes of one module, or entries of
+    one dict, also form a list if they are of one class and their names differ only in a number at the end. A list may
+    hold the same module several times. If a member of one list is within a member of another, only the longer list
+    counts; of two equally long ones, only the one that is found first.
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for module in filter(callable, modules.values()):
@@ -224,10 +226,11 @@ def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module], listed: li
     shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
     if blocks is None:
         return (
-            "the model has no list of similar modules with weights, whose members would be its blocks. Name them with "
-            f"`blocks`: a pattern such as 'layers.*', or a class. Its modules are {shown or 'none'}."
+            "the model has no list of callable modules of one class that hold weights to shard; the members of such a "
+            "list would be its blocks. Name the blocks with `blocks`: a pattern such as 'layers.*', or a class. The "
+            f"modules of the model are {shown or 'none'}."
         )
     first = ", ".join(map(name_of, listed[:3])) + (", ..." if len(listed) > 3 else "")
     pattern = f"{name_of(listed[0][:-1])}.".lstrip(".") + re.sub(r"\d+$", "*", str(listed[0][-1])) if listed else ""
-    default = f" For {first}, write {pattern!r} or leave `blocks` out." if listed else ""
+    default = f" Without `blocks`, the blocks are {first}; {pattern!r} matches the first of these." if listed else ""
     return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}.{default}"

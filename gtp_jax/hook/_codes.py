@@ -41,12 +41,12 @@ class Coded(Matrix):
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
         """Returns the decisions about the weight as a `WeightGroup`.
 
-        A user's own format returns gathered weights in the dtype in which they are stored, because it may support only
-        one dtype.
+        A user's own format returns gathered weights in the dtype in which they are stored, because such a format may
+        support only one dtype.
 
         Args:
-            dtype: the dtype in which it is used.
-            stored: the dtype in which it is stored.
+            dtype: the dtype in which the weight is used.
+            stored: the dtype in which the weight is stored.
         """
         return WeightGroup(
             layouts=(self.layout,),
@@ -89,7 +89,8 @@ def decide(
     recipe: Recipe, paths: Sequence[tuple[str, ...]], shape: tuple[int, ...], placement: Placement
 ) -> Coded | str:
     """Returns how a sharded weight is quantized for its gather under a recipe; if it is not quantized, the reason in
-    words. The reason is empty if the recipe quantizes no weights and none of its patterns matches this one.
+    words. The reason is empty if none of the recipe's patterns matches the weight, and the recipe quantizes no weights
+    that none of them matches.
 
     Args:
         recipe: the recipe.
@@ -125,8 +126,8 @@ def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | Non
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
     """Raises an error if a recipe asks for something that only gtp_jax's own layers support: a number of first or last
-    layers in high precision, delayed scaling, attention in FP8, or matmuls in a format other than that of the gathered
-    codes."""
+    layers in high precision, delayed scaling, attention in FP8, or matmuls in a format other than that in which weights
+    are gathered."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
@@ -141,7 +142,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         asked = (
             f"matmuls in {operands.weight.name} of weights that are sent as {getattr(chosen.wire, 'name', 'they are')}"
         )
-        instead = "Multiply in the format of the wire"
+        instead = "Send weights in the format in which they are multiplied"
     if asked:
         raise ValueError(_refused(asked, path, instead))
 
@@ -165,8 +166,8 @@ def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout, with rows and columns exchanged if the gather joins columns and the codes are the same either
-    way. Shards are then whole rows, which a gather concatenates without a copy."""
+    """Returns the layout. If the gather joins columns, the codes are the same either way, and columns are at least as
+    long as a block, rows and columns are exchanged: shards are then whole rows, which a gather concatenates."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -225,8 +226,8 @@ def decode(
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
     """Returns a gathered weight in the dtype in which it is used. Codes in tiles may arrive undecoded, and are then
-    decoded here. Because the scales of tiles are powers of two, a product that rounds these values to tiles again does
-    not change them."""
+    decoded here. Because the scales of tiles are powers of two, a product can round these values to the same tiles
+    again without changing those that `dtype` holds exactly."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

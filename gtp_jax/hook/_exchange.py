@@ -33,11 +33,12 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Each of the ranks over which the weight is gathered sends the others
-    their shards of its gradient, and adds the shards that it receives to its own.
+    """How the gradient of a weight is exchanged. Ranks send each other their shards of the gradient, and sum the shards
+    that they receive. If the weight is gathered along two dimensions of its matrix, this applies to one of them; along
+    the other, gradients are reduce-scattered.
 
     Attributes:
-        wire: the format or dtype in which gradients are sent; they are summed in at least float32.
+        wire: the format or dtype in which gradients are exchanged; they are summed in at least float32.
     """
 
     wire: Format | np.dtype

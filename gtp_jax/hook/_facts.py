@@ -33,7 +33,7 @@ class UnitFact:
 
     Attributes:
         module: the path of the module in the model.
-        also: its other paths, if several modules hold it.
+        also: other paths of the module, if several modules hold it.
         type: the name of the module's class.
         weights: the number of weights that it gathers.
         shards: the number of shards of the weight that has the most.
@@ -57,15 +57,15 @@ class WeightFact:
 
     Attributes:
         weight: the path of the weight in the model.
-        also: its other paths, if several modules hold it.
+        also: other paths of the weight, if it is held in several places.
         shape: its logical shape, or that of one slice if it is stacked and a traced call gathers slices of it.
         slices: the number of slices that the array consists of; 1 if it is gathered whole.
         wire: the name of the format in which it is gathered; empty if it is not quantized.
         bytes: the size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is
             not quantized, all its elements and padding in the dtype of the parameter. If a call casts an unquantized
             weight to a narrower dtype before the gather, there are fewer bytes than this.
-        reason: why the recipe does not quantize the weight. Empty if it does, or if it quantizes no weights and none of
-            its patterns matches this one.
+        reason: why the recipe does not quantize the weight. Empty if it does, or if none of its patterns matches this
+            weight and it quantizes no weights that none of them matches.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
     """
 
@@ -108,7 +108,11 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
     Args:
         model: the model.
         calls: calls of its units, from `calls_of`. They show which units are called, and in which shapes weights are
-            gathered. Without them, every unit counts as called, and every weight as gathered whole.
+            gathered. Without them, every unit counts as called, and every weight as gathered whole. If one of them is a
+            call of a copy whose path is unknown, every unit counts as called.
+
+    Raises:
+        ValueError: for the same reasons as `placement_of`.
     """
     found, names, seen = [], names_of(model), _shapes(calls)
     called = {call.module for call in calls}
@@ -116,7 +120,7 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
         kind = kind_of(module)
         if isinstance(kind, Unit):
             variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
-            when = "ahead of its call, in both passes"
+            when = "ahead of its call if possible, and again in backward unless kept"
             own = {name_of(name) for name in (path, *names.get(id(module), ()))}
             missed = bool(called) and _COPY not in called and not own & called
             if missed or not methods_of(type(module), kind.methods):
@@ -184,7 +188,8 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
             weight counts as gathered whole.
 
     Raises:
-        ValueError: if the recipe asks for something that sharded models do not support.
+        ValueError: for the same reasons as `placement_of`, or if the recipe asks for something that sharded models do
+            not support.
     """
     units = [module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit)]
     within = {id(node): kind_of(unit) for unit in units for _, node in nnx.iter_graph(unit)}
@@ -213,8 +218,8 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 def largest_unit(model: nnx.Module) -> int:
     """Returns an estimate of the bytes that the reduced gradients of the largest unit take on one rank; 0 if no unit
-    has weights to gather. Counts 4 bytes per element for gradients that are summed in float32, and otherwise
-    2, as in a model that computes in 16 bits."""
+    has weights to gather. Counts 4 bytes per element if the model was sharded with `grad_reduce="float32"`, and
+    otherwise 2, as in a model that computes in 16 bits."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 
@@ -234,7 +239,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
             weight counts as gathered whole.
 
     Raises:
-        ValueError: if the recipe asks for something that sharded models do not support.
+        ValueError: for the same reasons as `sharded_weights`.
     """
     found = []
     for weight in sharded_weights(model, recipe, calls):

@@ -30,8 +30,7 @@ class Matrix:
     Attributes:
         inputs: the number of leading dimensions that are joined into the input features; see [Note: seen as a matrix].
         layout: the layout of the matrix `(input features, output features)`. Its rows, in the sense of `Layout.rows`,
-            are the output features. For a quantized weight, they are the input features if shards divide these and the
-            codes are the same either way.
+            are the output features, unless `_codes` has exchanged rows and columns of a quantized weight.
     """
 
     inputs: int
@@ -86,7 +85,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
 
 
 def logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
-    """Returns the logical shape of a weight, given its array; in local view, the array is a shard."""
+    """Returns the logical shape of a weight, given its array; outside of global view, the array counts as a shard."""
     shape = tuple(array.shape)
     if current_view() != "global":
         shape = tuple(size * placement.parts(dim) for dim, size in enumerate(shape))

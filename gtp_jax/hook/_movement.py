@@ -18,8 +18,8 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gathered weight, without padding.
 
     In global view, XLA inserts the gather between two sharding constraints. The first constraint, to the stored
-    partition, keeps the gather after the arrays that the shard waits for ([Note: ties that hold]). Without it, XLA
-    would gather before the wait, and merge the gathers of forward and backward.
+    partition, keeps the gather after the arrays that the shard waits for ([Note: ties that hold]). Without this
+    constraint, XLA could gather before the wait, and merge the gathers of forward and backward.
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
@@ -39,9 +39,9 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gradient of the stored array, given the gradient of the gathered weight. It is partitioned like the
-    stored array. In local view, it is summed over the axes over which the weight is gathered; in global view, XLA sums
-    it."""
+    """Returns the gradient of the stored array, given the gradient of the gathered weight. The result is partitioned
+    like the stored array. In local view, this function sums over the axes over which the weight is gathered; in global
+    view, XLA inserts the sum."""
     gradient = placement.pad(gradient)
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
@@ -55,9 +55,8 @@ def kept_whole(parameter: Any) -> Any:
     """Returns its argument, a parameter that is whole on every rank. In global view, if the parameter is traced,
     applies a sharding constraint that keeps its gradient whole too.
 
-    Without the constraint, XLA would shard the gradient of a bias, for example, and then also the updated bias that an
-    optimizer returns. Because the bias is an input of the next step, that step would be compiled again for the new
-    sharding.
+    Without the constraint, XLA could shard the gradient of a bias, for example, and then also the updated bias that an
+    optimizer returns. The next step, which reads the bias, would then be compiled again for the new sharding.
     """
     if current_view() != "global" or not isinstance(parameter, Tracer):
         return parameter

@@ -55,13 +55,15 @@ def product(
     batch: tuple[str, ...],
     key: jax.Array,
 ) -> jax.Array:
-    """Returns `x @ weight.T`, in the view in scope. Every rank computes its part from its own part of `x`.
+    """Returns `x @ weight.T`, in the view in scope. Every rank multiplies its own part of `x`, which may be all of it.
 
     Args:
-        x: the input, `(..., input features)`. If it has two or more dimensions, the first is the batch dimension. In
-            global view, this dimension is sharded if its size is a multiple of the number of ranks of `batch`.
-        weight: the gathered weight, `(output features, input features)`; if it is quantized, the values of its codes.
-            If its slot has an additional leading dimension, the slot receives one gradient for each rank of `batch`.
+        x: the other operand, `(..., contracted features)`. If it has two or more dimensions, the first is the batch
+            dimension. In global view, this dimension is sharded if its size is a multiple of the number of ranks of
+            `batch`.
+        weight: the gathered weight, `(kept features, contracted features)`; if it is quantized, the values of its
+            codes. If its slot has an additional leading dimension, the slot receives one gradient for each rank of
+            `batch`.
         seen: how the weight is seen as a matrix. `ranks_know(seen, factor)` must be true.
         operands: the formats to which operands are rounded; `None` to round nothing, which is required if `multiplies`
             returns false for the weight and `factor`.

@@ -1,9 +1,10 @@
 """Reads the paths of a weight in its model. Recipes select weights by these paths.
 
-A weight has several paths if several modules hold it or a module around it. The paths are metadata of the weight's
-variable, and therefore part of the keys of JAX's caches. So JAX never reuses a traced program for a weight with other
-paths, about which a recipe may decide differently. Because their metadata differ, the variables of different blocks
-cannot be stacked.
+A weight has several paths if the weight, or a module around it, is held in several places. The paths are metadata of
+the weight's variable. If the variable is an argument of a transformed function, they are therefore part of the key of
+JAX's cache: a program that was traced for one weight is not reused for a weight with other paths, about which a recipe
+may decide differently. Because the metadata of their weights differ, the states of different blocks cannot be stacked
+with `jax.tree.map`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from flax import nnx
 
 
 def paths_of(variable: nnx.Variable) -> tuple[tuple[str, ...], ...]:
-    """Returns the paths of a sharded weight in the model that was sharded. Each ends in the name of the variable; the
-    first is the path in `nnx.state`."""
+    """Returns the paths of a sharded weight in the model that was sharded, as `shard` recorded them. The first is the
+    path in `nnx.state`."""
     return variable.get_metadata()["weight_paths"]
 
 
@@ -23,6 +24,7 @@ def path_of(variable: nnx.Variable) -> tuple[str, ...]:
 
 
 def weight_paths(model: nnx.Module) -> tuple[tuple[str, ...], ...]:
-    """Returns all paths of all sharded weights of a model. A path may occur more than once."""
+    """Returns the paths that `shard` recorded for the weights of a model, and those in the metadata of variables that
+    have copied them. A path may occur more than once."""
     variables = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
     return tuple(path for v in variables if "weight_paths" in v.get_metadata() for path in paths_of(v))

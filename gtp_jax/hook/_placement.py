@@ -134,9 +134,9 @@ class Placement:
             have = " x ".join(f"{axis} {size}" for axis, size in found.items())
             raise ValueError(
                 f"{owner} was sharded by `gtp_jax.shard` over {want}, and "
-                f"{f'the mesh in scope is {have}' if have else 'no mesh is in scope'}. Call the model under `with "
+                f"{f'the mesh in scope is {have}' if have else 'no mesh is in scope'}. Use the model under `with "
                 "jax.set_mesh(mesh):`, with the mesh for which it was sharded. For another mesh, shard a new model "
-                "there, and restore a checkpoint into it."
+                "there; its weights can be restored from a checkpoint."
             )
 
     def of_slice(self, shape: tuple[int, ...]) -> Placement:
@@ -163,22 +163,22 @@ class Placement:
 
     def check_padding(self, shape: Sequence[int], *, of_shard: bool) -> None:
         """Checks that an array has the padding with which the weight was stored. The padding is later removed according
-        to its recorded size, so it must not differ.
+        to its recorded size, so the array must have padding of that size.
 
         Args:
             shape: the shape of the array that a variable holds.
             of_shard: whether the array is a shard.
 
         Raises:
-            ValueError: if it has another size in the padded dimension.
+            ValueError: if the array has another size in the padded dimension.
         """
         dim = self.padding.dim
         if dim is not None and shape[dim] * (self.parts(dim) if of_shard else 1) != self.array_shape[dim]:
             raise ValueError(
                 f"a weight of shape {self.shape}, which `gtp_jax.shard` stores padded to {self.array_shape}, holds an "
-                f"array of shape {tuple(shape)}. Assign an array of the weight's own shape, which is the logical one "
-                "on every mesh: `kernel[...] = array`. To hold an array of another shape, build the model again with "
-                "that shape, and shard the new model."
+                f"array of shape {tuple(shape)}. Outside of `shard_map`, assign an array of the weight's logical "
+                "shape, which is the same on every mesh: `kernel[...] = array` pads it. To hold an array of another "
+                "shape, build the model again with that shape, and shard the new model."
             )
 
 
@@ -216,8 +216,8 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     dimension. Among the dimensions that the axes divide evenly, those that no axis divides yet are preferred, then
     those whose shards are also shards of a matrix (`features_in`), then the longest.
 
-    If no axis divides a dimension, the weight is stored as `used`. It has a placement nevertheless, so that a recipe
-    quantizes it here too, and models compute with the same codes on every mesh.
+    If no axis divides a dimension, and the weight is not padded, the weight is stored as `used`. It has a placement
+    nevertheless, so that a recipe can quantize it as on a larger mesh.
 
     Args:
         shape: the logical shape of the weight.
@@ -272,9 +272,9 @@ def features_in(shape: Sequence[int]) -> int:
     """Returns how many leading dimensions of a weight are joined into the input features of its matrix. The others are
     joined into the output features.
 
-    If the last dimension is longer than the first, these are all dimensions but the last. Otherwise (a projection to
-    heads), it is only the first. The decision depends on nothing but the shape, so that a recipe's blocks are the same
-    on every mesh.
+    If the last dimension is longer than the first, all dimensions but the last are joined. Otherwise, as in a
+    projection to heads, the first dimension alone forms the input features. The decision depends on the shape, but not
+    on the mesh.
     """
     return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
 

@@ -7,15 +7,16 @@ copies. The result has the dtype of the operands, a float of at least 16 bits. N
 products, except jits at the top level of the call that read only weights. All other operations read a quantized weight
 as the values of its codes.
 
-If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. A found product adds the
-weight's gradient to the slot if the hook computes it. A cast changes the dtype of a view, but not that of its slot.
+If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. If the hook computes a product
+that it has found, the product adds the weight's gradient to the slot. A cast changes the dtype of a view, but not that
+of its slot.
 
 [Note: order of a view]
 Blocks of a format run along the input features of the weight's matrix ([Note: seen as a matrix]). So a product in
-blocks must contract exactly the input features, in the order of the weight's elements. If the blocks are square, it may
-contract exactly the output features instead. A view therefore records where its elements are in the weight. Each
-dimension of the view is a list of runs `(stride, size)`, outermost first: `size` steps of `stride` elements of the
-weight.
+blocks must contract exactly the input features, in the order of the weight's elements. If the blocks are square, the
+product may contract exactly the output features instead. A view therefore records where its elements are in the weight,
+unless a reshape makes that impossible. Each dimension of the view is a list of runs `(stride, size)`, outermost first:
+`size` steps of `stride` elements of the weight.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
 
 
 def _whole(weight: Var) -> tuple[Runs, ...]:
-    """Returns the runs of each dimension of a weight, as a view of itself."""
+    """Returns the runs of a whole weight, one for each dimension."""
     shape = weight.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(((math.prod(shape[dim + 1 :]), size),) for dim, size in enumerate(shape))
 

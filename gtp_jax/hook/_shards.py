@@ -22,15 +22,15 @@ def on_parts() -> bool:
 
 
 def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
-    """Raises an error in local view if any of a module's weights is sharded. Used under `without_hook`, where calls
-    gather no weights."""
+    """Raises an error in local view, outside of calls of units, if any of a module's weights must be gathered. Used
+    under `without_hook`, where calls gather no weights."""
     for path, node in nodes.items() if on_parts() and not is_within_unit() else ():
         placement = placement_of(node)
         if placement is not None and placement.gathered:
             raise ValueError(
                 f"`gtp_jax.without_hook` is in scope in local view, where nothing else gathers the weight "
                 f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
-                f"shape {node.get_raw_value().shape}. Use the global view, or call the model without `without_hook`."
+                f"shape {node.get_raw_value().shape}. Use the global view, or call the model outside of `without_hook`."
             )
 
 
@@ -38,16 +38,17 @@ def refuse_read(variable: nnx.Variable, value: Any) -> Any:
     """Returns the value that code reads from the variable of a sharded weight; Flax calls this as `on_get_value`.
 
     Raises:
-        ValueError: in local view, if the value is only a rank's shard of the weight; or for the same reasons as
-            `placement_of`.
+        ValueError: in local view, outside of calls of units, if the value is only a rank's shard of the weight, or for
+            the same reasons as `placement_of`.
     """
     if on_parts() and not is_within_unit():
         placement = placement_of(variable)
         if placement is not None and placement.gathered:
             raise ValueError(
                 f"the weight {name_of(path_of(variable))} is read in local view outside of a call that gathers it: "
-                f"each rank would compute with its shard, of shape {variable.get_raw_value().shape}. If a method of a "
-                "module reads it, name the method in `methods` of `gtp_jax.shard`; otherwise use the global view, or "
-                "`get_raw_value()` for the shard itself."
+                f"each rank would compute with its shard, of shape {variable.get_raw_value().shape}. If a public "
+                "method of the weight's block (or of its module, outside of blocks) reads the weight, name the method "
+                "in `methods` of `gtp_jax.shard`. Otherwise, use the global view, or `get_raw_value()` for the shard "
+                "itself."
             )
     return value

@@ -49,7 +49,7 @@ class Weights:
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
         """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. A barrier
-        makes XLA write cast shards to memory once. Otherwise, XLA would cast them again for each gather."""
+        makes XLA write cast shards to memory once. Otherwise, XLA could cast them again for each gather."""
         plain = self._plain
         found = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
         made = [n for n, i in enumerate(plain) if self.casts[i] is not None]
@@ -119,8 +119,9 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
-    """Returns gathered weights. If backward needs them, they are saved, not gathered again. Backward reduces their
-    gradients to the gradients of the shards.
+    """Returns gathered weights. Unlike `run`, does not gather the weights again in backward: what backward needs is
+    saved, unless `jax.checkpoint` around the call recomputes it. Backward reduces the gradients of the gathered weights
+    to the gradients of the shards.
 
     Args:
         weights: how the weights are gathered, and how their gradients are reduced.

@@ -189,7 +189,7 @@ SMALL = [
 @pytest.mark.parametrize("hook", [contextlib.nullcontext, gtp.without_hook], ids=["hook", "without"])
 @pytest.mark.parametrize("factory, options, name", SMALL, ids=["in a block", "outside of blocks", "specs"])
 def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name, hook):
-    message = f"the parameter {name} is partitioned over tp, as annotated, and no call gathers it"
+    message = f"the variable {name} is partitioned over tp, as annotated, and no call gathers it"
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), hook(), pytest.raises(ValueError, match=message):
         gtp.check(summed, lambda rngs: factory(rngs, **options), jnp.ones((16, 32)), view="local")
 

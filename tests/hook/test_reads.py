@@ -72,7 +72,8 @@ def test_methods_around_calls_and_parameters_of_the_model_itself_are_those_of_gl
 def test_a_method_that_reads_a_weight_is_refused_by_the_weights_name():
     message = (
         "the weight blocks.0.linear.kernel is read in local view outside of a call that gathers it: each rank would "
-        "compute with its shard, of shape (2, 16). If a method of a module reads it, name the method in `methods`"
+        "compute with its shard, of shape (2, 16). If a public method of the weight's block (or of its module, outside "
+        "of blocks) reads the weight, name the method in `methods`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         computed(penalized, "local")

@@ -31,12 +31,12 @@ def with_own():
 CASES = {
     "no pattern matches": (
         lambda: gtp.shard(make(), "layers.*", min_size=64),
-        r"`blocks` is 'layers\.\*', which matches no module.*For blocks\.0, blocks\.1, .*write 'blocks\.\*' or leave",
+        r"`blocks` is 'layers\.\*', which matches no module.*blocks are blocks\.0, blocks\.1.*; 'blocks\.\*' matches",
     ),
     "no class matches": (lambda: gtp.shard(make(), nnx.Conv, min_size=64), "matches no module"),
     "no list": (
         lambda: gtp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), min_size=8),
-        "no list of similar modules.*Name them",
+        "no list of callable modules.*Name the blocks",
     ),
     "all small": (lambda: gtp.shard(make()), "no floating-point `nnx.Param` of 16384 elements.*smaller `min_size`"),
     "unknown axis": (

@@ -112,6 +112,7 @@ def test_explain_lists_units_and_how_calls_are_tied(x64):
     assert [unit.module for unit in found.units] == [*(f"blocks.{i}" for i in range(DEPTH)), "embed", ""]
     assert [call.prefetched for call in found.calls] == [False] + [True] * (DEPTH + 1)
     text = str(found)
-    assert "ahead of its call, in both passes" in text and "first in the call of the model" in text
+    assert "ahead of its call if possible, and again in backward unless kept" in text
+    assert "first in the call of the model" in text
     assert "blocks.0.up.kernel" not in text  # a sharded weight is not listed among those used as they are
     assert "blocks.0.up.bias" not in found.untouched and "norm.scale" in found.untouched
