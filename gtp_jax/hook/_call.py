@@ -279,7 +279,7 @@ def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
     name = ".".join(path_of(variable))
     why = f"the recipe in scope quantizes {name}" if quantized else f"in local view, ranks hold shards of {name}"
     instead = (
-        f"in global view, keep {name!r} in high precision (`exclude` or `override` of the recipe)"
+        f"use the global view and keep {name!r} in high precision (`exclude` or `override` of the recipe)"
         if quantized
         else "use the global view"
     )

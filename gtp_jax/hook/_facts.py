@@ -263,8 +263,9 @@ def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]])
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
-    """Traces `function(model, *args)` without running it. Returns, in order, one `UnitCall` for each call in which the
-    hook gathers or quantizes the weights of a unit."""
+    """Traces `function(model, *args)` without running it. Returns, in order, one `UnitCall` for each traced call in
+    which the hook gathers or quantizes the weights of a unit. A call in the body of a loop counts once per trace, not
+    per iteration."""
     graph, state = nnx.split(model)
     paths: dict[int, str] = {}
 

@@ -184,9 +184,9 @@ class Placement:
 
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
-    `None` for anything that is not a variable, and for a variable without a placement: because `shard` gave it none,
-    because `nnx.update` has replaced its metadata, or because a holder has gathered its weight for the current call.
-    Also returns `None` for a variable of another class that has only copied the metadata.
+    `None` for anything that is not a variable, and for a variable without a placement, for example because `shard` gave
+    it none, `nnx.update` has replaced its metadata, or a holder has gathered its weight for the current call. Also
+    returns `None` for a variable of another class that has only copied the metadata.
 
     In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
     tensor ranks, so each rank must compute with the whole weight.

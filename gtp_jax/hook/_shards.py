@@ -28,14 +28,15 @@ def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
         placement = placement_of(node)
         if placement is not None and placement.gathered:
             raise ValueError(
-                f"`gtp_jax.without_hook` is in scope in local view, where nothing else gathers the weight "
+                f"`gtp_jax.without_hook` is in scope in local view, where only the hook gathers the weight "
                 f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
                 f"shape {node.get_raw_value().shape}. Use the global view, or call the model outside of `without_hook`."
             )
 
 
 def refuse_read(variable: nnx.Variable, value: Any) -> Any:
-    """Returns the value that code reads from the variable of a sharded weight; Flax calls this as `on_get_value`.
+    """Returns the value that code reads from the variable of a sharded weight. Flax calls this function as the hook
+    `on_get_value` of the variable.
 
     Raises:
         ValueError: in local view, outside of calls of units, if the value is only a rank's shard of the weight, or for

@@ -203,5 +203,5 @@ def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_
         step.lower(state, jnp.ones((8, 16)))
         with gtp.without_hook(), pytest.raises(ValueError) as refused:
             step.lower(state, jnp.ones((8, 16)))
-    assert "in local view, where nothing else gathers the weight kernel of Linear" in str(refused.value)
+    assert "in local view, where only the hook gathers the weight kernel of Linear" in str(refused.value)
     assert "of shape (2, 16). Use the global view, or call the model outside of `without_hook`" in str(refused.value)
