@@ -1,6 +1,7 @@
 """The names of `gtp_jax`, which imports this module when one of them is first used.
 
-The packages are here for type checkers, which would otherwise not know `gtp_jax.nn` after `import gtp_jax`.
+The packages are here for type checkers, which would otherwise not know `gtp_jax.nn` after `import gtp_jax`. A package
+from which this module takes a name must be among them.
 """
 
 from . import chain as chain

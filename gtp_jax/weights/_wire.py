@@ -45,7 +45,11 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weights of its members, made from what all ranks send."""
+        """Returns the fused weights of its members, made from what all ranks send.
+
+        `fuse(parts, layouts)` makes a fused weight from the decoded parts of all ranks, `(ranks, *experts, rows,
+        cols)`.
+        """
 
     def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Wire | None:
         """Returns a wire to send instead, made without communication, which a chain keeps for backward; `None` to send

@@ -1,6 +1,7 @@
 """Every form in which weights travel keeps the protocol of `gtp_jax.weights.Wire`, one's own too.
 
-`row_scaled` is a format that the library does not know. It trains like any other.
+`row_scaled` is a format that the library does not know. It trains like any other. To test another format, add its
+recipe to `RECIPES` and its largest error to `ERROR`.
 """
 
 from __future__ import annotations
