@@ -15,6 +15,17 @@ from ._path import path_of
 from ._placement import placement_of
 from ._scope import is_within_unit
 
+# Where a shard is read, and what to do instead.
+_OUTSIDE = (
+    "outside of a call that gathers it",
+    "If a public method of the weight's block (or of its module, outside of blocks) reads the weight, name the method in "
+    "`methods` of `gtp_jax.shard`",
+)
+_WITHIN_UNIT = (
+    "within a call that gathers only the weights of the called module and of modules among its arguments",
+    "Pass the module that holds the weight as an argument, instead of a closure or a bound method that refers to it",
+)
+
 
 def on_parts() -> bool:
     """Returns whether each rank computes on its own parts of arrays: in local view, on a mesh."""
@@ -38,18 +49,19 @@ def refuse_read(variable: nnx.Variable, value: Any) -> Any:
     """Returns the value that code reads from the variable of a sharded weight. Flax calls this function as the hook
     `on_get_value` of the variable.
 
+    In the call of a unit, the weights that the call has gathered are in copies without a placement. A weight with a
+    placement was reached in another way, such as a closure, and is a shard there too.
+
     Raises:
-        ValueError: in local view, outside of calls of units, if the value is only a rank's shard of the weight, or for
-            the same reasons as `placement_of`.
+        ValueError: in local view, if the value is only a rank's shard of the weight, or for the same reasons as
+            `placement_of`.
     """
-    if on_parts() and not is_within_unit():
-        placement = placement_of(variable)
-        if placement is not None and placement.gathered:
-            raise ValueError(
-                f"the weight {name_of(path_of(variable))} is read in local view outside of a call that gathers it: "
-                f"each rank would compute with its shard, of shape {variable.get_raw_value().shape}. If a public "
-                "method of the weight's block (or of its module, outside of blocks) reads the weight, name the method "
-                "in `methods` of `gtp_jax.shard`. Otherwise, use the global view, or `get_raw_value()` for the shard "
-                "itself."
-            )
+    placement = placement_of(variable) if on_parts() else None
+    if placement is not None and placement.gathered:
+        where, remedy = _WITHIN_UNIT if is_within_unit() else _OUTSIDE
+        raise ValueError(
+            f"the weight {name_of(path_of(variable))} is read in local view {where}: each rank would compute with its "
+            f"shard, of shape {variable.get_raw_value().shape}. {remedy}. Otherwise, use the global view, or "
+            "`get_raw_value()` for the shard itself."
+        )
     return value

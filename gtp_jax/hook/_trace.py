@@ -23,6 +23,7 @@ from ._path import path_of
 from ._placement import Placement
 from ._products import Multiply, Views, evaluate, values_of
 from ._scope import within_unit
+from ._shards import on_parts
 from ._ties import is_float
 
 
@@ -125,8 +126,10 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_weights = [i for i, placement in enumerate(placements) if placement is not None]
     at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
-    # the copies of these hold gathered weights, which have no padding
+    # The copies of these hold gathered weights, which have no padding. In local view, they are no longer shards either,
+    # so the copies have no placement, by which `refuse_read` recognizes shards.
     padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
+    whole = {id(owners[i]) for i in at_weights} if on_parts() else set[int]()
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
     unwritten: list[tuple[int, int]] = []  # (output, weight) index pairs; such outputs would replace quantized weights
@@ -138,7 +141,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         for i, value in zip((*at_weights, *at_others), (*weights, *others), strict=True):
             put[i] = value
         each = zip(leaves, jax.tree.unflatten(of_values, put), strict=True)
-        copies = [with_value(leaf, v, **({"padded": None} if id(leaf) in padded else {})) for leaf, v in each]
+        lost = {"padded": padded, "placement": whole}
+        copies = [with_value(leaf, v, **{name: None for name in lost if id(leaf) in lost[name]}) for leaf, v in each]
         merged = nnx.merge(graph, jax.tree.unflatten(structure, copies))
         given, own = list(flat), iter(merged[1:])
         for i, value in zip(at_arguments, arguments, strict=True):

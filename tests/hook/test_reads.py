@@ -115,3 +115,111 @@ def test_a_hook_of_the_models_author_still_runs():
     with scope(dict(gtp=8)):
         model = gtp.shard(Doubling(nnx.Rngs(0)), "blocks.*", min_size=64)
         np.testing.assert_allclose(model(jnp.ones((8, WIDTH))), plain, rtol=1e-5)
+
+
+class Adding(nnx.Module):
+    """A block that adds what it looks up in a table elsewhere, or else in its own."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.table = nnx.Embed(64, WIDTH, rngs=rngs)
+
+    def __call__(self, x, tokens, look=None):
+        look = self.parent.look if hasattr(self, "parent") else getattr(self, "shared", look)
+        return jnp.tanh(self.linear(x)) + self.look(tokens) * (2 if look is None else look(tokens))
+
+    def look(self, tokens):
+        return self.table(tokens)
+
+
+class Looking(nnx.Module):
+    """A model whose second block looks something up in a module outside of itself.
+
+    Args:
+        given: a function of the model, which returns what the second block is given.
+        held: the attribute by which the second block holds the table of the model, or the model.
+    """
+
+    def __init__(self, rngs, given=lambda model: None, held=""):
+        self.table = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.own = nnx.Param(jax.random.normal(rngs.params(), (64, WIDTH)))
+        self.blocks = nnx.List([Adding(rngs) for _ in range(2)])
+        self.given = given
+        if held:
+            setattr(self.blocks[1], held, self if held == "parent" else self.table)
+
+    def __call__(self, tokens):
+        x = self.blocks[0](self.table(tokens), tokens)
+        return self.blocks[1](x, tokens, self.given(self))
+
+    def look(self, tokens):
+        return self.table(tokens) + self.blocks[0](self.table(tokens), tokens) + self.own[...][tokens]
+
+
+def looked_up(model, tokens):
+    return jnp.sum(jnp.sin(model(tokens))), jnp.float32(tokens.size)
+
+
+def looking(degree, view, **options):
+    """Returns the loss and the gradients; without a mesh if there is no view."""
+    tokens = jnp.arange(32).reshape(16, 2) % 8  # a shard has these rows too, so only the check notices that it is one
+    if not view:
+
+        def mean(model):
+            return looked_up(model, tokens)[0] / tokens.size
+
+        return nnx.value_and_grad(mean)(Looking(nnx.Rngs(0), **options))
+    with scope(dict(gtp=degree)):
+        model = gtp.shard(Looking(nnx.Rngs(0), **options), "blocks.*", min_size=64)
+        return gtp.loss_and_gradients(looked_up, gtp.TrainState.create(model, optax.sgd(1.0)), tokens, view=view)[:2]
+
+
+def assert_same(found, wanted):
+    found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    assert len(found) == len(wanted) > 8
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-6)
+
+
+SEEN = {
+    "the module of the model, as an argument": dict(given=lambda model: model.table),
+    "a module within a sibling, as an argument": dict(given=lambda model: model.blocks[0].table),
+    "the module of the model, as an attribute": dict(held="shared"),
+    "the model and its blocks, as an attribute": dict(held="parent"),
+    "a parameter of the model itself, by a closure": dict(given=lambda model: lambda tokens: model.own[...][tokens]),
+}
+UNSEEN = {
+    "a bound method": ("table.embedding", lambda model: model.table.__call__),
+    "a closure": ("table.embedding", lambda model: lambda tokens: model.table(tokens)),
+    "another method of a sibling": ("blocks.0.table.embedding", lambda model: model.blocks[0].look),
+    "its own method": ("blocks.1.table.embedding", lambda model: model.blocks[1].look),
+    "the call of a sibling": (
+        "blocks.0.linear.kernel",
+        lambda model: lambda tokens: model.blocks[0](jnp.ones((*tokens.shape, WIDTH)), tokens),
+    ),
+    "a method of the model": ("table.embedding", lambda model: model.look),
+}
+
+
+@pytest.mark.parametrize("way", SEEN)
+def test_a_block_computes_with_whole_weights_of_the_modules_that_it_is_given_or_holds(way):
+    assert_same(looking(8, "local", **SEEN[way]), looking(8, None, **SEEN[way]))
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_a_block_that_reaches_the_shards_of_another_module_by_a_function_is_refused(way):
+    name, given = UNSEEN[way]
+    rows = "2, 16" if name.endswith("kernel") else "8, 16"
+    message = (
+        f"the weight {name} is read in local view within a call that gathers only the weights of the called module "
+        f"and of modules among its arguments: each rank would compute with its shard, of shape ({rows}). Pass the "
+        "module that holds the weight as an argument"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        looking(8, "local", given=given)
+
+
+@pytest.mark.parametrize("way", ["the call of a sibling", "a method of the model"])
+def test_it_is_right_in_global_view(way):
+    given = UNSEEN[way][1]
+    assert_same(looking(2, "global", given=given), looking(2, None, given=given))
