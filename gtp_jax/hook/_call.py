@@ -190,18 +190,22 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
     for placement, variable in {placement: variable for variable, placement in reversed(weights)}.items():
         placement.check_mesh(f"{name_of(path_of(variable))} of {name}")
     for variable, placement in weights:
-        _check_place(variable.get_raw_value(), placement, name)
+        _check_place(variable, placement, name)
     return True
 
 
-def _check_place(value: Any, placement: Placement, name: str) -> None:
-    """Raises an error if a weight's value is a concrete array that is not stored as the placement specifies."""
+def _check_place(variable: nnx.Variable, placement: Placement, owner: str) -> None:
+    """Raises an error if a weight's value is a concrete JAX array that is not stored as the placement specifies, on a
+    mesh with the axes and sizes of the mesh in scope (`lies`)."""
+    value = variable.get_raw_value()
     if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
         return
+    mesh = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
     raise ValueError(
-        f"a weight of shape {value.shape} of {name} was sharded by `gtp_jax.shard`, and now holds an array on "
-        f"{value.sharding}; `nnx.update` with arrays from elsewhere does that. Call `gtp_jax.shard` on the "
-        "model again, which puts its arrays back as shards."
+        f"the weight {name_of(path_of(variable))} of {owner}, which `gtp_jax.shard` stored as {placement.stored}, "
+        f"holds an array with the sharding {value.sharding}, and the mesh in scope is {mesh}. Either another array has "
+        "been put in, for example by `nnx.update`, or the model was sharded on a mesh with other axes or sizes. Call "
+        "`gtp_jax.shard` on the model again, which puts its arrays back as shards."
     )
 
 

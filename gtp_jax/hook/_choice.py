@@ -205,19 +205,26 @@ def _named(
     return _outermost([path for path, m in modules.items() if any(told(name, m) for name in names[id(m)])])
 
 
-def _told(blocks: Blocks) -> Callable[[ModulePath, nnx.Module], bool]:
+def _told(blocks: Blocks, around: Blocks | None = None) -> Callable[[ModulePath, nnx.Module], bool]:
+    """Returns a function that tells, given a path and a module, whether `blocks` matches them.
+
+    Args:
+        blocks: the argument `blocks`, or an entry of it.
+        around: if `blocks` is an entry of a tuple, the whole argument, which the error quotes.
+    """
     if isinstance(blocks, str):
         return lambda path, _: matches(blocks, path)
     if isinstance(blocks, type):
         return lambda _, module: isinstance(module, blocks)
     if isinstance(blocks, tuple) and blocks:
-        each = [_told(one) for one in blocks]
+        each = [_told(one, around or blocks) for one in blocks]
         return lambda path, module: any(one(path, module) for one in each)
     if callable(blocks):
         return lambda path, module: bool(blocks(name_of(path), module))
+    entry = f", of which {blocks!r} is not allowed" if around else ""
     raise TypeError(
-        f"`blocks` is {blocks!r}; it must be a pattern of paths such as 'layers.*', a class of modules, a tuple of "
-        "these, or a function `(path, module) -> bool`."
+        f"`blocks` is {(around or blocks)!r}{entry}; it must be a pattern of paths such as 'layers.*', a module class, "
+        "a function `(path, module) -> bool`, or a tuple of at least one of these."
     )
 
 

@@ -176,9 +176,9 @@ class Placement:
         if dim is not None and shape[dim] * (self.parts(dim) if of_shard else 1) != self.array_shape[dim]:
             raise ValueError(
                 f"a weight of shape {self.shape}, which `gtp_jax.shard` stores padded to {self.array_shape}, holds an "
-                f"array of shape {tuple(shape)}. Outside of `shard_map`, assign an array of the weight's logical "
-                "shape, which is the same on every mesh: `kernel[...] = array` pads it. To hold an array of another "
-                "shape, build the model again with that shape, and shard the new model."
+                f"array of shape {tuple(shape)}. Outside of `shard_map`, set an array of the weight's logical "
+                "shape, which is the same on every mesh: `kernel.set_value(array)` pads it. To hold an array of "
+                "another shape, build the model again with that shape, and shard the new model."
             )
 
 

@@ -223,9 +223,9 @@ def _check_roles(roles: Any) -> None:
         )
     if roles.batch and not {*roles.batch} & set(names):
         raise ValueError(
-            f"the mesh in scope has the axes {names}, but the roles shard the batch over {roles.batch!r}: every device "
-            "would compute the whole batch. Name an axis of the mesh in `batch`; if every device should, pass "
-            "`batch=()`."
+            f"the mesh in scope has the axes {names}, but the roles shard the batch over {roles.batch!r}, none of "
+            "which it has. In `roles`, name the axes of the mesh that shard the batch as `batch`; pass `batch=()` if "
+            "none does."
         )
 
 

@@ -128,10 +128,15 @@ def check_shape(variable: Leaf, owner: str) -> None:
         return
     ahead = len(shape) - len(layout.shape)
     if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.array_shape:
+        spec = stacked_spec(layout.spec, len(shape))
         raise ValueError(
-            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Assign an array "
-            "of the weight's own shape, which is the logical one on every mesh: `kernel[...] = array`. This also "
-            "keeps it sharded."
+            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Set an array of "
+            "the weight's own shape, which is the logical one on every mesh: `kernel.set_value(array)`. "
+            + (
+                f"On a mesh, partition the array first as {spec}: `set_value` stores it as it is."
+                if layout.array_shape == layout.shape
+                else "This also pads and shards it."
+            )
         )
 
 

@@ -64,9 +64,13 @@ def test_logical_arrays_that_are_put_into_padded_weights_are_padded(x64):
         holds(kernel, -new, spec)
         kernel.set_raw_value(jnp.ones((21, 26)))
         with pytest.raises(
-            ValueError, match=r"shape \(26, 26\), .* padded to \(28, 26\), holds an array of .*\(21, 26\)"
+            ValueError,
+            match=r"shape \(26, 26\), .* padded to \(28, 26\), holds an array of .*\(21, 26\).*`kernel\.set_value",
         ):
             model(batches(1)[0])
+        kernel.set_value(jnp.asarray(new))  # as the message says
+        holds(kernel, new, spec)
+        model(batches(1)[0])
 
 
 def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):

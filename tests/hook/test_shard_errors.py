@@ -94,6 +94,10 @@ def test_other_types_are_refused(x64):
             gtp.shard({})
         with pytest.raises(TypeError, match="`blocks` is 3; it must be a pattern"):
             gtp.shard(make(), 3, min_size=64)
+        with pytest.raises(TypeError, match=r"`blocks` is \('blocks\.\*', 3\), of which 3 is not allowed; it must be"):
+            gtp.shard(make(), ("blocks.*", 3), min_size=64)
+        with pytest.raises(TypeError, match=r"`blocks` is \(\); it must be .*, or a tuple of at least one of these"):
+            gtp.shard(make(), (), min_size=64)
         with pytest.raises(TypeError, match="`methods` is 'attend'; it must be a tuple of names"):
             gtp.shard(make(), min_size=64, methods="attend")
 
@@ -137,7 +141,20 @@ def test_arrays_from_elsewhere_are_refused_until_they_are_put_back(x64):
         wanted = model(tokens())
         kernel = model.blocks[0].up.kernel
         kernel.set_raw_value(jax.device_put(jax.device_get(kernel.get_raw_value()), jax.devices()[0]))
-        with pytest.raises(ValueError, match=r"of shape \(16, 64\) of Block.*Call `gtp_jax.shard` on the model again"):
+        refused = r"the weight blocks\.0\.up\.kernel of Block, .* as P.*, holds an array with .*Single.* gtp 8"
+        with pytest.raises(ValueError, match=refused + ".* Call `gtp_jax.shard` on the model again"):
+            model(tokens())
+        assert jnp.array_equal(gtp.shard(model)(tokens()), wanted)
+
+
+def test_arrays_on_a_mesh_with_another_axis_are_refused_until_they_are_put_back(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), Block, min_size=64)
+        model.eval()
+        wanted = model(tokens())
+    axes = ("gtp", "other")
+    with jax.set_mesh(jax.make_mesh((8, 1), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        with pytest.raises(ValueError, match="the mesh in scope is gtp 8 x other 1. .*Call `gtp_jax.shard` on the"):
             model(tokens())
         assert jnp.array_equal(gtp.shard(model)(tokens()), wanted)
 
@@ -176,7 +193,7 @@ def test_after_nnx_update_with_arrays_on_one_device_the_next_call_refuses_them(o
         if of == "its tables alone":
             state = nnx.filter_state(state, nnx.PathContains("tables"))
         nnx.update(model, state)
-        with pytest.raises(ValueError, match="`nnx.update` with .* Call `gtp_jax.shard` on the model again, which"):
+        with pytest.raises(ValueError, match="`nnx.update`.* Call `gtp_jax.shard` on the model again, which"):
             model(x)
         if of == "the model" and not committed:  # a trace does not know where arrays are
             np.testing.assert_allclose(call(model, x), wanted, atol=1e-5)

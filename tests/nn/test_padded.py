@@ -100,6 +100,9 @@ def test_a_logical_array_that_is_put_into_a_padded_weight_is_padded(x64):
         kernel.set_raw_value(jnp.ones((5, 34)))
         with pytest.raises(ValueError, match=r"weight of shape \(26, 34\).*holds an array of shape \(5, 34\)"):
             model.head(jnp.ones((7, 26)))
+        kernel.set_value(jnp.asarray(new))  # as the message says
+        holds(kernel, new)
+        model.head(jnp.ones((7, 26)))
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,18 @@ def test_an_array_of_another_shape_is_refused(make, mesh):
     with mesh_in_scope(mesh):
         model = gtp.init(make, nnx.Rngs(0))
         kernel = model.layers.kernel if isinstance(model, gtp.Stack) else model.kernel
-        kernel.set_value(jnp.ones((*kernel.get_value().shape[:-1], 8)))
+        array = kernel.get_value()
+        kernel.set_value(jnp.ones((*array.shape[:-1], 8)))
         expected = (
-            r"the weight of shape \(.*, (16|24)\) of \w+ holds an array of shape \(.*, 8\).*`kernel\[\.\.\.\] = array`"
+            r"the weight of shape \(.*, (16|24)\) of \w+ holds an array of shape \(.*, 8\)"
+            r".*`kernel\.set_value\(array\)`.*partition the array first as P"
         )
         with pytest.raises(ValueError, match=expected):
             model(jnp.ones((8, 4, 24)))
         with pytest.raises(ValueError, match=expected.replace(r"\w+", r"[\w.]+")):
             gtp.TrainState.create(model, optax.sgd(0.1))
+        kernel.set_value(array)  # as the message says
+        model(jnp.ones((8, 4, 24)))
 
 
 @pytest.mark.parametrize(
