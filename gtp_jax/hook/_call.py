@@ -74,11 +74,12 @@ def call_unit(
 
     Raises:
         ValueError: if the call gathers or quantizes weights, and the mesh in scope has Explicit axes, lacks an axis
-            that shards them, or has it in another size; if a weight is not stored as `shard` stored it; if the recipe
-            asks for something that sharded models do not support; or if the call writes a quantized weight. None of
-            these is checked under `without_hook`. In local view, also if the unit has a partitioned variable that no
-            call gathers, if the unit constrains a sharding over a mesh axis, or if a weight is sharded and
-            `without_hook` is in scope. Also inside a `shard_map` that is manual over only some of the mesh axes.
+            that shards them, or has it in another size; if a weight has lost its placement (`stripped`), or its value
+            is a concrete JAX array that is not stored as its placement specifies (`lies`); if the recipe asks for
+            something that sharded models do not support; or if the call writes a quantized weight. None of these is
+            checked under `without_hook`. In local view, also if the unit has a partitioned variable that no call
+            gathers, if the unit constrains a sharding over a mesh axis, or if a weight is sharded and `without_hook` is
+            in scope. Also inside a `shard_map` that is manual over only some of the mesh axes.
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
     """
     _refuse_parts(unit)
@@ -181,7 +182,7 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
 
     Raises:
         ValueError: if the mesh in scope has Explicit axes, lacks an axis that shards a weight, or has it in another
-            size; or if a concrete array is not stored as `shard` stored it.
+            size; or for the same reason as `_check_place`.
     """
     if not weights:
         return False
@@ -244,7 +245,8 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[None]:
     """Replaces JAX's error for a gather that is differentiated in forward mode with one that says what to do instead.
-    If `jaxpr` itself differentiates a `jax.custom_vjp` function in forward mode, the new error names that function.
+    If `jaxpr` itself differentiates `jax.custom_vjp` functions in forward mode, the new error says so, and names the
+    backward rule of the first.
 
     Args:
         owner: the module whose weights are gathered.

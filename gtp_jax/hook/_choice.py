@@ -23,9 +23,9 @@ class Choice:
     """The modules of a model whose calls the hook handles, by path.
 
     Attributes:
-        blocks: the modules that the caller named as blocks, or that were found by default.
-        others: the outermost modules that have a path outside of blocks, hold weights themselves and contain no block;
-            they are units too.
+        blocks: the modules that the argument `blocks` selects (`named`), or that were found by default.
+        others: modules that have a path outside of blocks, hold weights themselves and contain no block, except those
+            whose path here leads through another such module. They are units too.
         holders: the modules that contain units, except units themselves and modules whose path here leads through one.
     """
 
@@ -44,8 +44,8 @@ def name_of(path: ModulePath) -> str:
 
 
 def matches(pattern: str, path: ModulePath) -> bool:
-    """Returns whether a path matches a pattern. In a pattern, names are joined by dots, and `*` matches any part of one
-    name."""
+    """Returns whether a path matches a pattern. In a pattern, names are joined by dots. Each is matched as by
+    `fnmatch.fnmatchcase`, so `*` matches any part of one name."""
     names = pattern.split(".") if pattern else []
     return len(names) == len(path) and all(fnmatch.fnmatchcase(str(p), n) for p, n in zip(path, names, strict=True))
 
@@ -94,7 +94,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 
 
 def named(model: nnx.Module, blocks: Blocks) -> dict[ModulePath, nnx.Module]:
-    """Returns, by path, the modules of a model that `blocks` matches and that are not within another such module.
+    """Returns, by path, the modules of a model that `blocks` matches, except those whose path leads through another
+    such module. The path of a module is that at which it is found first (`in_order`).
 
     Raises:
         TypeError: if `blocks` has the wrong type.
@@ -106,8 +107,8 @@ def named(model: nnx.Module, blocks: Blocks) -> dict[ModulePath, nnx.Module]:
 def in_order(
     module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
 ) -> Iterable[tuple[ModulePath, nnx.Module]]:
-    """Yields a module, then the modules within it, each once and with the path at which it is found first. Attributes
-    are searched in the order in which they were first set. Lists, tuples and dicts are searched, but not yielded."""
+    """Yields a module, then the modules that are found in its attributes, lists, tuples and dicts, each once and with
+    the path at which it is found first. Attributes are searched in the order of `vars`."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -175,8 +176,8 @@ def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[
 
     A list consists of two or more entries of one class in one list or tuple. Attributes of one module, or entries of
     one dict, also form a list if they are of one class and their names differ only in a number at the end. A list may
-    hold the same module several times. If a member of one list is within a member of another, only the longer list
-    counts; of two equally long ones, only the one that is found first.
+    hold the same module several times. If a path of a member of one list leads through a member of another, only the
+    longer list counts; of two equally long ones, only the one that is found first.
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for module in filter(callable, modules.values()):

@@ -107,8 +107,9 @@ def exchange(
     placements: Sequence[Placement],
     axes: tuple[str, ...],
 ) -> dict[int, jax.Array]:
-    """Exchanges gradients, in the view in scope, and returns the gradients of shards, by number. Gradients with the
-    same axes and `wire` may be sent in one all-to-all. They are summed in at least float32.
+    """Exchanges gradients, in the view in scope, and returns the gradients of shards, by number. Gradients of weights
+    that are gathered over the same axes may be sent in one all-to-all if they have the same `wire`. Gradients are
+    summed in at least float32.
 
     Args:
         gradients: the gradients of gathered weights, by number. In local view, each is the gradient of this rank; in

@@ -29,13 +29,13 @@ _COPY = "a copy"  # instead of the path of a unit that a transformation has copi
 
 @dataclasses.dataclass(frozen=True)
 class UnitFact:
-    """A module that gathers weights: a unit, or a holder (a module that contains units).
+    """A unit, or a holder (a module that contains units), with weights to gather.
 
     Attributes:
         module: the path of the module in the model.
-        also: other paths of the module, if several modules hold it.
+        also: other paths of the module, if it is held in several places.
         type: the name of the module's class.
-        weights: the number of weights that it gathers.
+        weights: the number of its weights that must be gathered before use.
         shards: the number of shards of the weight that has the most.
         bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a traced call gathers
             slices of stacked weights, one slice of each weight counts.
@@ -152,10 +152,9 @@ class ShardedWeight:
         coded: how the weight is quantized for its gather; if it is not quantized, the reason in words, which may be
             empty.
         exchanged: how its gradient is exchanged; `None` if it is not exchanged.
-        ahead: whether a unit gathers it, which may happen while the previous unit computes. Otherwise, a holder gathers
-            it when the holder's call begins.
-        wide: whether the weight is gathered by a unit, and that unit's model was sharded with
-            `grad_reduce="float32"`.
+        ahead: whether it belongs to a unit, which may gather it while the previous unit computes. Otherwise, a holder
+            gathers it when the holder's call begins.
+        wide: whether it belongs to a unit whose model was sharded with `grad_reduce="float32"`.
     """
 
     paths: tuple[tuple[str, ...], ...]

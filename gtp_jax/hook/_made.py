@@ -3,10 +3,9 @@ weights' variables.
 
 [Note: once per step]
 A step calls the model once per microbatch. Before the first call, the step quantizes the weights once for all
-microbatches.
-The codes belong to the arrays that the model holds at that time. A call may find another array in a variable, because
-code has put it there, or because a transformation calls the module with its own arrays (a scan over stacked weights,
-`nnx.remat`). The call then quantizes the array that it finds.
+microbatches. The codes belong to the arrays that the model holds at that time. A call may find another array in a
+variable, because code has put it there, or because a transformation calls the module with its own arrays (a scan over
+stacked weights, `nnx.remat`). The call then quantizes the array that it finds.
 
 The codes of a weight are named after its path in the model of the step (`place_name`). Its path in the model that was
 sharded (`path_of`) is not always unique: copies of a sharded module share it, and models that were sharded one by one
@@ -54,8 +53,9 @@ def place_name(place: Sequence[Any]) -> str:
 
 
 def keys_of_call(variable: Any) -> CallKeys | None:
-    """Returns the keys of a weight for the current call, which provide a key for each product with the weight; `None`
-    if the step has made none."""
+    """Returns the keys of a weight for the current call, from which each product with the weight takes a key of its
+    own; `None` if the step has made none for the weight. Counts the call: the next call of this function in the same
+    trace returns other keys."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 

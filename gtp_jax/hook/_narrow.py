@@ -56,7 +56,8 @@ def _followed(jaxpr: Jaxpr, inputs: Sequence[Origin], found: set[int]) -> list[O
 
 
 def _of_outputs(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
-    """Returns the origin of each output of an operation, given those of its operands."""
+    """Returns the origin of each output of an operation, given those of its operands, and adds to `found` the weights
+    that `narrowed` returns for jaxprs nested in the operation."""
     name = eqn.primitive.name
     if name == "scan":
         return _of_scan(eqn, read, found)
@@ -81,8 +82,8 @@ def _of_outputs(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origi
 
 def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
     (body,), length = inner_jaxprs(eqn), eqn.params["length"]
-    # the operands are constants, the carry and arrays of which the body reads slices; the outputs are the carry and
-    # arrays of which the body returns slices
+    # the operands are, in this order, constants, the carry, and the arrays whose slices the body reads; the outputs are
+    # the carry, and then the arrays whose slices the body returns
     sliced, returned = (
         sum(v.aval.shape != inner.aval.shape for v, inner in zip(own, of_body, strict=True))  # pyright: ignore
         for own, of_body in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
@@ -109,7 +110,7 @@ def _joined(origins: Iterable[Origin]) -> Origin:
 
 
 def _either(alternatives: Sequence[Sequence[Origin]]) -> list[Origin]:
-    """Returns, for each of several values, one origin that covers all that it may have.
+    """Returns, for each of several values, its origins joined, except `None`; `None` if it has no other origin.
 
     Args:
         alternatives: lists of origins, of which one applies; each has an origin for every value.

@@ -210,11 +210,12 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    Tries four ways in turn. First, all axes of the roles `weights` and `optimizer` shard one dimension. Second, the
-    axes of `weights` shard one dimension, and those of `optimizer` another. Third, under `even_shares`, and if the
-    weight may be padded, all axes shard one dimension, which is padded. Fourth, fewer of these axes shard one
-    dimension. Among the dimensions that the axes divide evenly, those that no axis divides yet are preferred, then
-    those whose shards are also shards of a matrix (`features_in`), then the longest.
+    Tries four ways in turn, with the axes of more than one rank that `used` does not name. First, all axes of the roles
+    `weights` and `optimizer` shard one dimension. Second, the axes of `weights` shard one dimension, and those of
+    `optimizer` another. Third, under `even_shares`, and if the weight may be padded, all axes shard one dimension,
+    which is padded. Fourth, fewer of these axes shard one dimension. Among the dimensions that the axes divide evenly,
+    those that no axis divides yet are preferred, then those whose shards are also shards of a matrix (`features_in`),
+    then the longest.
 
     If no axis divides a dimension, and the weight is not padded, the weight is stored as `used`. It has a placement
     nevertheless, so that a recipe can quantize it as on a larger mesh.

@@ -62,8 +62,8 @@ class Factor(NamedTuple):
     kept: Runs | None
 
 
-# How each of some arrays (the inputs or outputs of a jaxpr, or the operands of an operation) is a view of a weight;
-# `None` for an array that is not.
+# For each of several arrays (the inputs or outputs of a jaxpr, or the operands of an operation), how it is a view of a
+# weight; `None` if it is not one.
 Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
 # A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input

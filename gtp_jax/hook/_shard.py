@@ -83,7 +83,7 @@ def shard[M: nnx.Module](
     reading its value, if it is a hijax variable or holds a `Ref`, or if it comes from a Linen module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
-    weights as shards. Modules whose calls gather weights, and modules around blocks, remain instances of their classes,
+    weights as shards. Modules whose calls gather weights, and modules around them, remain instances of their classes,
     but their `type` becomes a subclass. The weights of gtp_jax's own layers, and each `gtp_jax.Param`, keep their own
     partition. If arrays of a sharded model have been replaced by unsharded ones, another call stores the new arrays as
     shards.
@@ -91,10 +91,10 @@ def shard[M: nnx.Module](
     Args:
         model: any NNX model.
         blocks: which modules are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
-            class; a tuple of these; or a function `(path, module) -> bool`. A block within another block does not
-            count. By default, blocks are the members of all lists of two or more callable modules of one class that
-            hold weights. Attributes whose names differ only in a number at the end also form a list. Of lists nested in
-            one another, only the longest counts.
+            class; a tuple of these; or a function `(path, module) -> bool`. A matching module does not count if the
+            path at which it is found first leads through another one. By default, blocks are the members of all lists
+            of two or more callable modules of one class that hold weights. Attributes whose names differ only in a
+            number at the end also form a list. Of lists nested in one another, only one of the longest counts.
         min_size: the minimum number of elements of a sharded weight.
         specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
             `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
@@ -248,8 +248,8 @@ def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
 
 
 def _refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
-    """Raises an error if a weight that would be large enough to shard has been frozen, because it is no longer an
-    `nnx.Param`."""
+    """Raises an error if a weight of at least `min_size` elements has been frozen: it is then no longer an `nnx.Param`,
+    so `shard` would pass over it."""
     for (path, *_), v in variables.items():
         value = v.get_raw_value()
         if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and _size(value) >= min_size:
@@ -526,8 +526,8 @@ def _put_back[M: nnx.Module](model: M) -> M:
     again. An array without a placement is moved to the mesh if it is on more or fewer devices than the mesh has.
 
     Raises:
-        ValueError: if there is nothing to put back (an uncommitted array without a placement does not count), if the
-            mesh in scope is not the one for which the model was sharded, or for the same reasons as `placement_of`.
+        ValueError: if there is nothing to put back (an uncommitted array without a placement does not count),
+            or for the same reasons as `Placement.check_mesh` and `placement_of`.
     """
     variables, lost = _variables(model), dict[int, Placement]()
     for _, module in nnx.iter_modules(model):
