@@ -234,9 +234,9 @@ def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module], listed: li
     shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
     if blocks is None:
         return (
-            "the model has no list of callable modules of one class that hold weights to shard; the members of such a "
-            "list would be its blocks. Name the blocks with `blocks`: a pattern such as 'layers.*', or a class. The "
-            f"modules of the model are {shown or 'none'}."
+            "the model has no list of two or more callable modules of one class that hold weights to shard; the "
+            "members of such a list would be its blocks. Name the blocks with `blocks`: a pattern such as 'layers.*', "
+            f"or a class. The modules of the model are {shown or 'none'}."
         )
     first = ", ".join(map(name_of, listed[:3])) + (", ..." if len(listed) > 3 else "")
     pattern = f"{name_of(listed[0][:-1])}.".lstrip(".") + re.sub(r"\d+$", "*", str(listed[0][-1])) if listed else ""

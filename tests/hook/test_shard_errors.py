@@ -36,7 +36,7 @@ CASES = {
     "no class matches": (lambda: gtp.shard(make(), nnx.Conv, min_size=64), "matches no module"),
     "no list": (
         lambda: gtp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), min_size=8),
-        "no list of callable modules.*Name the blocks",
+        "no list of two or more callable modules.*Name the blocks",
     ),
     "all small": (lambda: gtp.shard(make()), "no floating-point `nnx.Param` of 16384 elements.*smaller `min_size`"),
     "unknown axis": (
