@@ -77,9 +77,10 @@ def call_unit(
             that shards them, or has it in another size; if a weight has lost its placement (`stripped`), or its value
             is a concrete JAX array that is not stored as its placement specifies (`lies`); if the recipe asks for
             something that sharded models do not support; or if the call writes a quantized weight. None of these is
-            checked under `without_hook`. In local view, also if the unit has a partitioned variable that no call
-            gathers, if the unit constrains a sharding over a mesh axis, or if a weight is sharded and `without_hook` is
-            in scope. Also inside a `shard_map` that is manual over only some of the mesh axes.
+            checked under `without_hook` or within a call of another unit. In local view, also if the unit has a
+            partitioned variable that no call gathers, if the unit constrains a sharding over a mesh axis, or if a
+            weight is sharded and `without_hook` is in scope. Also inside a `shard_map` that is manual over only some of
+            the mesh axes.
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
     """
     _refuse_parts(unit)

@@ -121,8 +121,9 @@ def shard[M: nnx.Module](
             `specs` or an annotation of the model names a partition that does not fit the mesh or the weight; or if
             `min_size`, `remat` or `grad_reduce` is not an allowed value. For a model that is sharded already: if no
             array has to be put back; if the mesh lacks an axis that shards it, or has that axis in another size; if an
-            array has a shape that does not fit its weight; if `blocks` matches modules other than its blocks; or if
-            another argument is neither the default nor the value with which the model was sharded.
+            array lacks the dimensions or the padding of its weight, or cannot be divided like it; if `blocks` matches
+            modules other than its blocks; or if another argument is neither the default nor the value with which the
+            model was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
