@@ -130,8 +130,8 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     are gathered."""
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
-        asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
-        instead = "Name blocks in `exclude`, such as ('layers.0',)"
+        asked = "`high_precision_first` or `high_precision_last`, which count the layers of a `Stack`"
+        instead = "Leave both 0, and name blocks in `exclude`, such as ('layers.0',)"
     elif operands is not None and operands.delayed is not None:
         asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps only gtp_jax's own layers keep"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"

@@ -61,7 +61,10 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
 
 
 REFUSED = {
-    "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
+    "layers": (
+        gtp.NVFP4(high_precision_last=1),
+        r"or `high_precision_last`.*not supported.*Leave both 0, and name blocks in",
+    ),
 }
 
 
