@@ -18,8 +18,8 @@ from ._scope import is_within_unit
 # Where a shard is read, and what to do instead.
 _OUTSIDE = (
     "outside of a call that gathers it",
-    "If a public method of the weight's block (or of its module, outside of blocks) reads the weight, name the method in "
-    "`methods` of `gtp_jax.shard`",
+    "If a public method of the weight's block (or of its module, outside of blocks) reads the weight, name the method "
+    "in `methods` of `gtp_jax.shard`",
 )
 _WITHIN_UNIT = (
     "within a call that gathers only the weights of the called module and of modules among its arguments",
