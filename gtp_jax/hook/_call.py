@@ -22,6 +22,7 @@ from ._codes import coded, moving
 from ._exchange import exchanged
 from ._jaxprs import custom_vjps, in_forward_mode
 from ._made import wires_of_call
+from ._matrix import logical_shape
 from ._movement import own_part
 from ._multiply import batch_axes
 from ._nodes import is_array
@@ -100,9 +101,8 @@ def call_unit(
         options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
         outputs, token, products = run(*call[:3], take(unit), **made, **options)
     leave(token)
-    whole = current_view() == "global"
     pairs = zip(call.weights, call.program.placements, strict=True)
-    shapes = [own.without_padding(shard.shape) if whole else tuple(shard.shape) for shard, own in pairs]
+    shapes = [logical_shape(shard, placement) for shard, placement in pairs]
     note_weights(call.names, shapes, products.multiplied, products.narrow)
     return call.finish(outputs)
 

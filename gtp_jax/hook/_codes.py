@@ -88,9 +88,9 @@ def moving(variable: Any) -> Placement | None:
 def decide(
     recipe: Recipe, paths: Sequence[tuple[str, ...]], shape: tuple[int, ...], placement: Placement
 ) -> Coded | str:
-    """Returns how a sharded weight is quantized for its gather under a recipe; if it is not quantized, the reason in
-    words. The reason is empty if none of the recipe's patterns matches the weight, and the recipe quantizes no weights
-    that none of them matches.
+    """Returns how a sharded weight is quantized for its gather under a recipe. If it is not quantized, returns the
+    reason in words; the reason is empty if no pattern of the recipe matches the weight and the recipe itself quantizes
+    nothing, like `BF16`.
 
     Args:
         recipe: the recipe.

@@ -64,8 +64,8 @@ class WeightFact:
         bytes: the size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is
             not quantized, all its elements and padding in the dtype of the parameter. If a call casts an unquantized
             weight to a narrower dtype before the gather, there are fewer bytes than this.
-        reason: why the recipe does not quantize the weight. Empty if it does, or if none of its patterns matches this
-            weight and it quantizes no weights that none of them matches.
+        reason: why the recipe does not quantize the weight. Empty if it does, or if no pattern of the recipe matches
+            the weight and the recipe itself quantizes nothing, like `BF16`.
         multiplied: whether the recipe asks for products with the weight to be computed in its formats.
     """
 
@@ -87,8 +87,8 @@ class UnitCall:
         module: the path of the unit in the model; "a copy" for a copy whose path is unknown.
         prefetched: whether its weights may be gathered while the previous unit computes.
         reason: why they are not gathered earlier; empty if they are prefetched.
-        weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
-            stacked weights, the shape is that of a slice; in local view, that of a shard.
+        weights: the path and the logical shape of each weight that the call gathers or quantizes. Within a scan or vmap
+            over stacked weights, the shape is that of a slice.
         multiplied: the paths of the weights that the call multiplies in the recipe's format.
         narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
             not, because the call has no product with them for which this is supported.

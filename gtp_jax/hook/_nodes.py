@@ -71,8 +71,8 @@ def value_of(leaf: Any) -> Any:
 
 
 def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a copy of a variable with another value, and with the given metadata set. If the leaf is an array,
-    returns the other value itself."""
+    """Returns a leaf with another value: a copy of the variable, with the given metadata set, or, if the leaf is an
+    array, the value itself."""
     return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 

@@ -134,7 +134,7 @@ def run(
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
         """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted, or is
-        neither to be summed in float32 nor exchanged by rank."""
+        neither to be summed in float32 nor to be kept apart by rank (`apart`)."""
 
         def one(i: int, weight: jax.Array) -> jax.Array | None:
             if not wanted.weights[i] or not (wide or i in apart):

@@ -51,8 +51,8 @@ class Step(NamedTuple):
         unit: the unit.
         tied: whether the call took a token, for which its gather waits.
         reason: why the call took no token; empty if it took one.
-        weights: the path and the shape of each weight that the call gathers or quantizes. Within a scan or vmap over
-            stacked weights, the shape is that of a slice; in local view, that of a shard.
+        weights: the path and the logical shape of each weight that the call gathers or quantizes. Within a scan or vmap
+            over stacked weights, the shape is that of a slice.
         multiplied: the paths of the weights that are multiplied in a recipe's format.
         narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
             not.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 
@@ -71,6 +72,22 @@ def test_the_even_share_is_over_the_axes_for_which_the_model_was_sharded(mesh):
 def test_a_module_whose_methods_do_not_gather_is_reported(methods, gathered, mesh):
     facts = {unit.module: unit.gathered for unit in gtp.explain(sharded(methods)).units}
     assert facts["embedder"].startswith(gathered) and facts["layers.0"].startswith("ahead of its call")
+
+
+def test_a_call_in_local_view_is_explained_as_in_global_view():
+    def in_local_view(model):
+        graph, state = nnx.split(model)
+        call = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+        return jax.shard_map(call, in_specs=(specs, P()), out_specs=P(), check_vma=False)(state, x)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        x = jnp.ones((8, 16))
+        layers = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
+        model = gtp.shard(layers, "layers.*", min_size=64)
+        specs = jax.tree.map(lambda x: x.sharding.spec, nnx.state(model))
+        local, whole = (gtp.explain(model, gtp.FP8(), call=call) for call in (in_local_view, lambda model: model(x)))
+    assert local.weights == whole.weights and local.units == whole.units
+    assert [weight.shape for weight in local.weights if weight.wire] == [(16, 16)] * 2
 
 
 def test_a_module_that_the_explained_call_does_not_call_is_reported(mesh):
