@@ -33,9 +33,9 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Ranks send each other their shards of the gradient, and sum the shards
-    that they receive. If the weight is gathered along two dimensions of its matrix, this applies to one of them; along
-    the other, gradients are reduce-scattered.
+    """How the gradient of a weight is exchanged. Each rank sends every other rank that rank's shard of the gradient
+    that it has computed, and sums the shards that it receives with its own. If the weight is gathered along two
+    dimensions of its matrix, this applies to one of them; along the other, gradients are reduce-scattered.
 
     Attributes:
         wire: the format or dtype in which gradients are exchanged; they are summed in at least float32.

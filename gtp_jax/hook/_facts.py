@@ -1,4 +1,5 @@
-"""Reports what the hook does with each module of a model and with each call of a unit."""
+"""Reports what the hook does with the units, holders and sharded weights of a model, and with each traced call of a
+unit."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def _joined(origins: Iterable[Origin]) -> Origin:
 
 
 def _either(alternatives: Sequence[Sequence[Origin]]) -> list[Origin]:
-    """Returns, for each of several values, its origins joined, except `None`; `None` if it has no other origin.
+    """Returns, for each of several values, the union of its known origins. Alternatives in which its origin is `None`
+    do not count; if it is `None` in all of them, the result is `None`.
 
     Args:
         alternatives: lists of origins, of which one applies; each has an origin for every value.

@@ -286,7 +286,7 @@ def _pattern(specs: Iterable[str], paths: Paths) -> str | None:
 def _check_patterns(
     specs: Mapping[str, Spec],
     variables: Mapping[Paths, nnx.Variable],
-    weights: Iterable[Paths],
+    weights: Collection[Paths],
     min_size: int,
     own: Collection[int],
 ) -> None:
@@ -301,7 +301,8 @@ def _check_patterns(
         own: the `id`s of the variables within gtp_jax's own layers.
     """
     for pattern, spec in specs.items():
-        if not any(_pattern([pattern], paths) for paths in (variables if spec is None else weights)):
+        allowed = variables if spec is None else weights
+        if not any(_pattern([pattern], paths) for paths in allowed):
             found = next((paths for paths in variables if _pattern([pattern], paths)), None)
             if found is not None:
                 variable = variables[found]
@@ -310,10 +311,11 @@ def _check_patterns(
                     f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}. That is not a weight to "
                     f"shard: {why}"
                 )
-            names = [name_of(path) for paths in variables for path in paths]
+            names = [name_of(path) for paths in allowed for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            kind = "variable" if spec is None else "weight to shard"
             raise ValueError(
-                f"`specs` has the pattern {pattern!r}, which matches no weight of the model; the nearest are "
+                f"`specs` has the pattern {pattern!r}, which matches no {kind} of the model; the nearest are "
                 f"{', '.join(near)}."
             )
 
