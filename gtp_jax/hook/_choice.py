@@ -56,7 +56,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
     Args:
         model: any NNX model.
         blocks: which modules are blocks. By default, blocks are the members of all lists of two or more callable
-            modules of one class that hold weights; of lists nested in one another, only one of the longest counts.
+            modules of one class that hold weights; of lists nested in one another, longer ones take
+            precedence.
         is_weight: a function that returns whether a variable is a weight to shard.
 
     Raises:
@@ -171,13 +172,14 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
-    """Returns the paths of the members of lists of callable modules; of lists nested in one another, only one of the
-    longest counts.
+    """Returns the paths of the members of lists of callable modules; of lists nested in one another, longer ones take
+    precedence.
 
     A list consists of two or more entries of one class in one list or tuple. Attributes of one module, or entries of
     one dict, also form a list if they are of one class and their names differ only in a number at the end. A list may
-    hold the same module several times. If a path of a member of one list leads through a member of another, only the
-    longer list counts; of two equally long ones, only the one that is found first.
+    hold the same module several times. Lists are considered from the longest to the shortest, equally long ones in the
+    order in which they are found. A list is dropped if a path of one of its members leads through a member of a list
+    that counts already, or the other way around.
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for module in filter(callable, modules.values()):

@@ -67,7 +67,8 @@ class WeightFact:
             weight to a narrower dtype before the gather, there are fewer bytes than this.
         reason: why the recipe does not quantize the weight. Empty if it does, or if no pattern of the recipe matches
             the weight and the recipe itself quantizes nothing, like `BF16`.
-        multiplied: whether the recipe asks for products with the weight to be computed in its formats.
+        multiplied: whether the recipe quantizes the weight, and asks for products with it to be computed in its
+            formats.
     """
 
     weight: str

@@ -30,8 +30,8 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     Args:
         value: any pytree, which may contain nodes.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
-            node, whose arrays are left out. Nodes within a module or another `nnx.Pytree` are not replaced, unless that
-            module is.
+            node, whose arrays are left out. If a module or another `nnx.Pytree` is not replaced itself, the nodes
+            within it are not replaced either.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
     arrays: list[Any] = []

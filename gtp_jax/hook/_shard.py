@@ -94,7 +94,7 @@ def shard[M: nnx.Module](
             class; a tuple of these; or a function `(path, module) -> bool`. A matching module does not count if the
             path at which it is found first leads through another one. By default, blocks are the members of all lists
             of two or more callable modules of one class that hold weights. Attributes whose names differ only in a
-            number at the end also form a list. Of lists nested in one another, only one of the longest counts.
+            number at the end also form a list. Of lists nested in one another, longer ones take precedence.
         min_size: the minimum number of elements of a sharded weight.
         specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
             `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
@@ -307,9 +307,10 @@ def _check_patterns(
             if found is not None:
                 variable = variables[found]
                 why = _why_whole(variable, min_size, own=id(variable) in own)
+                matched = name_of(next(path for path in found if matches(pattern, path)))
                 raise ValueError(
-                    f"`specs` has the pattern {pattern!r}, which matches {name_of(found[0])}. That is not a weight to "
-                    f"shard: {why}"
+                    f"`specs` has the pattern {pattern!r}, which matches {matched}. That is not a weight to shard: "
+                    f"{why}"
                 )
             names = [name_of(path) for paths in allowed for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)

@@ -117,7 +117,7 @@ def run(
             return None
         summed.update([factor.number] if slotted else [])
         apply = functools.partial(in_matrices, times)
-        # with "everything", backward would otherwise keep the operand that is made from the gathered weight
+        # with "everything", forward would otherwise save for backward the operand that is made from the gathered weight
         apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
         return apply(x, weight)
 

@@ -53,11 +53,11 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them is, or any input
-    other than random keys and float0 arrays.
+    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them, or any input
+    other than random keys and float0 arrays, is batched.
 
-    If an output of a `custom_vjp` is unbatched, such as a zero, JAX does not support its gradient with respect to
-    unbatched inputs. jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
+    If an output of a `custom_vjp` is unbatched, such as a zero, JAX by default does not support its gradient with
+    respect to unbatched inputs. jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
 
     Args:
         outputs: a pytree of arrays.
