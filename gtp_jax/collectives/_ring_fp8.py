@@ -9,6 +9,7 @@ sum of rounded sums would be rounded again at each rank. Called inside a `shard_
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,22 @@ from ..ops import (
 from ._ring import Parts, sum_of_terms, term_dtype, while_gathered, while_scattered
 
 
+class _Options(NamedTuple):
+    """The static arguments of a product.
+
+    Attributes:
+        gradients: the format of the incoming gradient.
+        axis: the tensor axis.
+        dtype: the dtype of the weight's gradient.
+        keep_codes: whether forward saves the codes of the input for backward, instead of its values.
+    """
+
+    gradients: Format
+    axis: str
+    dtype: np.dtype
+    keep_codes: bool
+
+
 def gather_linear_fp8(
     x: Float[jax.Array, "batch part *inner features_in"],
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
@@ -56,46 +73,32 @@ def gather_linear_fp8(
         keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _gather_linear(x, codes, slot, gradients, axis, slot.dtype, keep_codes)
+    return _gather_linear(x, codes, slot, _Options(gradients, axis, slot.dtype, keep_codes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _gather_linear(
-    x: jax.Array,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    gradients: Format,
-    axis: str,
-    dtype: np.dtype,
-    keep_codes: bool,
-) -> Parts:
-    del keep_codes  # nothing is saved without a backward pass
-    return _gather_linear_forward(x, weight, slot, gradients, axis, dtype, False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather_linear(x: jax.Array, weight: QuantizedArray, slot: jax.Array, options: _Options) -> Parts:
+    # nothing is saved without a backward pass
+    return _gather_linear_forward(x, weight, slot, options._replace(keep_codes=False))[0]
 
 
-def _gather_linear_forward(
-    x: jax.Array,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    gradients: Format,
-    axis: str,
-    dtype: np.dtype,
-    keep_codes: bool,
-):
-    del slot, gradients, dtype
+def _gather_linear_forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, options: _Options):
+    del slot
     now, kernel = refuse_second_derivative("gather_linear_fp8", (x, weight))
     amax = operand_amax(multi_amax([rows_of(now)]), FP8_E4M3)[0]
-    codes, kept = codes_of_input(now, amax, keep_codes)
+    codes, kept = codes_of_input(now, amax, options.keep_codes)
     lead, values = x.shape[:-1], x.dtype
 
     def products(own: QuantizedArray, kernel: QuantizedArray) -> Parts:
-        return while_gathered(own, lambda part, _: _under(lead, fp8_product(part, kernel, values, values)), axis)
+        return while_gathered(
+            own, lambda part, _: _under(lead, fp8_product(part, kernel, values, values)), options.axis
+        )
 
     return as_one(products, codes, kernel), (x if kept is None else kept, weight, amax)
 
 
-def _gather_linear_backward(gradients: Format, axis: str, dtype: np.dtype, keep_codes: bool, saved, incoming: Parts):
-    del keep_codes
+def _gather_linear_backward(options: _Options, saved, incoming: Parts):
+    gradients, axis, dtype, _ = options
     x, weight, amax, incoming = refuse_second_derivative("gather_linear_fp8", (*saved, incoming))
     values, lead = incoming[0].dtype, incoming[0].shape[:-1]
     both = _quantized_both(incoming, gradients)
@@ -132,50 +135,34 @@ def linear_scatter_fp8(
         keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _linear_scatter(parts, codes, slot, gradients, axis, slot.dtype, keep_codes)
+    return _linear_scatter(parts, codes, slot, _Options(gradients, axis, slot.dtype, keep_codes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _linear_scatter(
-    parts: Parts,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    gradients: Format,
-    axis: str,
-    dtype: np.dtype,
-    keep_codes: bool,
-) -> jax.Array:
-    del keep_codes  # nothing is saved without a backward pass
-    return _linear_scatter_forward(parts, weight, slot, gradients, axis, dtype, False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear_scatter(parts: Parts, weight: QuantizedArray, slot: jax.Array, options: _Options) -> jax.Array:
+    # nothing is saved without a backward pass
+    return _linear_scatter_forward(parts, weight, slot, options._replace(keep_codes=False))[0]
 
 
-def _linear_scatter_forward(
-    parts: Parts,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    gradients: Format,
-    axis: str,
-    dtype: np.dtype,
-    keep_codes: bool,
-):
-    del slot, gradients, dtype
+def _linear_scatter_forward(parts: Parts, weight: QuantizedArray, slot: jax.Array, options: _Options):
+    del slot
     now, kernel = refuse_second_derivative("linear_scatter_fp8", (parts, weight))
     amaxes = operand_amax(multi_amax([rows_of(part) for part in now]), FP8_E4M3)
     codes, kept = zip(
-        *(codes_of_input(part, amax, keep_codes) for part, amax in zip(now, amaxes, strict=True)), strict=True
+        *(codes_of_input(part, amax, options.keep_codes) for part, amax in zip(now, amaxes, strict=True)), strict=True
     )
     lead, values = parts[0].shape[:-1], parts[0].dtype
 
     def product(codes: tuple[QuantizedArray, ...], kernel: QuantizedArray) -> jax.Array:
-        return _under(lead, while_scattered(codes, lambda part: fp8_product(part, kernel, values, values), axis))
+        return _under(
+            lead, while_scattered(codes, lambda part: fp8_product(part, kernel, values, values), options.axis)
+        )
 
-    return as_one(product, codes, kernel), (kept if keep_codes else parts, weight, amaxes)
+    return as_one(product, codes, kernel), (kept if options.keep_codes else parts, weight, amaxes)
 
 
-def _linear_scatter_backward(
-    gradients: Format, axis: str, dtype: np.dtype, keep_codes: bool, saved, incoming: jax.Array
-):
-    del keep_codes
+def _linear_scatter_backward(options: _Options, saved, incoming: jax.Array):
+    gradients, axis, dtype, _ = options
     parts, weight, amaxes, incoming = refuse_second_derivative("linear_scatter_fp8", (*saved, incoming))
     rows, values, lead = rows_of(incoming), incoming.dtype, incoming.shape[:-1]
     own = quantize(rows, gradients, amax=power_of_two_amax(multi_amax([rows])[0], gradients))
