@@ -21,6 +21,7 @@ from ._masks import in_order
 from ._operand import quantizable, tensor_unit
 from ._packed import joining_batches, sharded_by_xla
 from ._quantize import quantize
+from ._quantize_fused import quantize_fused
 from ._save import save_for_backward
 from ._slot import refuse_second_derivative
 
@@ -148,12 +149,20 @@ def _written_out(
     largest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    rounded = (weights * SCALE_OF_WEIGHTS).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    # the sum of rounded weights may exceed `total`, and the conversion to E4M3 does not saturate
+    rounded = _in_e4m3(weights, SCALE_OF_WEIGHTS).astype(jnp.float32)
     mixed = jnp.einsum("bkgqs,bskd->bqkgd", rounded / (SCALE_OF_WEIGHTS * total), values)
-    largest_code = float(jnp.finfo(jnp.float8_e4m3fn).max)
-    out = jnp.clip(mixed, -largest_code, largest_code).astype(jnp.float8_e4m3fn)
-    return jnp.reshape(out, queries.shape), _by_query_head(largest + jnp.log(total))
+    # the sum of rounded weights may exceed `total`, so an output may be larger than every value
+    return jnp.reshape(_in_e4m3(mixed, 1.0), queries.shape), _by_query_head(largest + jnp.log(total))
+
+
+def _in_e4m3(x: jax.Array, scale: float) -> jax.Array:
+    """Returns `x * scale`, rounded to E4M3 and saturated.
+
+    On GPUs, XLA removes a cast to FP8 and back (`xla_allow_excess_precision`), but not the codes of `quantize_fused`.
+    """
+    rows = jnp.reshape(x, (-1, x.shape[-1]))
+    codes = quantize_fused(rows, FP8_E4M3, jnp.float32(FP8_E4M3.largest / scale))
+    return jnp.reshape(fp8_values(codes), x.shape)
 
 
 def _written_backward(

@@ -1,6 +1,7 @@
 """Attention in FP8: forward is that of rounded operands, backward that of attention at the rounded operands."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as of_jax  # noqa: TID251
+from jax.sharding import PartitionSpec as P
 
 from gtp_jax.ops import _cudnn_calls, attention, attention_fp8
 
-from ..hlo.programs import needs_target
+from ..hlo.programs import array, h200_mesh, needs_target
 from .test_packed_attention import calls
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -120,3 +122,14 @@ def test_the_call_for_gpus_is_that_of_jax(causal, keys):
 
     (found,), (wanted,) = calls(ours, *codes, *scales), calls(theirs, *codes, *scales)
     assert found == wanted
+
+
+@needs_target
+def test_on_h200_xla_does_not_remove_the_rounding_of_weights_and_outputs():
+    mesh = h200_mesh(1)
+    operands = [array(mesh, (2, 128, 4, 64), P(), jnp.float32)] * 3
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(attention_fp8, causal=True, implementation="reference"))
+        text = run.lower(*operands).compile().as_text()
+    # of the queries, keys and values there are codes already, and no casts
+    assert len(re.findall(r"= f8e4m3fn\[\S+ convert\(", text)) == 2

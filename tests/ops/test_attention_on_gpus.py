@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.ops import _packed, attention, attention_fp8, packed_lacks
+from gtp_jax.formats import FP8_E4M3
+from gtp_jax.ops import _packed, attention, attention_fp8, multi_amax, packed_lacks, power_of_two_amax
 
 pytestmark = pytest.mark.gpu
 
@@ -148,22 +149,36 @@ def test_packed_rows_agree_with_the_written_out_ones(name, kv_heads, head_dim, k
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("options", [dict(causal=True), {}, dict(scale=0.2), dict(keys=MEMORY)], ids=str)
-def test_cudnn_in_fp8_agrees_with_the_written_out_one(options, kv_heads, key):
+def test_cudnn_in_fp8_is_as_near_to_exact_attention_as_the_written_out_one(options, kv_heads, key):
     options = dict(options)
     keys = options.pop("keys", LENGTH)
     shapes = ((2, LENGTH, 8, 128), *((2, keys, kv_heads, 128),) * 2, (2, LENGTH, 8, 128))
     of_each = zip(jax.random.split(key, 4), shapes, strict=True)
     *operands, of_output = (jax.random.normal(one, shape, jnp.bfloat16) for one, shape in of_each)
 
-    def measured(how):
-        y, back = jax.vjp(lambda *t: attention_fp8(*t, implementation=how, **options), *operands)
+    def measured(function, operands, of_output):
+        y, back = jax.vjp(functools.partial(function, **options), *operands)
         return y, *back(of_output)
 
+    in_fp8 = (functools.partial(attention_fp8, implementation=how) for how in ("native", "reference"))
     with jax.default_matmul_precision("highest"):
-        found, wanted = (jax.jit(measured, static_argnums=0)(how) for how in ("native", "reference"))
-    # codes may differ by one where a sum in another order, or a maximum of only some keys, rounds the other way
-    assert error(found[0], wanted[0]) < 0.02
-    assert all(error(one, other) < 0.03 for one, other in zip(found[1:], wanted[1:], strict=True))
+        found, written = (jax.jit(functools.partial(measured, how))(operands, of_output) for how in in_fp8)
+        # of the same rounded operands, with a softmax and an output that are not rounded
+        rounded = [decoded(x) for x in operands]
+        exact = jax.jit(functools.partial(measured, functools.partial(attention, implementation="reference")))(
+            rounded, of_output.astype(jnp.float32)
+        )
+    for what, one, other, wanted in zip(("output", "q", "k", "v"), found, written, exact, strict=True):
+        # Both round the weights of the softmax, but cuDNN relative to the maximum of the keys so far. E4M3 rounds such
+        # weights independently, so the two are as far from each other as from exact attention.
+        # cuDNN's backward also rounds to bfloat16 between its matmuls
+        assert error(one, wanted) < 1.1 * error(other, wanted) + 2e-3, what
+        assert error(other, wanted) < 0.04, what
+
+
+def decoded(x):
+    q = gtp.quantize(x, FP8_E4M3, amax=power_of_two_amax(multi_amax([x])[0], FP8_E4M3))
+    return gtp.dequantize(q, jnp.float32)
 
 
 def test_vmap_of_cudnn_in_fp8_scales_each_example_by_itself(key):
