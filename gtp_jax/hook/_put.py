@@ -1,0 +1,90 @@
+"""Puts the values of variables on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..mesh import axes_of, degree, legacy_mesh
+from ..variables import make_padded
+from ._placement import Placement
+from ._shards import refuse_read
+from ._specs import annotation
+from ._variables import Paths
+
+
+def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
+    """Puts the value of a variable on the mesh, padded if its placement says so. If there is a placement, records it
+    and the variable's paths in the metadata. Otherwise, if an annotation divides the value among ranks, records the
+    axes of that annotation, unless the variable is a `gtp_jax.Param` or belongs to one of gtp_jax's own layers."""
+    if placement is not None:
+        if placement.padded is not None:
+            make_padded(variable, placement.padded)
+        placement = dataclasses.replace(placement, kind=type(variable))
+        stored = tuple(placement.stored)
+        names = tuple(tuple(map(str, path)) for path in paths)
+        variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
+        variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
+        # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
+        # their arrays. With `False`, Flax does not, so that `refuse_optimizer` raises its error first.
+        variable.set_metadata(eager_sharding=None if placement.padded is None else False)
+        if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
+            variable.set_metadata(mesh=mesh)
+    named = annotation(variable) or ()
+    known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    spec = PartitionSpec(*named) if known else PartitionSpec()
+    parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
+    if placement is None and parts and not own and "layout" not in variable.get_metadata():  # a `gtp_jax.Param` has one
+        variable.set_metadata(parted=parts)
+    value = variable.get_raw_value()
+    if placement is not None:
+        value = jax.tree.map(lambda array: _padded(array, placement), value)
+    variable.set_raw_value(jax.tree.map(lambda array: on_mesh(array, spec), value))
+
+
+def _with_refusal(hooks: Any) -> tuple[Any, ...]:
+    """Returns the hooks that run when a variable is read, with `refuse_read` as the first."""
+    own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
+    return (refuse_read, *(hook for hook in own if hook is not refuse_read))
+
+
+def _padded(value: Any, placement: Placement) -> Any:
+    """Pads an array of the logical shape to the stored shape; returns any other value unchanged. The result is abstract
+    if the array is."""
+    if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(placement.array_shape, value.dtype)
+    return placement.pad(value)
+
+
+def on_mesh(value: Any, spec: PartitionSpec) -> Any:
+    if isinstance(value, Tracer):
+        extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return value if extended else lax.with_sharding_constraint(value, spec)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(_mesh(), spec))
+    if isinstance(value, jax.Array | np.ndarray):
+        return jax.device_put(value, NamedSharding(_mesh(), spec))
+    return value
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Returns whether a value is a concrete array on more or fewer devices than the mesh in scope has."""
+    concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return concrete and len(value.sharding.device_set) != jax.sharding.get_abstract_mesh().size
+
+
+def _mesh() -> Any:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # in a trace
+        return jax.sharding.get_abstract_mesh()

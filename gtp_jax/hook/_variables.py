@@ -1,0 +1,62 @@
+"""Finds the variables of a model, and tells which of them are weights to shard."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from ..weights import ModulePath
+from ._choice import name_of, names_of
+
+Paths = tuple[ModulePath, ...]  # the paths of one variable (`names_of`), which several modules may hold
+
+
+def variables_of(model: nnx.Module) -> dict[Paths, nnx.Variable]:
+    """Returns the variables of a model. The key of each is a tuple of its paths (`names_of`), of which the first is the
+    path in `nnx.state`."""
+    names = names_of(model)
+    found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    return {tuple(dict.fromkeys((path, *names.get(id(v), ())))): v for path, v in found.items()}
+
+
+def is_weight(variable: nnx.Variable, min_size: int) -> bool:
+    """Returns whether a variable is a floating-point `nnx.Param` of at least `min_size` elements that does not shard
+    itself."""
+    value = variable.get_raw_value()
+    if not isinstance(variable, nnx.Param) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return False
+    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module, which shards itself
+    return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
+
+
+def refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
+    """Raises an error if a weight of at least `min_size` elements has been frozen: it is then no longer an `nnx.Param`,
+    so `shard` would pass over it."""
+    for (path, *_), v in variables.items():
+        value = v.get_raw_value()
+        if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and size_of(value) >= min_size:
+            raise ValueError(
+                f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so it is no longer an "
+                "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then freeze it or add adapters: what is frozen "
+                "stays sharded."
+            )
+
+
+def size_of(value: Any) -> int:
+    floating = hasattr(value, "shape") and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return math.prod(value.shape) if floating else 0
+
+
+def of_own_layers(model: nnx.Module) -> set[int]:
+    """Returns the `id`s of the variables within gtp_jax's own layers and subclasses of them, which partition their own
+    weights."""
+    package = __name__.partition(".")[0]
+    own = (
+        module
+        for _, module in nnx.iter_modules(model)
+        if any(base.__module__.partition(".")[0] == package for base in type(module).__mro__)
+    )
+    return {id(node) for module in own for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
