@@ -67,6 +67,8 @@ GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
     ),
 }
 
+_EXCESS_PRECISION = "xla_allow_excess_precision"  # lets XLA remove a cast to a narrower dtype and back
+
 
 def compile_options(
     platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False, largest_unit: int = 0
@@ -97,6 +99,26 @@ def compile_options(
     if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():
         chosen |= GPU_OPTIONS_WITH_OLD_NCCL
     return {**{name: option.value for name, option in chosen.items() if name not in theirs}, **(own or {})}
+
+
+def check_excess_precision(own: Mapping[str, Any]) -> None:
+    """Checks that XLA does not round the scales of `FP8Delayed`, which products on GPUs cast to the model's dtype and
+    back.
+
+    Args:
+        own: options for `jax.jit(compiler_options=...)`.
+
+    Raises:
+        ValueError: if they, or otherwise XLA_FLAGS, make XLA perform these casts.
+    """
+    where = "`compiler_options`" if _EXCESS_PRECISION in own else "XLA_FLAGS"
+    value = {**flags_in_environment(), **own}.get(_EXCESS_PRECISION, True)
+    if str(value).lower() in ("false", "0"):
+        raise ValueError(
+            f"{where} sets `{_EXCESS_PRECISION}` to {value}, with which XLA would round the float32 scales of "
+            "`FP8Delayed` to the dtype of the model. Leave the option out, or pass `gtp_jax.FP8(matmuls=True)`, whose "
+            "scales are powers of two."
+        )
 
 
 def accepts(name: str, value: Any) -> bool:

@@ -20,7 +20,7 @@ from ._jit import Jitted
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
 from ._optimizer import check_optimizer
-from ._options import compile_options
+from ._options import check_excess_precision, compile_options
 from ._own_step import BringsStep
 from ._request import Request, View, check_microbatches, check_view
 from ._state import TrainState
@@ -275,7 +275,10 @@ def _is_number(value: Any) -> bool:
 
 def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *args: Any) -> dict[str, Any]:
     kinds = () if recipe is None else recipe.kinds
-    fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
+    operands = [kind.operands for kind in kinds if kind.operands is not None]
+    if platform() == "gpu" and any(each.delayed is not None for each in operands):
+        check_excess_precision(own or {})
+    fp8 = any(each.weight.block is None for each in operands)
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # the roles in scope may not be those of the model
     units = [a.model_def.largest_unit for a in args if isinstance(a, TrainState) and view == "global"]

@@ -1,5 +1,7 @@
 """A step's recipe is its argument, otherwise the one in scope at the call; its XLA options follow from the same."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,24 @@ def test_options_are_those_of_the_recipe_at_the_call(make, monkeypatch):
         make(recipe=gtp.BF16()).jitted()
         make(recipe=FP8).jitted()
     assert given == [plain, fp8]
+
+
+@pytest.mark.parametrize("where", ["`compiler_options`", "XLA_FLAGS"])
+def test_delayed_scales_that_xla_would_round_are_refused_on_gpus(where, monkeypatch):
+    own = {"xla_allow_excess_precision": False} if where == "`compiler_options`" else None
+    if own is None:
+        monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false")
+    delayed, current = (
+        gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=recipe).jitted
+        for recipe in (gtp.FP8Delayed(), FP8)
+    )
+    delayed()  # on CPUs, scales are applied in float32
+    monkeypatch.setattr("gtp_jax.train._step.platform", lambda: "gpu")
+    current()
+    with pytest.raises(
+        ValueError, match=f"{where} sets `xla_allow_excess_precision` to (F|f)alse, with which XLA would"
+    ):
+        gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=gtp.FP8Delayed()).jitted()
 
 
 def test_under_each_recipe_in_scope_one_step_computes_what_the_argument_does():
