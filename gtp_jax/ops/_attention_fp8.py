@@ -27,7 +27,7 @@ from ._slot import refuse_second_derivative
 
 # The factor of the weights of the softmax before they are rounded. They are at most 1, and E4M3 ends at 448.
 SCALE_OF_WEIGHTS = 256.0
-# What cuDNN supports where it returns the statistics that backward needs.
+# The head_dim, and the divisor of sequence lengths, that cuDNN supports if it returns what backward needs.
 _HEAD_DIM, _TILE = 128, 128
 
 

@@ -129,8 +129,8 @@ def forward_fp8(
     amax, stats = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((1, 1, 1, 1), (batch, heads, sequence)))
     operands = [q, k, v, *(jnp.reshape(scale, (1, 1, 1, 1)) for scale in scales)]
     config = _config(q, k, options, _FORWARD_DOTS)
-    # with the amaxes of the softmax's weights and of the output, which nothing needs
-    # each example of a `vmap` has scales of its own
+    # The call also returns the amaxes of the softmax's weights and of the output, which nothing needs. It is sequential
+    # under `vmap`, because each example has scales of its own.
     out, _, _, stats = _call(_FORWARD_FP8, [_heads_first(q)], [amax, amax, stats], operands, config, "sequential")
     return out, stats
 

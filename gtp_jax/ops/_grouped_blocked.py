@@ -13,6 +13,8 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     """Multiplies each row by its group's kernel `(shards, groups, part, in)`, or by the kernel's transpose if
     `transposed`, as in forward."""
     weight = _by_group(weight)
+    if not x.shape[0]:
+        return jnp.zeros((0, weight.shape[1 if transposed else 2]), x.dtype)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     groups = weight.shape[0]
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -30,9 +32,11 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
-    groups = group_sizes.shape[0]
+    groups, wide = group_sizes.shape[0], _wide(x.dtype)
+    zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
+    if not x.shape[0]:
+        return _by_shard(zeros.astype(dtype), shards)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
-    wide = _wide(x.dtype)
 
     def add(total: jax.Array, tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         group, rows, valid = tile
@@ -41,7 +45,6 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dt
         part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
-    zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
     return _by_shard(lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype), shards)
 
 

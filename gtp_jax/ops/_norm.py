@@ -47,5 +47,6 @@ def layer_norm(
 
 
 def _wide(x: jax.Array | np.ndarray) -> jax.Array:
-    # Backward needs the input. It is a residual stream, which would otherwise be recomputed from all its terms.
+    # Backward needs the input. It is usually the residual stream, which would otherwise be recomputed from all its
+    # terms.
     return save_for_backward(row_major_in_training(jnp.asarray(x))).astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -38,7 +38,7 @@ class Order(NamedTuple):
 
 
 def padded_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:
-    """Returns the shape of `in_whole_tiles` of codes of this shape."""
+    """Returns the shape that `in_whole_tiles` gives codes of this shape."""
     return shape if order is None else (*shape[:-2], sum(order.padded), shape[-1])
 
 

@@ -21,7 +21,8 @@ _DTYPES: dict[str | None, Any] = {
 
 
 def scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "rows columns"]:
-    """Returns the float32 product `(M, N)` of two matrices, contracted along their blocks: rows of `a` by rows of `b`.
+    """Returns the float32 product of two matrices, contracted along their blocks: along the columns of a row-wise copy,
+    and along the rows of a column-wise one.
 
     Calls `jax.nn.scaled_matmul`, which runs in cuDNN on SM100, and in operations of XLA elsewhere.
     """

@@ -12,8 +12,8 @@ class Tiles(NamedTuple):
     """A fixed number of tiles for any sizes of groups. Unused tiles come last and have no rows.
 
     Attributes:
-        group: int32 `(tiles,)`, the group of each tile, non-decreasing; the number of groups for rows that belong to no
-            group.
+        group: int32 `(tiles,)`, the group of each tile, non-decreasing. It equals the number of groups in tiles of rows
+            that belong to no group, and in unused tiles.
         start: int32 `(tiles,)`, the first row of each tile.
         stop: int32 `(tiles,)`, the row after the last row of each tile; at most `start` in a tile without rows.
     """

@@ -122,6 +122,14 @@ def test_no_group_sees_what_is_not_finite_in_another():
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_no_rows_have_an_empty_product_and_no_gradient():
+    x, weight = jnp.zeros((0, 6)), jnp.ones((2, 3, 5, 6))
+    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.zeros(3, jnp.int32)), x, weight)
+    to_x, to_weight = back(y)
+    assert y.shape == (0, 10) and to_x.shape == x.shape
+    np.testing.assert_array_equal(to_weight, np.zeros(weight.shape))
+
+
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
     for kernels, options in ON_CPU.values():

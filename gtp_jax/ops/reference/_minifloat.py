@@ -1,4 +1,4 @@
-"""Conversions between float32 bits and the codes of short floats, which saturate and round to nearest even."""
+"""Encodes float32 bits as short floats, saturated and rounded to nearest even, and splits codes into their fields."""
 
 from __future__ import annotations
 
