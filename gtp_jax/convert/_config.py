@@ -99,11 +99,12 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | Non
 
     Returns:
         The configuration of the model; the content of the file without its description of quantization, because a
-        checkpoint holds the dequantized values; and the layout of quantized weights.
+        checkpoint holds the dequantized values; and the layout of quantized weights, `None` if none is quantized.
 
     Raises:
         FileNotFoundError: if there is no config.json.
-        ValueError: if the directory is a file, or no family computes the model; the message names the field.
+        ValueError: if the path is a file, if the content is not a JSON object or describes weights that cannot be read,
+            if no family computes the model, or if it has too many layers or experts.
     """
     file = path / CONFIG_FILE
     if path.is_file():

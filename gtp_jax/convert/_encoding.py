@@ -54,7 +54,7 @@ class Encoding:
         return isinstance(self.quantized, InTiles) and _in_a_layer(tensor) and self.quantized.format.name == format
 
     def unchanged(self, codes: np.ndarray, scales: np.ndarray) -> list[np.ndarray]:
-        """Returns the values of the `entries` of a tensor that this encoding keeps."""
+        """Returns the values of `entries` for a tensor that `keeps` accepts, from its codes and scales."""
         assert isinstance(self.quantized, InTiles)
         return self.quantized.unchanged(codes, scales)
 

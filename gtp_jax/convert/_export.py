@@ -223,7 +223,7 @@ def _config(extra: dict[str, Any], where: str) -> ModelConfig:
 def _parameters(
     arrays: dict[str, EvaluationArray], config: ModelConfig, tensors: list[Tensor], where: str
 ) -> dict[str, EvaluationArray]:
-    """Returns a checkpoint's parameters, by path.
+    """Returns the weights with which a run evaluates, by the path of the parameter.
 
     Raises:
         ValueError: if their names or shapes are not those of the model's parameters.

@@ -67,11 +67,15 @@ def _is_there(path: Path) -> bool:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Returns the file of each tensor according to the index."""
+    place = inside(index.parent, index.name)
     try:
-        where = read_json(inside(index.parent, index.name))["weight_map"]
+        where = read_json(place)["weight_map"]
         strange = [file for file in where.values() if not isinstance(file, str)]
         if strange:
             raise ValueError(f"it names {brief(strange[0])} as a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} has no object `weight_map` ({error!r}). Download or write it again.") from error
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{index} cannot be read as an index with an object `weight_map`: {why}. Download or write it again."
+        ) from error
     return where

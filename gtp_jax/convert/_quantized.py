@@ -7,7 +7,7 @@ A linear layer of shape (out, in) becomes these tensors, below its module's name
            weight_scale_2  float32  ()              amax / (6 * 448)
            value = code * weight_scale * weight_scale_2
     MXFP8  weight          e4m3     (out, in)
-           weight_scale    uint8    (out, in / 32)  e8m0: a biased power of two, one per block of 32
+           weight_scale    uint8    (out, in / 32)  e8m0: a biased exponent of 2, one per block of 32
            value = code * 2^(weight_scale - 127)
 
 Scales are stored row by row, not swizzled. Readers fuse the weights of queries, keys and values, and those of gate and

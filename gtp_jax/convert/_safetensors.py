@@ -210,7 +210,10 @@ class Reader:
         return entry, begin
 
     def _broken(self, what: str) -> ValueError:
-        return ValueError(f"{self.path} is not a whole safetensors file: {what}. Download or write it again.")
+        return ValueError(
+            f"{self.path} is not a safetensors file that can be read: {what}. If it may be damaged, download or write "
+            "it again."
+        )
 
 
 def shard(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:

@@ -24,7 +24,7 @@ from ..formats import FP8_BLOCKS, Format
 from ..models import Tensor
 from ._safetensors import DTYPES, Reader
 
-# The dtypes that a float32 master holds exactly.
+# The dtypes of weights that are not quantized. A float32 master holds their values exactly.
 PLAIN_DTYPES = ("F32", "BF16", "F16")
 # Scales of activations and of the key-value cache, below a module's name.
 _LEFT_OUT = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")

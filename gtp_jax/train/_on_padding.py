@@ -45,7 +45,8 @@ class Kind(enum.IntEnum):
 
 
 class ReadsPadding(Exception):
-    """Raised if the results of an update outside the padding may differ from those for logical arrays."""
+    """Raised if an update of padded arrays may give other results, outside the padding, than an update of the logical
+    arrays."""
 
 
 def left_in_padding(

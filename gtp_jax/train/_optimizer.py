@@ -24,8 +24,8 @@ def check_optimizer(optimizer: Any) -> None:
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         tx = " From an `nnx.Optimizer`, pass its `tx`." if hasattr(optimizer, "tx") else ""
         raise TypeError(
-            f"`optimizer` is a {type(optimizer).__name__} without `init` and `update`; it must be an optax optimizer, "
-            f"such as `optax.adamw(1e-3)`.{tx}"
+            f"`optimizer` is a {type(optimizer).__name__}, which does not have both `init` and `update`; it must be an "
+            f"optax optimizer, such as `optax.adamw(1e-3)`.{tx}"
         )
 
 

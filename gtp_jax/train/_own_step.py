@@ -12,7 +12,7 @@ from ._state import TrainState
 
 
 class BringsStep(Protocol):
-    """A set of devices whose step is not the program that runs on a single mesh, such as `gtp_jax.Replicas`."""
+    """Devices whose step may differ from the program that runs on a single mesh, such as `gtp_jax.Replicas`."""
 
     def own_step(
         self,

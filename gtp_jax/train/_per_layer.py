@@ -61,8 +61,8 @@ def per_layer(
     Adafactor), and those that read an array's number of dimensions
     (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`). `per_layer` maps such an optimizer over the
     layers with `jax.vmap`. It does not change how parameters outside stacks are updated. The state keeps the
-    optimizer's structure: arrays of a stacked parameter have a leading dimension of layers and are sharded like the
-    parameter, and step counts stay scalars.
+    optimizer's structure. Arrays of a stacked parameter have a leading dimension of layers, and are sharded like the
+    parameter if they have its shape; others are replicated. Step counts stay scalars.
 
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(optax.contrib.muon(1e-3)))
         state = gtp_jax.TrainState.create(model, optimizer)

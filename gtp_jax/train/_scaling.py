@@ -105,7 +105,7 @@ def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax
 def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
     """Returns the slots of modules: zeros whose gradients are amaxes; see [Note: delayed scaling].
 
-    In local view and without a mesh, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for
+    In local view, or without a mesh, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for
     that of the gradient of the output. In global view, it is `(*layers, ranks * 2)`, with the zeros of all ranks,
     sharded by `ranks_spec`.
     """
@@ -155,8 +155,8 @@ def amaxes_of_step(
 ) -> dict[ModulePath, jax.Array]:
     """Returns the amaxes of a step's input, weight and gradient, float32 `(*layers, 3)`, for each module, by path.
 
-    Call this outside the branch that updates the masters, and before it. Inside the branch, XLA may read the masters
-    after the update has begun to overwrite them, for which it copies all of them first.
+    Call this outside the branch that updates the masters, and before it. Inside the branch, XLA may schedule
+    these reads after the update has begun to overwrite the masters, and would then copy all masters beforehand.
 
     Args:
         model: the model with the master weights before the update.

@@ -102,7 +102,7 @@ class TrainState:
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
-            # Arrays are copied because a step donates its state, while the model may continue to use its own arrays.
+            # A step donates its state. Copies leave the model its variables other than parameters.
             step, model_state, scaling = jax.device_put(
                 (step, jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)), shardings
             )

@@ -290,8 +290,8 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"a step takes a `TrainState`; got {type(state).__name__}. `gtp_jax.TrainState.create(model, optimizer)` "
-            "makes one."
+            f"`state` is a {type(state).__name__}; it must be a `gtp_jax.TrainState`, such as "
+            "`gtp_jax.TrainState.create(model, optimizer)` makes."
         )
 
 

@@ -75,8 +75,8 @@ class Value(NamedTuple):
 
 
 def input_values(inputs: Any, parameters: Iterable[Path]) -> list[Value]:
-    """Returns the `Value` of each input of an update. If the path of an input ends with the path of a parameter, that
-    parameter owns the input. Other inputs, such as counts, have no owner."""
+    """Returns the `Value` of each input of an update. A parameter owns the inputs that belong to it (`of_parameter`).
+    Other inputs, such as counts, have no owner."""
     own = {path: frozenset({path}) for path in parameters}
     return [
         Value(("input", path), of_parameter(path, own) or _NONE, frozenset({path})) for path, _ in with_paths(inputs)

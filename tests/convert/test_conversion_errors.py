@@ -159,7 +159,14 @@ def test_files_that_are_not_there(source, tmp_path):
 def test_files_that_are_not_json(source, tmp_path):
     for text in ("{}", '{"weight_map": {"lm_head.weight": 5}}', '{"weight_map": [1]}', "[" * 100_000):
         (source / "model.safetensors.index.json").write_text(text)
-        assert "has no object `weight_map`" in refused(import_llama, source, out=tmp_path / "out")
+        assert "cannot be read as an index with an object `weight_map`: " in refused(
+            import_llama, source, out=tmp_path / "out"
+        )
+    index, elsewhere = source / "model.safetensors.index.json", tmp_path / "elsewhere.json"
+    index.rename(elsewhere)
+    index.symlink_to(elsewhere)
+    message = refused(import_llama, source, out=tmp_path / "out")
+    assert "outside the folder" in message and "weight_map" not in message
     for text in ("[1]", "[" * 100_000):
         (source / "config.json").write_text(text)
         assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
@@ -307,7 +314,7 @@ def test_files_that_are_not_whole(source, tmp_path):
     ):
         path.write_bytes(changed)
         found = refused(import_llama, source, out=tmp_path / "out")
-        assert f"{path} is not a whole safetensors file" in found and message in found
+        assert f"{path} is not a safetensors file that can be read" in found and message in found
 
 
 def test_a_changed_byte_of_a_header_is_found_or_harmless(tmp_path):

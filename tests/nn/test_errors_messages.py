@@ -185,7 +185,7 @@ def test_what_is_no_module_or_schedule_is_refused():
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), lambda x: x)
     with pytest.raises(TypeError, match="`schedule` is 'full'; it must be a `gtp_jax.Schedule`"):
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), schedule="full")
-    with pytest.raises(TypeError, match="a step takes a `TrainState`; got Dense. `gtp_jax.TrainState.create"):
+    with pytest.raises(TypeError, match="`state` is a Dense; it must be a `gtp_jax.TrainState`, such as"):
         gtp.eval_step(next_token_loss)(gtp.Dense(8, 8, rngs=rngs()), {})
 
 
@@ -365,9 +365,9 @@ def test_what_is_no_loss_and_no_optimizer_is_refused_by_name():
         with pytest.raises(TypeError, match="`loss` is a .*, which cannot be called; it must be a function of the"):
             refused()
     for refused in (lambda o: gtp.train_step(loss, o), lambda o: gtp.TrainState.create(model, o)):
-        with pytest.raises(TypeError, match="`optimizer` is a function without `init` and `update`"):
+        with pytest.raises(TypeError, match="`optimizer` is a function, which does not have both `init` and `update`"):
             refused(optax.adamw)
-        with pytest.raises(TypeError, match="`optimizer` is a Optimizer without .*`nnx.Optimizer`, pass its `tx`"):
+        with pytest.raises(TypeError, match="`optimizer` is a Optimizer, which .*`nnx.Optimizer`, pass its `tx`"):
             refused(nnx.Optimizer(model, sgd, wrt=nnx.Param))
     with pytest.raises(TypeError, match="not callable") as raised:
         gtp.eval_step(lambda x, model: loss(model, x))(state, x)
