@@ -2,9 +2,8 @@
 
 Under `jax.distributed`, XLA's CPU backend computes collectives with gloo. Its reduce-scatter sends from a buffer that
 it overwrites: sometimes the end of the first rank's result is wrong, without an error (jax-ml/jax#40830). It also gives
-up if a process is 30 s late (jax-ml/jax#40831). There, a reduce-scatter is therefore written as an all-to-all, which
-also adds in order of rank. So is an all-gather through which JAX differentiates, because JAX transposes an all-gather
-to a reduce-scatter.
+up if a process is 30 s late (jax-ml/jax#40831). Between CPU processes, a reduce-scatter is therefore an all-to-all and
+a local sum, in order of rank. An all-gather is an all-to-all too, because JAX would transpose it to a reduce-scatter.
 """
 
 from __future__ import annotations

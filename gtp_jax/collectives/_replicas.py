@@ -21,7 +21,7 @@ def replica_axes(spec: PartitionSpec) -> tuple[str, ...]:
 def sum_over_replicas(gradients: Any, specs: Any) -> Any:
     """Sums each leaf over every axis of the mesh in scope that is not in its partition spec.
 
-    Leaves that are summed over the same axes share one all-reduce.
+    Leaves that are summed over the same axes are summed together; XLA may combine small ones into one all-reduce.
 
     Args:
         gradients: a pytree of arrays.

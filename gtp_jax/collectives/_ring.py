@@ -178,12 +178,12 @@ def while_gathered(x: Any, make: Callable[[Any, int], jax.Array], axis: str) -> 
 
 
 def while_scattered(parts: Sequence[Any], make: Callable[[Any], jax.Array], axis: str) -> jax.Array:
-    """Returns the sum over ranks of `make` of this rank's part. Each term is computed while the sum of another part is
-    being sent."""
+    """Applies `make` to every part, sums over ranks, and returns this rank's part of the sum. Each term but the first
+    is computed while the sum for another part is being sent."""
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
+        part, total = _at_once(part, total)  # otherwise XLA would multiply all parts at once, before anything is sent
         # this keeps the addition out of the matmul, which would otherwise wait for the sum to arrive
-        part, total = _at_once(part, total)
         total, made = _at_once(_send(total, -1, axis), make(part))
         total = total + made
     return total

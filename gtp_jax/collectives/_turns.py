@@ -40,7 +40,8 @@ def turn_after(*values: Any) -> Turn:
 def tied(value: Any, turn: Turn) -> Any:
     """Returns the value unchanged, but not before a turn is available.
 
-    XLA removes an output of a barrier that nothing else reads, and the tie with it. Therefore there are two barriers.
+    XLA removes an operand of a barrier whose output is not used, and the tie with it, unless something else reads the
+    operand. Therefore two barriers read the same turn.
     """
     for _ in range(2):
         value, _ = lax.optimization_barrier((value, turn))

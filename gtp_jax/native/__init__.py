@@ -1,7 +1,8 @@
 """The Python half of `ffi/`: calls of its C++ and CUDA handlers.
 
 The functions of `_calls` have the signatures of those in `gtp_jax.ops.reference`, and are equal to them bit for bit.
-Those of `_grouped_calls` have no reference, and run on GPUs only. None of them checks its arguments: call them through
+Those of `_blocked_calls` have references with other arguments, and those of `_grouped_calls` have none; both run on
+GPUs only. None of them checks its arguments: call them through
 `gtp_jax.ops`, which does.
 """
 

@@ -1,4 +1,8 @@
-"""Calls the kernels for codes in blocks of 128: CUDA only. The reference is `gtp_jax.ops.reference`."""
+"""Calls the kernels for codes in blocks of 128: CUDA only.
+
+Their references are `quantize_blocked` and `blocked_product` of `gtp_jax.ops.reference`, whose scales are transposed and
+not padded.
+"""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def grouped_blocked_outer(
 
 
 def take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `rows[index]`, with zeros where `index` is out of range. GPUs only.
+    """Returns `rows[index]`, with zeros where `index` is negative or too large. GPUs only.
 
     Args:
         rows: `(rows, columns)`. The size of a row must be a multiple of 16 bytes.
@@ -180,7 +180,7 @@ def transpose(
         starts, stops: int32 `(tiles,)`, the first row of each tile and the row after its last.
         matrices: the number of matrices to make. Each consists of the same number of tiles, side by side.
         index: int32 `(places,)`. If given, `rows[index]` is transposed instead of `rows`, with zeros where the index is
-            out of range, and `starts` and `stops` are rows of `rows[index]`.
+            negative or too large, and `starts` and `stops` are rows of `rows[index]`.
 
     Returns:
         uint8 `(matrices, columns, tiles // matrices * 128)`.

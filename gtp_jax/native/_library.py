@@ -17,7 +17,9 @@ from ..formats import FORMATS
 Code = Literal["machine code", "PTX", "none"]
 
 _MODULE = f"{__package__}._native"
-REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .` in a checkout"
+REBUILD = (
+    "`pip install -e .` in a checkout, or `pip install --force-reinstall --no-deps --no-cache-dir PATH` with its path"
+)
 
 
 @functools.cache
