@@ -203,6 +203,11 @@ def _check_place(variable: nnx.Variable, placement: Placement, owner: str) -> No
     if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
         return
     mesh = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_abstract_mesh().shape.items())
+    if not mesh:
+        raise ValueError(
+            f"the weight {name_of(path_of(variable))} of {owner} was sharded by `gtp_jax.shard`, and no mesh is in "
+            "scope. Use the model under `with jax.set_mesh(mesh):`, with the mesh for which it was sharded."
+        )
     raise ValueError(
         f"the weight {name_of(path_of(variable))} of {owner}, which `gtp_jax.shard` stored as {placement.stored}, "
         f"holds an array with the sharding {value.sharding}, and the mesh in scope is {mesh}. Either another array has "

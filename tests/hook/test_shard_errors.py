@@ -127,6 +127,17 @@ def test_without_a_mesh_it_is_refused_when_sharded_and_when_called(x64):
         model(tokens())
 
 
+def test_under_a_recipe_a_model_sharded_on_one_device_is_refused_without_its_mesh(x64):
+    mesh = jax.make_mesh((1,), ("gtp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        model = gtp.shard(make(), min_size=64)
+    refused = r"the weight [a-z0-9.]+ of \w+ was sharded by `gtp_jax.shard`, and no mesh is in scope.*jax.set_mesh"
+    with gtp.use_recipe(gtp.FP8(matmuls=False)), pytest.raises(ValueError, match=refused):
+        model(tokens())
+    with jax.set_mesh(mesh), gtp.use_recipe(gtp.FP8(matmuls=False)):
+        assert jnp.isfinite(model(tokens())).all()
+
+
 def test_a_model_is_sharded_once(x64):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(make(), Block, min_size=64)
