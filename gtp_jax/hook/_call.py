@@ -58,7 +58,7 @@ def call_unit(
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
     in backward.
 
-    Under `without_hook`, within a call of another unit, or if no weight must be gathered or quantized, only makes the
+    While the hook is off (`hook_is_off`), or if no weight of the unit must be gathered or quantized, only makes the
     checks that apply, and calls the method.
 
     Args:
@@ -68,21 +68,17 @@ def call_unit(
         kwargs: keyword arguments.
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether to save the gathered weights for backward if no unit follows in the walk. Has no effect
-            outside of walks, or if the gathered weights are concrete arrays.
+        keep_last: whether to save the gathered weights for backward if no unit follows in the walk (see `run`). Has no
+            effect if the call belongs to no walk.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
-        ValueError: if the call gathers or quantizes weights, and the mesh in scope has Explicit axes, lacks an axis
-            that shards them, or has it in another size; if a weight has lost its placement (`stripped`), or its value
-            is a concrete JAX array that is not stored as its placement specifies (`lies`); if the recipe asks for
-            something that sharded models do not support; or if the call writes a quantized weight. None of these is
-            checked under `without_hook` or within a call of another unit. In local view, also if the unit has a
-            partitioned variable that no call gathers, if the unit constrains a sharding over a mesh axis, or if a
-            weight is sharded and `without_hook` is in scope. Also inside a `shard_map` that is manual over only some of
-            the mesh axes.
+        ValueError: if the unit's variables or the mesh in scope fail a check (`_refuse_parts`, `refuse_shards`,
+            `_refuse_stripped`, `moving`, `_checked`), or if the method or the recipe in scope asks for something that
+            sharded models do not support (`traced`, `_explained`).
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
+            Inside a traced program, such as that of `jax.jit`, JAX raises its own error later instead.
     """
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
@@ -109,15 +105,14 @@ def call_unit(
 
 @legacy_mesh_in_scope()
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
-    """Returns `method(holder, *args, **kwargs)`, and gathers the holder's own weights for the call.
+    """Returns `method(holder, *args, **kwargs)`. Gathers the holder's own weights for the call, and begins a walk, or
+    joins the walk that is under way in the same trace.
 
-    The units that the method calls in the same trace belong to one walk. Under `without_hook`, or within a call of a
-    unit, only makes the checks that apply, and calls the method.
+    While the hook is off (`hook_is_off`), only makes the checks that apply, and calls the method.
 
     Raises:
-        ValueError: for the same reasons as `call_unit`; or if the holder is called inside a transformation into which
-            it was not passed, and a weight of its own is quantized, or, in local view, gathered.
-        TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
+        ValueError: for the same reasons as `call_unit` and `_gathered`.
+        TypeError: for the same reasons as `call_unit`.
     """
     _refuse_parts(holder)
     variables = own_variables(holder)
@@ -138,7 +133,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     state of an unsharded model removes them, because it replaces the metadata of variables too.
 
     A variable is left out if its class or the shape of its value does not fit the placement, because it is then taken
-    for another weight. The class `nnx.Param` also fits the placement of a padded weight, which is a `PaddedParam`.
+    for another weight. For a padded weight, whose variable is a `PaddedParam`, the class `nnx.Param` also fits.
 
     Args:
         nodes: the nodes and variables of a module, by path.
@@ -165,16 +160,16 @@ def _refuse_stripped(owner: nnx.Module, nodes: Mapping[ModulePath, Any], placeme
 
 
 def _refuse_parts(owner: nnx.Module) -> None:
-    """In local view, raises an error if a module, or one within it, has a variable that is partitioned by its author's
-    annotation but that no call gathers. Each rank would compute with only its part of the variable."""
+    """Raises an error in local view if a module, or one within it, has a variable that the model's annotation
+    partitions and that no call gathers. Each rank would compute with only its part of the variable."""
     for path, variable in nnx.iter_graph(owner) if on_parts() else ():
         if isinstance(variable, nnx.Variable) and (axes := variable.get_metadata().get("parted")):
             raise ValueError(
                 f"the variable {'.'.join(map(str, path))} of {type(owner).__name__} is partitioned over "
                 f"{', '.join(axes)}, as annotated, and no call gathers it. In local view, each rank would compute with "
                 f"its own part, of shape {variable.get_raw_value().shape}. Use the global view; or, if the variable is "
-                "a floating-point `nnx.Param`, shard a new model so that a call gathers the variable: with a smaller "
-                "`min_size` if the variable has fewer elements, and without `None` for it in `specs`."
+                "a floating-point `nnx.Param`, shard a new model so that a call gathers the variable: with a "
+                "`min_size` of at most the variable's number of elements, and without `None` for it in `specs`."
             )
 
 
@@ -197,8 +192,7 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
 
 
 def _check_place(variable: nnx.Variable, placement: Placement, owner: str) -> None:
-    """Raises an error if a weight's value is a concrete JAX array that is not stored as the placement specifies, on a
-    mesh with the axes and sizes of the mesh in scope (`lies`)."""
+    """Raises an error if a weight's value is a concrete JAX array for which `lies` is false."""
     value = variable.get_raw_value()
     if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
         return
@@ -307,11 +301,11 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     """Puts gathered weights into variables while a call runs, and puts the shards back afterwards.
 
     During the call, these variables have no placement. Therefore, units and holders that share them do not gather them
-    again, and neither do the copies that `nnx.remat` and other transformations make. If the call writes a weight, each
-    rank keeps its part of the new value.
+    again, and neither do the copies that `nnx.remat` and other transformations make. If the call writes a weight that
+    is not quantized, each rank keeps its part of the new value.
 
-    A variable that belongs to an outer trace cannot be set. In global view, it then keeps its shards, which XLA
-    gathers.
+    A variable that belongs to an outer trace cannot be set: the holder is called inside a transformation into which it
+    was not passed. In global view, the variable of an unquantized weight then keeps its shards, which XLA gathers.
 
     Raises:
         ValueError: if the call writes a weight that the recipe in scope quantizes; or if a variable cannot be set, and

@@ -56,13 +56,12 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
     Args:
         model: any NNX model.
         blocks: which modules are blocks. By default, blocks are the members of all lists of two or more callable
-            modules of one class that hold weights; of lists nested in one another, longer ones take
-            precedence.
-        is_weight: a function that returns whether a variable is a weight to shard.
+            modules of one class that hold weights; of lists nested in one another, longer ones take precedence
+            (`_longest_lists`).
+        is_weight: a function that returns whether a node of the model is the variable of a weight to shard.
 
     Raises:
-        ValueError: if no module matches `blocks`, or, by default, if the model has no such list of modules with
-            weights.
+        ValueError: if no module matches `blocks`, or, by default, if the model has no such list.
         TypeError: if `blocks` has the wrong type.
     """
     modules, names = dict(in_order(model)), names_of(model)
@@ -108,8 +107,8 @@ def named(model: nnx.Module, blocks: Blocks) -> dict[ModulePath, nnx.Module]:
 def in_order(
     module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
 ) -> Iterable[tuple[ModulePath, nnx.Module]]:
-    """Yields a module, then the modules that are found in its attributes, lists, tuples and dicts, each once and with
-    the path at which it is found first. Attributes are searched in the order of `vars`."""
+    """Yields a module, then the modules within it, each once and with the path at which it is found first. Searches
+    attributes, in the order of `vars`, and lists, tuples and dicts."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -172,14 +171,18 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[ModulePath, nnx.Module], names: dict[int, list[ModulePath]]) -> list[ModulePath]:
-    """Returns the paths of the members of lists of callable modules; of lists nested in one another, longer ones take
-    precedence.
+    """Returns the paths at which the members of lists of callable modules are found first. Of lists nested in one
+    another, longer ones take precedence.
 
     A list consists of two or more entries of one class in one list or tuple. Attributes of one module, or entries of
-    one dict, also form a list if they are of one class and their names differ only in a number at the end. A list may
-    hold the same module several times. Lists are considered from the longest to the shortest, equally long ones in the
-    order in which they are found. A list is dropped if a path of one of its members leads through a member of a list
-    that counts already, or the other way around.
+    one dict, also form a list if they are of one class and their names differ only in a number at the end. A module may
+    be several entries. Lists are considered from the longest to the shortest. A list is dropped if the path of one of
+    its entries leads through an entry of a list that counts already, or the other way around. A member is left out if
+    the path at which it is found first leads through another member.
+
+    Args:
+        modules: the modules with weights, by the path at which each is found first.
+        names: all paths of each module, by its `id` (`names_of`).
     """
     lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for module in filter(callable, modules.values()):

@@ -35,7 +35,7 @@ def hook_is_off() -> bool:
 
 
 def is_within_unit() -> bool:
-    """Returns whether `within_unit` is in scope."""
+    """Returns whether `within_unit` is in scope, and no `without_hook` inside of it."""
     return _off.value == "within a unit"
 
 
@@ -50,6 +50,6 @@ def recipe_of_step(recipe: Recipe | None) -> contextlib.AbstractContextManager[N
 
 
 def recipe_in_scope() -> Recipe | None:
-    """Returns the recipe of the running step; if there is none, the recipe that `use_recipe` has put in scope, or
-    `None`."""
+    """Returns the recipe that `recipe_of_step` has put in scope; if there is none, that of `use_recipe`; `None` if
+    there is neither."""
     return current_recipe() if _recipe_of_step.value is None else _recipe_of_step.value

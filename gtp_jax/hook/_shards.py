@@ -28,13 +28,14 @@ _WITHIN_UNIT = (
 
 
 def on_parts() -> bool:
-    """Returns whether each rank computes on its own parts of arrays: in local view, on a mesh."""
+    """Returns whether the view is local, in which each rank computes on its own parts of arrays."""
     return current_view() != "global" and not jax.sharding.get_abstract_mesh().empty
 
 
 def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
-    """Raises an error in local view, outside of calls of units, if any of a module's weights must be gathered. Used
-    under `without_hook`, where calls gather no weights."""
+    """Raises an error in local view if a weight among a module's nodes must be gathered: this function is called while
+    the hook is off, so no call gathers the weight. Does nothing if `is_within_unit`: the call of the unit has gathered
+    its weights."""
     for path, node in nodes.items() if on_parts() and not is_within_unit() else ():
         placement = placement_of(node)
         if placement is not None and placement.gathered:
@@ -49,12 +50,12 @@ def refuse_read(variable: nnx.Variable, value: Any) -> Any:
     """Returns the value that code reads from the variable of a sharded weight. Flax calls this function as the hook
     `on_get_value` of the variable.
 
-    In the call of a unit, the weights that the call has gathered are in copies without a placement. A weight with a
-    placement was reached in another way, such as a closure, and is a shard there too.
+    In local view, a variable has no placement while it holds a gathered weight. If it has one, it holds what this rank
+    stores, even in the call of a unit, whose code may reach the variable through a closure, for example.
 
     Raises:
-        ValueError: in local view, if the value is only a rank's shard of the weight, or for the same reasons as
-            `placement_of`.
+        ValueError: in local view, if the value is only a rank's shard of the weight; or for the same reasons as
+            `current_view` and `placement_of`.
     """
     placement = placement_of(variable) if on_parts() else None
     if placement is not None and placement.gathered:

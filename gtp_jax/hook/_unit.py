@@ -72,7 +72,7 @@ def make(module: nnx.Module, kind: Kind) -> None:
 
 @contextlib.contextmanager
 def unmade(modules: Iterable[nnx.Module]) -> Iterator[None]:
-    """Returns a context in which units and holders among the modules have the classes that they had before `make`."""
+    """Returns a context in which the units and holders among `modules` have the classes that they had before `make`."""
     made = [(module, type(module)) for module in modules if kind_of(module) is not None]
     for module, cls in made:
         object.__setattr__(module, "__class__", cls._gtp_class)  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,8 +102,8 @@ def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Calla
 
 
 class _Hooked(type(nnx.Module)):
-    """The metaclass of the subclasses that `make` creates. Because of it, such a subclass is pickled as the original
-    class and the kind."""
+    """The metaclass of the subclasses that `make` creates. `pickle` stores such a subclass as the original class and
+    the kind."""
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _hooked(cls: type, kind: Kind) -> type:
     members = {name: _hook(method, kind) for name, method in methods_of(cls, names).items()}
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     members |= {"_gtp_kind": kind, "_gtp_class": cls}
-    # Flax looks for some methods in the class itself, not in its bases
+    # `nnx.capture`, for example, looks for methods in the class itself, not in its bases.
     own = {k: v for k, v in vars(cls).items() if inspect.isfunction(v) and not k.startswith("_")}
     options = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
     return _Hooked(cls.__name__, (cls,), {**own, **members}, **options)
