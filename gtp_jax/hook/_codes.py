@@ -133,10 +133,10 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         asked = "`high_precision_first` or `high_precision_last`, which count the layers of a `Stack`"
         instead = "Leave both 0, and name blocks in `exclude`, such as ('layers.0',)"
     elif operands is not None and operands.delayed is not None:
-        asked = f"`{type(chosen).__name__}`, whose amaxes of earlier steps only gtp_jax's own layers keep"
+        asked = f"`{type(chosen).__name__}`, which scales by amaxes of earlier steps"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.attention:
-        asked = "attention in FP8, which only `gtp_jax.Attention` computes"
+        asked = "attention in FP8, which only `gtp_jax.Attention` and `gtp_jax.CrossAttention` compute"
         instead = "Pass `attention=False`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (
@@ -159,9 +159,9 @@ def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
     because a tensor axis would cut blocks. Returns an empty string if it can. Tiles may be longer than the rows."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1] and not tiled:
-        return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
+        return f"its runs of {sizes[1]} input features are shorter than a block of {form.name}"
     if cut(layout.matrix_of(layout.shape), sizes, form):
-        return f"{layout.tensor.axes[0]} would cut blocks of {form.name}"
+        return f"the axis {layout.tensor.axes[0]} would cut blocks of {form.name}"
     return ""
 
 

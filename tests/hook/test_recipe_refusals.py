@@ -65,6 +65,10 @@ REFUSED = {
         gtp.NVFP4(high_precision_last=1),
         r"or `high_precision_last`.*not supported.*Leave both 0, and name blocks in",
     ),
+    "attention": (
+        gtp.FP8(matmuls=True, attention=True),
+        r"only `gtp_jax.Attention` and `gtp_jax.CrossAttention` compute.*not supported.*Pass `attention=False`",
+    ),
 }
 
 
@@ -83,7 +87,7 @@ def test_what_sharded_models_do_not_support_is_refused(name):
 
 
 def test_delayed_scaling_is_refused():
-    message = r"asks for `FP8Delayed`, whose amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"
+    message = r"asks for `FP8Delayed`, which scales by amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"
     with scope(MESHES["gtp 8"]):
         model, recipe = of_drawn_arrays(), gtp.FP8Delayed()
         with pytest.raises(ValueError, match=message):

@@ -299,9 +299,23 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
     kernel = weights["layers.0.kernel"]
     assert (kernel.shape, kernel.wire, kernel.bytes, kernel.reason) == ((64, 128), "MXFP8", 64 * 128 * 33 // 32, "")
     assert weights["head.kernel"].reason == "it matches '*head'"
-    assert weights["short.kernel"].reason == "its rows of 16 elements are shorter than a block of MXFP8"
+    assert weights["short.kernel"].reason == "its runs of 16 input features are shorter than a block of MXFP8"
     inner = "dimension 1 is sharded, and its shards are not rows or columns of a matrix"
     assert weights["inner.kernel"].reason == inner
     assert weights["layers.0.bias"].reason == "it is not a matrix"
     assert found.untouched == ("odd.bias", "odd.kernel")
     assert "layers.0.kernel" in str(found) and "it matches '*head'" in str(found)
+
+
+def test_explain_says_which_kernels_tensor_ranks_divide_too_finely_for_blocks():
+    class Split(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(size, 64, rngs=rngs) for size in (64, 96, 48)])
+
+    with scope(ALL_MESHES["gtp 4, tp 2"]):
+        specs = {"layers.*.kernel": P("tp", "gtp")}
+        found = gtp.explain(gtp.shard(Split(nnx.Rngs(0)), "layers.*", min_size=64, specs=specs), gtp.MXFP8())
+    reasons = {weight.weight: weight.reason for weight in found.weights}
+    assert reasons["layers.0.kernel"] == ""
+    assert reasons["layers.1.kernel"] == "the axis tp would cut blocks of MXFP8"
+    assert reasons["layers.2.kernel"] == "its runs of 24 input features are shorter than a block of MXFP8"
