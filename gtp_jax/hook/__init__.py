@@ -1,19 +1,19 @@
-"""Shards the weights of any NNX model, and gathers them block by block.
+"""Shards the weights of NNX models, and gathers them block by block.
 
 [Note: words of the hook]
 - unit: a module, such as a block of a transformer, that gathers its weights when it is called.
 - holder: a module that contains units. It gathers only the weights that it holds itself.
 - placement: how a weight is partitioned in storage, and after its gather.
 - number of a weight: its index among the weights that one call gathers or quantizes.
-- wire: what ranks send instead of the shards of quantized weights, such as codes and scales.
+- wire: what ranks send instead of the shards of quantized weights, such as their codes.
 - slot: an array of zeros that accompanies a weight. A product that the hook computes can return the weight's gradient
   as the gradient of the slot, whose dtype and shape may differ from those of the weight.
 - walk: the sequence of calls of units in one trace, within one call of a model.
 
 [Note: tokens carry order, never values]
 `shard` changes the class of a unit to a subclass. In this subclass, the methods named by the argument `methods` call
-this package. A call that gathers or quantizes weights traces the unit's code to a jaxpr once, under the caller's
-context managers. One `custom_vjp` evaluates that jaxpr. Forward gathers the unit's weights, and saves their shards or
+this package. A call that must gather or quantize weights traces the unit's code to a jaxpr once, under the caller's
+context managers. One `custom_vjp` evaluates that jaxpr. Forward gathers the unit's weights, and saves their shards and
 codes; backward gathers the weights again, or uses those that `keep_last` has saved.
 
 A token of two zeros passes from unit to unit. A unit's gather waits for the first zero, which becomes available when
@@ -25,9 +25,9 @@ or a reduction may start late or early, but no value changes.
 
 The weights that a recipe quantizes are quantized once per call (`_codes`), or once per step of `train_step`
 (`_quantized`; `_made` hands the codes to the calls). Ranks gather the codes (`_weights`). The hook finds products with
-weights (`_products`), and may compute them in the recipe's formats (`_multiply`). If gradients of weights are to be
-summed in float32, or, in global view, to be exchanged by ranks (`_exchange`), the products that the hook computes can
-return these gradients through slots.
+weights (`_products`), and may compute them in the recipe's formats (`_multiply`). A product that the hook computes can
+return the gradient of a weight through a slot. Slots serve gradients that are to be summed in float32, and, in global
+view, gradients that ranks exchange (`_exchange`).
 """
 
 from ._codes import Coded as Coded

@@ -1,5 +1,4 @@
-"""Quantizes weights to a recipe's codes, which ranks gather instead of the weights' values, and gathers and decodes the
-codes."""
+"""Decides which weights a recipe quantizes, quantizes them, and gathers and decodes their codes."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Coded(Matrix):
     def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
         """Returns the decisions about the weight as a `WeightGroup`.
 
-        A user's own format returns gathered weights in the dtype in which they are stored, because such a format may
-        support only one dtype.
+        For a user's own format, `WeightGroup.dtype` is `stored`, because such a format may support only one dtype.
 
         Args:
             dtype: the dtype in which the weight is used.
@@ -52,7 +50,7 @@ class Coded(Matrix):
             layouts=(self.layout,),
             param_dtypes=(stored,),
             dtype=dtype if isinstance(self.form, Format | Tiled) else stored,
-            grad_reduce="float32",  # the hook reduces gradients itself
+            grad_reduce="float32",  # not used, because the hook reduces gradients itself
             codes_multiply=isinstance(self.form, Tiled),
             wire=self.form,
             operands=self.operands,
@@ -95,8 +93,8 @@ def decide(
     Args:
         recipe: the recipe.
         paths: the weight's paths in the model. The first pattern that matches any of them applies.
-        shape: its logical shape.
-        placement: its placement, for an array of this shape.
+        shape: the logical shape of the weight.
+        placement: the placement of the weight, for an array of this shape.
 
     Raises:
         ValueError: if the recipe asks for something that only gtp_jax's own layers support.
@@ -125,9 +123,13 @@ def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | Non
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
-    """Raises an error if a recipe asks for something that only gtp_jax's own layers support: a number of first or last
-    layers in high precision, delayed scaling, attention in FP8, or matmuls in a format other than that in which weights
-    are gathered."""
+    """Raises an error if a recipe asks for something that only gtp_jax's own layers support.
+
+    Args:
+        recipe: the recipe.
+        chosen: the recipe that `rule_of` returns for a weight.
+        path: a path of that weight, which the message names.
+    """
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` or `high_precision_last`, which count the layers of a `Stack`"
@@ -155,8 +157,8 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
 
 
 def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
-    """Returns in words why a format cannot quantize a matrix in blocks: because its rows are shorter than a block, or
-    because a tensor axis would cut blocks. Returns an empty string if it can. Tiles may be longer than the rows."""
+    """Returns, in words, why a format cannot quantize a matrix; an empty string if it can. Runs of input features
+    must be at least as long as a block, unless the block is a tile, and a tensor axis must not cut blocks."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1] and not tiled:
         return f"its runs of {sizes[1]} input features are shorter than a block of {form.name}"
@@ -166,8 +168,8 @@ def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
 
 
 def _in_order(layout: Layout, form: Format) -> Layout:
-    """Returns the layout. If the gather joins columns, the codes are the same either way, and columns are at least as
-    long as a block, rows and columns are exchanged: shards are then whole rows, which a gather concatenates."""
+    """Returns the layout. If the gather joins columns, exchanges rows and columns, so that the gather concatenates rows
+    instead. Does not do so if the format's blocks are not square, or longer than the columns."""
     rows, cols = form.run
     if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
         return layout
@@ -175,14 +177,13 @@ def _in_order(layout: Layout, form: Format) -> Layout:
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
-    """Quantizes weights, in the view in scope, and returns their codes. One kernel computes all amaxes that a `Format`
-    needs. Weights may share a buffer if they have the same format, dtype and axes, except those whose codes are
-    multiplied without being decoded.
+    """Quantizes weights, in the view in scope, and returns their codes as wires. A wire may hold the codes of several
+    weights. Each member of a wire is named `(index,)`, after its weight's index in `weights`.
 
     Args:
         shards: the shards of all weights.
         weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
-        dtypes: the dtype in which each is used.
+        dtypes: the dtype in which each weight is used.
     """
     groups = _groups(shards, weights, dtypes)
     if not groups:
@@ -206,7 +207,7 @@ def decode(
         wires: the codes of all quantized weights, from `encode` or from the step.
         shards: the shards of all weights, or their `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
-        dtypes: the dtype in which each is used.
+        dtypes: the dtype in which each weight is used.
         placements: the placements of all weights.
     """
     groups = _groups(shards, weights, dtypes)
@@ -225,9 +226,8 @@ def decode(
 
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
-    """Returns a gathered weight in the dtype in which it is used. Codes in tiles may arrive undecoded, and are then
-    decoded here. Because the scales of tiles are powers of two, a product can round these values to the same tiles
-    again without changing those that `dtype` holds exactly."""
+    """Returns a gathered weight in the dtype in which it is used. Decodes codes in tiles, which may arrive undecoded. A
+    product in tiles rounds the decoded values again, which changes nothing if `dtype` holds them exactly."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

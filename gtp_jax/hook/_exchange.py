@@ -3,8 +3,8 @@
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
 gradient of a single rank. To exchange gradients, the hook keeps them apart: the products that it computes (`_multiply`)
-add them to a slot with one more dimension than the weight. This leading dimension has one entry per rank of the batch,
-and is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
+return them as the gradient of a slot, which has an additional leading dimension. This dimension has one entry per rank
+of the batch, and is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Each rank sends every other rank that rank's shard of the gradient
-    that it has computed, and sums the shards that it receives with its own. If the weight is gathered along two
-    dimensions of its matrix, this applies to one of them; along the other, gradients are reduce-scattered.
+    """How the gradient of a weight is exchanged. Each rank divides its gradient into shards, sends each shard to the
+    rank that owns it, and sums the shards that it receives. The gradient of a weight that is gathered along two
+    dimensions of its matrix is exchanged along one of them, and reduce-scattered along the other.
 
     Attributes:
         wire: the format or dtype in which gradients are exchanged; they are summed in at least float32.
@@ -60,7 +60,7 @@ def exchanged(variable: Any, placement: Placement, axes: tuple[str, ...]) -> Exc
 
     Args:
         variable: the variable of the weight.
-        placement: its placement.
+        placement: the placement of the weight.
         axes: the axes of the mesh that shard the batch.
     """
     recipe = recipe_in_scope()
@@ -77,17 +77,17 @@ def decide_exchange(
     placement: Placement,
     axes: tuple[str, ...],
 ) -> Exchange | None:
-    """Returns how the gradient of a weight is exchanged under a recipe.
+    """Returns how the gradient of a weight is exchanged under a recipe; `None` if it is not exchanged.
 
-    Returns `None` if it is not exchanged: if the recipe has no `grad_wire` for the weight, or if the weight is not
-    gathered or cannot be seen as a matrix. In global view, it is also not exchanged if the weight is gathered over an
-    axis outside of `axes`, because ranks along such an axis have the same gradient.
+    The gradient is exchanged if the recipe has a `grad_wire` for the weight, the weight is gathered, and
+    `seen_as_matrix` returns a matrix. In global view, all axes over which the weight is gathered must also be in
+    `axes`, because along other axes, all ranks have the same gradient.
 
     Args:
         recipe: the recipe.
         paths: the weight's paths in the model. The first pattern that matches any of them applies.
-        shape: its logical shape.
-        placement: its placement, for an array of this shape.
+        shape: the logical shape of the weight.
+        placement: the placement of the weight, for an array of this shape.
         axes: the axes of the mesh that shard the batch.
     """
     wire = rule_of(recipe, paths)[1].reduction
@@ -107,9 +107,8 @@ def exchange(
     placements: Sequence[Placement],
     axes: tuple[str, ...],
 ) -> dict[int, jax.Array]:
-    """Exchanges gradients, in the view in scope, and returns the gradients of shards, by number. Gradients of weights
-    that are gathered over the same axes may be sent in one all-to-all if they have the same `wire`. Gradients are
-    summed in at least float32.
+    """Exchanges gradients, in the view in scope, and returns their sums, the gradients of shards, by number. In local
+    view, sums over the axes over which each weight is gathered; in global view, over all axes of the batch.
 
     Args:
         gradients: the gradients of gathered weights, by number. In local view, each is the gradient of this rank; in
@@ -136,8 +135,8 @@ def exchange(
 def _of_rank(
     gradients: Mapping[int, jax.Array], weights: Mapping[int, Exchange], placements: Sequence[Placement]
 ) -> dict[int, jax.Array]:
-    """Sums each gradient over the ranks over which its weight is gathered, and returns the sums for this rank's shards.
-    Called on each rank, inside a `shard_map`."""
+    """Sums each gradient over the axes over which its weight is gathered, and returns the sums for this rank's shards.
+    Must be called inside a `shard_map`."""
     groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
     matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
     fused: dict[ModulePath, jax.Array] = {

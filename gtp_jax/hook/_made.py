@@ -1,11 +1,11 @@
-"""Stores the codes and the keys of stochastic rounding that a step has made for sharded weights, in the metadata of the
-weights' variables.
+"""Keeps the codes of sharded weights, and their keys of stochastic rounding, for the calls of one step. Both are
+metadata of the weights' variables.
 
 [Note: once per step]
-A step calls the model once per microbatch. Before the first call, the step quantizes the weights once for all
-microbatches. The codes belong to the arrays that the model holds at that time. A call may find another array in a
-variable, because code has put it there, or because a transformation calls the module with its own arrays (a scan over
-stacked weights, `nnx.remat`). The call then quantizes the array that it finds.
+A step quantizes the weights once, for all of its microbatches. The codes belong to the arrays that the model holds at
+that time. A call may find another array in a variable, because code has put it there, or because a transformation calls
+the module with its own arrays (a scan over stacked weights, `nnx.remat`). The call then quantizes the array that it
+finds.
 
 The codes of a weight are named after its path in the model of the step (`place_name`). Its path in the model that was
 sharded (`path_of`) is not always unique: copies of a sharded module share it, and models that were sharded one by one
@@ -54,16 +54,15 @@ def place_name(place: Sequence[Any]) -> str:
 
 def keys_of_call(variable: Any) -> CallKeys | None:
     """Returns the keys of a weight for the current call, from which each product with the weight takes a key of its
-    own; `None` if the step has made none for the weight. Counts the call: the next call of this function in the same
-    trace returns other keys."""
+    own; `None` if the step has made none for the weight. Counts the call, so that the next call gets other keys."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:
     """Returns the codes that the step has made of the weights of a call, as wires. A member of a wire is named
-    `(number,)`, after its weight. A wire is left out unless the call uses all of its members, with the arrays that the
-    step quantized and in the same formats. The dtypes in which the call uses them do not matter.
+    `(number,)`, after its weight. A wire is returned only if the call uses all of its members, with the arrays that the
+    step quantized and in the same formats. The dtypes in which the call uses the weights do not matter.
 
     Args:
         variables: the variables of the weights.

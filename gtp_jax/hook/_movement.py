@@ -39,9 +39,8 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gradient of the stored array, given the gradient of the gathered weight. The result is partitioned
-    like the stored array. In local view, this function sums over the axes over which the weight is gathered; in global
-    view, XLA inserts the sum."""
+    """Returns the gradient of the stored array, partitioned like that array, given the gradient of the gathered weight.
+    In local view, sums over the axes over which the weight is gathered; in global view, XLA inserts the sum."""
     gradient = placement.pad(gradient)
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
@@ -53,7 +52,7 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
 
 def kept_whole(parameter: Any) -> Any:
     """Returns its argument, a parameter that is whole on every rank. In global view, if the parameter is traced,
-    applies a sharding constraint that keeps its gradient whole too.
+    constrains it and its gradient to be whole.
 
     Without the constraint, XLA could shard the gradient of a bias, for example, and then also the updated bias that an
     optimizer returns. The next step, which reads the bias, would then be compiled again for the new sharding.

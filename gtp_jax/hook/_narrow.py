@@ -10,8 +10,9 @@ from jax.extend.core import Jaxpr, Literal
 from ._jaxprs import CALLS, inner_jaxprs
 from ._products import is_narrow
 
-# For a value that is computed from weights alone, the numbers of these weights; literals do not count. `None` for a
-# value that depends on anything else, such as an argument of the call or an array constant.
+# The numbers of the weights from which a value is computed, if the value, or a part of it, may be computed from weights
+# alone. Literals, the conditions of branches and loops, and numbers of iterations do not count. `None` for any other
+# value, such as an argument of the call or an array constant.
 Origin = frozenset[int] | None
 
 # Primitives that evaluate each of their jaxprs at most once, and return its outputs.
@@ -19,13 +20,12 @@ _RETURNING = (*CALLS, "cond", "custom_jvp_call", "custom_vjp_call", "shard_map")
 
 
 def narrowed(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> set[int]:
-    """Returns the numbers of the weights that a jaxpr, or one nested in it, holds in a float dtype narrower than
-    float32, as an input or in a value computed from weights alone.
+    """Returns the numbers of the weights that a jaxpr, or one nested in it, may hold in a float dtype narrower than
+    float32: as an input, or as a value that may be computed from weights alone (`Origin`).
 
-    Follows the values that a `scan` carries through its iterations. Does not know which branch of a `cond` is taken, or
-    how often a `while` runs, so every possibility counts. The inputs of other nested jaxprs are taken to be the last
-    operands of the operation. If there are more inputs than operands, as in a Pallas kernel, every weight that the
-    operation reads counts.
+    Assumes that a `cond` may take any branch, and that a `while` may run any number of times. Takes the inputs of other
+    nested jaxprs, except the body of a `scan`, to be the last operands of the operation. If there are more inputs than
+    operands, as in a Pallas kernel, counts every weight in the origins of the operands.
 
     Args:
         jaxpr: the jaxpr.
@@ -37,7 +37,8 @@ def narrowed(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> set[int]:
 
 
 def _followed(jaxpr: Jaxpr, inputs: Sequence[Origin], found: set[int]) -> list[Origin]:
-    """Returns the origin of each output of a jaxpr, and adds to `found` the weights that `narrowed` returns."""
+    """Returns the origin of each output of a jaxpr, and adds to `found` the weights that `narrowed` returns for
+    the jaxpr."""
     known: dict[Any, Origin] = {}
 
     def origin(v: Any) -> Origin:
@@ -104,17 +105,17 @@ def _of_scan(eqn: Any, read: Sequence[Origin], found: set[int]) -> list[Origin]:
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
-    """Returns the origin of a value that is computed from several values, given theirs."""
+    """Returns the origin of a value that is computed from several values, given the origins of these."""
     each = list(origins)
     return None if None in each else frozenset[int]().union(*(own for own in each if own))
 
 
 def _either(alternatives: Sequence[Sequence[Origin]]) -> list[Origin]:
-    """Returns, for each of several values, the union of its known origins. Alternatives in which its origin is `None`
-    do not count; if it is `None` in all of them, the result is `None`.
+    """Returns, for each of several values, the union of those of its origins that are not `None`; `None` if there are
+    no such origins.
 
     Args:
-        alternatives: lists of origins, of which one applies; each has an origin for every value.
+        alternatives: lists with one origin for each value, such as one list for each branch of a `cond`.
     """
     known = [[own for own in each if own is not None] for each in zip(*alternatives, strict=True)]
     return [_joined(each) if each else None for each in known]

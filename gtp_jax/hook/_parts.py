@@ -16,9 +16,8 @@ class Parts(NamedTuple):
 
     Attributes:
         casts: for each weight, the narrower float dtype to which the call casts it, if that cast is the only use of the
-            weight and is outside of nested functions. A weight that is not quantized is then cast before its gather; a
-            quantized one is decoded to this dtype. Otherwise `None`: the weight is gathered or decoded in its own
-            dtype.
+            weight and is outside of nested functions. The weight is then gathered or decoded in this dtype, and
+            `before` does not contain the cast. Otherwise `None`.
         before: the jaxpr of the operations that compute values from weights alone, except those with side effects. Its
             inputs are the weights, cast as in `casts`; its outputs are the values that `after` or the result of the
             call needs.
@@ -67,7 +66,7 @@ def cast(weights: Sequence[Any], casts: Sequence[np.dtype | None]) -> list[jax.A
 
 
 def _only_cast(weight: Var, jaxpr: Jaxpr) -> Any:
-    """Returns the equation that casts a weight to a narrower float, if nothing else reads the weight; otherwise
+    """Returns the equation that casts a weight to a narrower float dtype, if the weight has no other use; otherwise
     `None`."""
     readers = [eqn for eqn in jaxpr.eqns if any(v is weight for v in eqn.invars)]
     if len(readers) != 1 or any(v is weight for v in jaxpr.outvars):

@@ -1,4 +1,4 @@
-"""Quantizes the sharded weights of a model, once for all its calls in a step."""
+"""Quantizes the sharded weights of a model once for all of its calls in a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from ._unit import Holder, Unit, kind_of
 
 
 def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
-    """Quantizes the sharded weights of a model under the recipe in scope, in the view in scope, and returns their
-    codes. Weights that the recipe does not quantize are left out. One kernel computes all amaxes that a `Format` needs.
-    Weights that one module gathers may share a buffer if they have the same format, dtype and axes, except those whose
-    codes are multiplied without being decoded. A weight that several modules gather has its own buffer."""
+    """Quantizes the sharded weights of a model's units and holders, under the recipe and in the view in scope, and
+    returns their codes. Leaves out weights that the recipe does not quantize.
+
+    Weights share a wire only if the same module, and no other, gathers them, because a call uses a wire only if it uses
+    all of its members (`wires_of_call`).
+    """
     groups: dict[ModulePath, WeightGroup] = {}
     shards: dict[ModulePath, Shards] = {}
     places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}

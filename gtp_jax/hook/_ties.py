@@ -3,9 +3,9 @@
 [Note: ties that hold]
 If nothing reads an output of a barrier, XLA drops the output, and with it the tie. Therefore, one of the arrays that
 must wait passes through a select on a zero that a barrier returned. XLA cannot know that this value is zero, so the
-select must wait for it. The other arrays wait for the selected array in a second barrier, all of whose outputs are
-read. A select on each array would also hold, but would read and write each of them once more. Between the second
-barrier and a gather, a sharding constraint to the stored partition keeps the gather after the barrier (`_movement`).
+select must wait for it. The other arrays wait for the selected array in a second barrier. A select on each array would
+also hold, but could read and write each of them once more. In global view, a sharding constraint to the stored
+partition keeps a gather after the second barrier (`_movement`).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs. Inside a `jax.vmap`, all floating-point outputs are batched if any of them, or any input
-    other than random keys and float0 arrays, is batched.
+    """Returns the outputs of a `custom_vjp`. Inside a `jax.vmap`, makes all outputs of inexact dtypes batched if any of
+    them, or any input, is batched. Inputs that are random keys or float0 arrays do not count.
 
-    If an output of a `custom_vjp` is unbatched, such as a zero, JAX by default does not support its gradient with
-    respect to unbatched inputs. jax 0.12 raises an error, and jax 0.11 counts the output's gradient once per index.
+    Otherwise, JAX may not support the gradient of an unbatched output, such as a zero, with respect to unbatched
+    inputs: jax 0.12 may raise an error, and jax 0.11 may count the output's gradient once per index.
 
     Args:
-        outputs: a pytree of arrays.
-        inputs: arrays and other leaves, of which only arrays count.
+        outputs: the outputs, a pytree of arrays.
+        inputs: the inputs.
     """
     leaves, tree = jax.tree.flatten(outputs)
     floats = [i for i, leaf in enumerate(leaves) if _is_real(leaf) and is_float(leaf)]
@@ -99,8 +99,8 @@ def _broadcast(size: int, batched: Any, outputs: list[Any], inputs: list[Any]) -
 
 @jax.custom_jvp
 def shared(zero: jax.Array) -> jax.Array:
-    """Returns the zero. Inside a `jax.vmap`, all indices share the zero of the first, so that arrays that wait for it
-    are not copied for each index."""
+    """Returns `zero`. Inside a `jax.vmap`, all indices share the zero of the first, so that unbatched arrays that wait
+    for it stay unbatched."""
     return _first(zero)
 
 

@@ -27,7 +27,7 @@ class Weights:
         placements: the placement of each weight.
         coded: how each weight is quantized for its gather; `None` for a weight that is not quantized.
         exchanged: how the gradient of each weight is exchanged; `None` for a weight whose gradient is not exchanged.
-        casts: the dtype in which each weight is used; `None` for a weight that is used in its own dtype.
+        casts: the dtype in which each weight is gathered or decoded; `None` for the weight's own dtype.
     """
 
     placements: tuple[Placement, ...]
@@ -36,8 +36,8 @@ class Weights:
     casts: tuple[np.dtype | None, ...]
 
     def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
-        """Returns the codes of all quantized weights: the codes that the step has made, and new codes of the weights
-        for which it has made none.
+        """Returns the codes of all quantized weights, as wires: the codes that the step has made, and new codes of the
+        weights for which it has made none.
 
         Args:
             shards: the shards of the weights.
@@ -60,8 +60,8 @@ class Weights:
     def gather(
         self, zero: jax.Array | None, shards: Sequence[Any], sent: Sequence[Any], wires: Sequence[Wire]
     ) -> list[jax.Array]:
-        """Returns the gathered weights. If codes are gathered, the gradient with respect to the shards is taken as if
-        the weight were not quantized.
+        """Returns the gathered weights. Their derivatives with respect to the shards are those of weights that are not
+        quantized.
 
         Args:
             zero: the zero that the gathers wait for; `None` if they wait for nothing.
@@ -86,7 +86,7 @@ class Weights:
         Args:
             gradients: the gradients of gathered weights, by number.
             apart: in global view, further gradients of some of these weights, kept apart by rank. They are exchanged,
-                and then added; see [Note: one gradient per rank].
+                and then added to the others; see [Note: one gradient per rank].
             axes: the axes of the mesh that shard the batch.
         """
         sent = apart if current_view() == "global" else gradients
@@ -100,9 +100,9 @@ class Weights:
     def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
         """Gathers and decodes the quantized weights, and returns them by number. Their derivatives with respect to the
         shards are taken as if the weights were not quantized. Second derivatives need this, because they differentiate
-        a gather of codes, whose own derivative is zero."""
+        the gather of the codes, through which no derivative flows."""
         dtypes = self._dtypes(shards)
-        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so the rule holds no arrays
+        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so that the rule holds no arrays
         return straight_through(
             {i: shards[i] for i, coded in enumerate(self.coded) if coded is not None},
             wires,
@@ -119,9 +119,8 @@ class Weights:
 
 
 def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
-    """Returns gathered weights. Unlike `run`, does not gather the weights again in backward: what backward needs is
-    saved, unless `jax.checkpoint` around the call recomputes it. Backward reduces the gradients of the gathered weights
-    to the gradients of the shards.
+    """Returns gathered weights. Backward does not gather them again, unless a `jax.checkpoint` around the call
+    recomputes them. Backward reduces their gradients to the gradients of the shards.
 
     Args:
         weights: how the weights are gathered, and how their gradients are reduced.
