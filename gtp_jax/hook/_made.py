@@ -54,7 +54,7 @@ def place_name(place: Sequence[Any]) -> str:
 
 def keys_of_call(variable: Any) -> CallKeys | None:
     """Returns the keys of a weight for the current call, from which each product with the weight takes a key of its
-    own; `None` if the step has made none for the weight. Counts the call, so that the next call gets other keys."""
+    own; `None` if the step has made none for the weight. Each call of this function returns other keys."""
     made = _made(variable)
     return None if made is None or made.keys is None else made.keys.for_view()
 

@@ -31,7 +31,7 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
 
 
 def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of the gathered weight."""
+    """Returns the shape of the gathered weight, without padding, and the dtype of its shard."""
     sizes = shard.shape
     if current_view() != "global":
         sizes = [size * degrees(placement.gathered_axes(dim)) for dim, size in enumerate(sizes)]
