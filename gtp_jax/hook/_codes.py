@@ -133,7 +133,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` or `high_precision_last`, which count the layers of a `Stack`"
-        instead = "Leave both 0, and name blocks in `exclude`, such as ('layers.0',)"
+        instead = "Leave both at 0, and name blocks in `exclude`, such as ('layers.0',)"
     elif operands is not None and operands.delayed is not None:
         asked = f"`{type(chosen).__name__}`, which scales by amaxes of earlier steps"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
@@ -157,11 +157,14 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
 
 
 def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
-    """Returns, in words, why a format cannot quantize a matrix; an empty string if it can. Runs of input features
-    must be at least as long as a block, unless the block is a tile, and a tensor axis must not cut blocks."""
+    """Returns, in words, why a format cannot quantize a matrix; an empty string if it can. A rank must have at least as
+    many input features as a block is long, except for tiles, and a tensor axis must not cut blocks."""
     sizes = layout.matrix_of(layout.whole_shape)
     if sizes[1] < form.run[1] and not tiled:
-        return f"its runs of {sizes[1]} input features are shorter than a block of {form.name}"
+        return (
+            f"after the gather, it has {sizes[1]} input features per rank, fewer than the {form.run[1]} of a block of "
+            f"{form.name}"
+        )
     if cut(layout.matrix_of(layout.shape), sizes, form):
         return f"the axis {layout.tensor.axes[0]} would cut blocks of {form.name}"
     return ""

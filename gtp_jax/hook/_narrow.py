@@ -21,7 +21,7 @@ _RETURNING = (*CALLS, "cond", "custom_jvp_call", "custom_vjp_call", "shard_map")
 
 def narrowed(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> set[int]:
     """Returns the numbers of the weights that a jaxpr, or one nested in it, may hold in a float dtype narrower than
-    float32: as an input, or as a value that may be computed from weights alone (`Origin`).
+    float32, as an input or as a value computed from weights alone (`Origin`).
 
     Assumes that a `cond` may take any branch, and that a `while` may run any number of times. Takes the inputs of other
     nested jaxprs, except the body of a `scan`, to be the last operands of the operation. If there are more inputs than

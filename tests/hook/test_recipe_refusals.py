@@ -63,7 +63,7 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
 REFUSED = {
     "layers": (
         gtp.NVFP4(high_precision_last=1),
-        r"or `high_precision_last`.*not supported.*Leave both 0, and name blocks in",
+        r"or `high_precision_last`.*not supported.*Leave both at 0, and name blocks in",
     ),
     "attention": (
         gtp.FP8(matmuls=True, attention=True),

@@ -299,7 +299,8 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
     kernel = weights["layers.0.kernel"]
     assert (kernel.shape, kernel.wire, kernel.bytes, kernel.reason) == ((64, 128), "MXFP8", 64 * 128 * 33 // 32, "")
     assert weights["head.kernel"].reason == "it matches '*head'"
-    assert weights["short.kernel"].reason == "its runs of 16 input features are shorter than a block of MXFP8"
+    short = "after the gather, it has 16 input features per rank, fewer than the 32 of a block of MXFP8"
+    assert weights["short.kernel"].reason == short
     inner = "dimension 1 is sharded, and its shards are not rows or columns of a matrix"
     assert weights["inner.kernel"].reason == inner
     assert weights["layers.0.bias"].reason == "it is not a matrix"
@@ -318,4 +319,5 @@ def test_explain_says_which_kernels_tensor_ranks_divide_too_finely_for_blocks():
     reasons = {weight.weight: weight.reason for weight in found.weights}
     assert reasons["layers.0.kernel"] == ""
     assert reasons["layers.1.kernel"] == "the axis tp would cut blocks of MXFP8"
-    assert reasons["layers.2.kernel"] == "its runs of 24 input features are shorter than a block of MXFP8"
+    short = "after the gather, it has 24 input features per rank, fewer than the 32 of a block of MXFP8"
+    assert reasons["layers.2.kernel"] == short
