@@ -1,7 +1,7 @@
 """Calls the kernels for codes in blocks of 128: CUDA only.
 
-Their references are `quantize_blocked` and `blocked_product` of `gtp_jax.ops.reference`, whose scales are transposed and
-not padded.
+Their references are `quantize_blocked` and `blocked_product` of `gtp_jax.ops.reference`, whose scales are transposed
+and not padded.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def blocked_product(
         left: codes `(rows, depth)`. All sizes are multiples of 128.
         left_scales: float32 `(depth / 128, rows)`, the inverses of the scales of its runs.
         right: codes `(columns, depth)`.
-        right_scales: float32 `(depth / 128, columns)`. The scales of tiles are `(columns / 128, width)`, where width is
-            `depth / 128` rounded up to a multiple of 4.
-        tiles: whether the scales of `right` are those of 128 x 128 tiles.
+        right_scales: float32, the inverses of its scales: `(depth / 128, columns)` for runs. For tiles, they are
+            `(columns / 128, width)`, where width is `depth / 128` rounded up to a multiple of 4.
+        tiles: whether `right` has a scale for each tile of 128 x 128, instead of each run.
         dtype: the dtype of the result, bfloat16 or float32.
     """
     (rows, depth), columns = left.shape, right.shape[0]

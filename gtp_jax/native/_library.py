@@ -17,9 +17,7 @@ from ..formats import FORMATS
 Code = Literal["machine code", "PTX", "none"]
 
 _MODULE = f"{__package__}._native"
-REBUILD = (
-    "`pip install -e .` in a checkout, or `pip install --force-reinstall --no-deps --no-cache-dir PATH` with its path"
-)
+REBUILD = "`pip install --force-reinstall --no-deps -e .` in a checkout of gtp_jax"
 
 
 @functools.cache
