@@ -18,14 +18,15 @@ def inner_jaxprs(eqn: Any) -> list[Jaxpr]:
 
 
 def custom_vjps(jaxpr: Jaxpr) -> list[str]:
-    """Returns the name of each `jax.custom_vjp` function that a jaxpr calls, and where its source is."""
+    """Returns, for each call of a `jax.custom_vjp` function in a jaxpr, the function's name and source location, as JAX
+    has recorded them."""
     calls = (eqn for eqn in _operations(jaxpr) if eqn.primitive.name.startswith("custom_vjp_call"))
     return [str(inner_jaxprs(eqn)[0].debug_info.func_src_info) for eqn in calls]
 
 
 def in_forward_mode(jaxpr: Jaxpr) -> list[str]:
-    """Returns the name of the backward rule of each `jax.custom_vjp` function that a jaxpr differentiates in forward
-    mode. JAX raises an error if such a jaxpr is evaluated."""
+    """Returns, for each call of a `jax.custom_vjp` function that a jaxpr differentiates in forward mode, the name that
+    JAX has recorded for the backward rule. JAX raises an error if such a jaxpr is evaluated."""
     return [eqn.params["bwd"].__name__ for eqn in _operations(jaxpr) if eqn.primitive.name == "custom_lin"]
 
 

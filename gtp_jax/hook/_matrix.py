@@ -2,9 +2,9 @@
 
 [Note: seen as a matrix]
 A weight of two or more dimensions is seen as a matrix `(input features, output features)`, like the kernel of a dense
-layer, unless its sharding prevents this. The leading dimensions are joined into the input features, and the others into
-the output features; `features_in` returns how many dimensions are joined into the input features. If the blocks of a
-format are not square, they run along the input features.
+layer, unless its sharding prevents this. Its leading dimensions, whose number `features_in` returns, are joined into
+the input features, and the others into the output features. If the blocks of a format are not square, they run along
+the input features.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Matrix:
     layout: Layout
 
     def to_matrix(self, array: jax.Array) -> jax.Array:
-        """Reshapes the weight to the matrix, or a shard of the weight to a shard of the matrix."""
+        """Reshapes the weight, its gradient, or a shard of either to the two dimensions of the matrix."""
         return jnp.reshape(array, (math.prod(array.shape[: self.inputs]), math.prod(array.shape[self.inputs :])))
 
     @property
     def used(self) -> PartitionSpec:
-        """The partition of the gathered matrix in global view."""
+        """The partition of the gathered matrix."""
         split = self.layout.split
         entries = [split.axis if split is not None and dim == self.layout.split_dim else None for dim in range(2)]
         return PartitionSpec(*entries)
@@ -54,7 +54,7 @@ def seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> Matrix | str
     if len(shape) < 2:
         return "it is not a matrix"
     inputs = features_in(shape)
-    # the dimensions of the weight that may be sharded, each with the dimension of the matrix that its shards divide
+    # the dimensions of the weight that may be sharded, and the dimensions of the matrix into which they are joined
     starts = {0: 0, inputs: 1}
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)

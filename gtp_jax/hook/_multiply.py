@@ -21,10 +21,9 @@ from ._products import Array, Factor, values_of
 def multiplies(coded: Coded | None, factor: Factor) -> bool:
     """Returns whether a product with a weight is computed in a recipe's formats.
 
-    The recipe must ask for it. If the format has blocks, or tensor ranks divide the weight, the product must also
-    contract exactly the weight's input features, or exactly its output features, and have both in their order in the
-    weight; see [Note: order of a view]. If the format has blocks that are not square, only the input features will do,
-    because the blocks must run along the contraction.
+    The recipe must ask for it. If the format has blocks, or tensor ranks divide the gathered weight, the product must
+    also satisfy `in_order_of` or `turned`. If the blocks are not square, it must satisfy `in_order_of`, because the
+    blocks must run along the contracted features.
     """
     if coded is None or coded.operands is None:
         return False
@@ -35,9 +34,8 @@ def multiplies(coded: Coded | None, factor: Factor) -> bool:
 
 
 def ranks_know(seen: Matrix, factor: Factor) -> bool:
-    """Returns whether each rank can compute its part of a product with a weight. It cannot if tensor ranks divide the
-    weight, unless the product contracts exactly the weight's input features, or exactly its output features, and has
-    both in their order in the weight."""
+    """Returns whether each rank can compute its part of a product with a weight. If tensor ranks divide the gathered
+    weight, the product must satisfy `in_order_of` or `turned`."""
     return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
 
 
@@ -58,15 +56,13 @@ def product(
     """Returns `x @ weight.T`, in the view in scope. Every rank multiplies its own part of `x`, which may be all of it.
 
     Args:
-        x: the other operand, `(..., contracted features)`. If it has two or more dimensions, the first is the batch
-            dimension. In global view, this dimension is sharded if its size is a multiple of the number of ranks of
-            `batch`.
+        x: the other operand, `(..., contracted features)`. If it has two or more dimensions, the first counts as the
+            batch dimension. In global view, this dimension is sharded if the ranks of `batch` divide it evenly.
         weight: the gathered weight, `(kept features, contracted features)`; if it is quantized, the values of its
             codes. If its slot has an additional leading dimension, the slot receives one gradient for each rank of
             `batch`.
         seen: how the weight is seen as a matrix. `ranks_know(seen, factor)` must be true.
-        operands: the formats to which operands are rounded; `None` to round nothing, which is required if `multiplies`
-            returns false for the weight and `factor`.
+        operands: the formats to which operands are rounded, if `multiplies` allows it; `None` to round nothing.
         factor: the weight as a factor of the product.
         batch: the mesh axes that shard the batch; those that the mesh in scope lacks do not count.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with

@@ -1,5 +1,4 @@
-"""Splits the arguments and results of calls, which may contain NNX nodes, into arrays, and rebuilds them from
-arrays."""
+"""Splits values that may contain NNX nodes into arrays, and rebuilds them from arrays."""
 
 from __future__ import annotations
 
@@ -61,18 +60,19 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
 
 
 def variables_of(state: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of an NNX state, and its structure. A leaf is a variable, or an array that is an attribute."""
+    """Returns the leaves of an NNX state, and its structure. A leaf is a variable, or other data of a node, such as an
+    array that is an attribute."""
     return jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def value_of(leaf: Any) -> Any:
-    """Returns the value of a leaf: that of a variable, or the array itself."""
+    """Returns the value of a leaf: that of a variable, or the leaf itself if it is not a variable."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a leaf with another value: a copy of the variable, with the given metadata set, or, if the leaf is an
-    array, the value itself."""
+    """Returns a leaf with another value: a copy of the variable, with the given metadata set, or, if the leaf is not a
+    variable, the value itself."""
     return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
 
 

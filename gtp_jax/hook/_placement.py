@@ -1,4 +1,4 @@
-"""Decides and describes how a sharded weight is partitioned in storage, and after its gather."""
+"""Decides and describes how weights are partitioned in storage, and after their gather."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Placement:
 
     Attributes:
         stored: the partition of the stored array.
-        used: the partition of the gathered array, which names only axes over which the weight is not gathered.
+        used: the partition of the gathered array. It names only axes over which the weight is not gathered.
         degrees: the mesh axes that `stored` names, each with its size.
-        shape: the logical shape of the weight.
-        padding: the dimension of the stored array that ends in zeros, and their number; `UNPADDED` if there is no
-            padding. No axis of `used` divides this dimension. The gathered array has no padding.
-        kind: the class of the weight's variable. A variable of another class with this placement in its metadata has
-            only copied it, as adapters do, and does not count as sharded.
+        shape: the logical shape for which the placement was made.
+        padding: the dimension in which the stored array is padded, and by how many elements; `UNPADDED` if it is not
+            padded. No axis of `used` divides this dimension. The gathered array has no padding.
+        kind: the class of the weight's variable. A variable of another class with this placement in its metadata, such
+            as an adapter, has only copied it, and does not count as sharded.
     """
 
     stored: PartitionSpec
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the array."""
+        """The number of dimensions of the weight."""
         return len(self.shape)
 
     @property
@@ -52,8 +52,8 @@ class Placement:
 
     @property
     def padded(self) -> PaddedLayout | None:
-        """How the stored array is padded; `None` if it is not. Leaves out the first dimension if it is whole, so that
-        the layout is also that of a slice."""
+        """The layout of the stored array; `None` if it is not padded. The layout leaves out a first dimension that no
+        axis divides, because a loop may run over it."""
         if not self.padding.size:
             return None
         first = 0 if _axes(self.stored, 0) else 1
@@ -79,8 +79,8 @@ class Placement:
         return (*self.used_axes(dim), *self.gathered_axes(dim))
 
     def fits(self, shape: Sequence[int] | None) -> bool:
-        """Returns whether an array of this shape can be stored as `stored`; false if the shape is `None`. If the weight
-        is padded, the array may be the stored one or the logical one."""
+        """Returns whether an array of this shape can be stored with this placement; `False` if the shape is `None`. If
+        the weight is padded, only its logical shape and the shape of the stored array fit."""
         if shape is not None and self.padding.size:
             return tuple(shape) in (self.shape, self.array_shape)
         return (
@@ -99,17 +99,17 @@ class Placement:
         return self._with(shape, -self.padding.size)
 
     def with_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the stored array, given the logical shape. For a part of the weight that spans the
-        padded dimension, returns the shape of the stored part, given the shape of the logical part."""
+        """Returns the shape of the stored array, given the logical shape. The shape may also be that of a part of the
+        weight, if the part is whole in the padded dimension."""
         return self._with(shape, self.padding.size)
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """Returns the gathered array without padding, given the gathered stored array."""
+        """Returns a gathered array without its padding."""
         dim = self.padding.dim
         return array if dim is None else lax.slice_in_dim(array, 0, self.shape[dim], axis=dim)
 
     def pad(self, array: jax.Array) -> jax.Array:
-        """Returns an array with the padding of the stored array, given an array of the logical shape."""
+        """Adds the padding of the stored array to an array of the logical shape, and returns the result."""
         if self.padding.dim is None:
             return array
         return jnp.pad(array, [(0, self.padding.size if dim == self.padding.dim else 0) for dim in range(self.ndim)])
@@ -118,15 +118,14 @@ class Placement:
         return tuple(size + more * (dim == self.padding.dim) for dim, size in enumerate(shape))
 
     def check_mesh(self, owner: str) -> None:
-        """Checks that the mesh in scope has the axes that shard the weight, with the sizes that they had when
-        it was sharded.
+        """Checks that the mesh in scope has the axes that shard the weight, with the sizes that they had when the
+        weight was sharded.
 
         Args:
             owner: what was sharded, as the message names it: a weight and its module, or "the model".
 
         Raises:
-            ValueError: if an axis is missing, as when no mesh is in scope, or has another size. The message names the
-                sizes.
+            ValueError: if such an axis is missing or has another size.
         """
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
@@ -140,9 +139,8 @@ class Placement:
             )
 
     def of_slice(self, shape: tuple[int, ...]) -> Placement:
-        """Returns the placement of an array with this shape, which is the whole array or a slice of it.
-
-        Scans and vmaps over the first dimension use slices, which lack that dimension.
+        """Returns the placement of an array of this shape: the whole array, or a slice without the first dimension, as
+        inside a scan or a vmap over stacked weights.
 
         Raises:
             ValueError: if the shape has neither as many dimensions as the weight nor one fewer, or if it has one fewer
@@ -162,8 +160,8 @@ class Placement:
         return dataclasses.replace(self, stored=stored, used=used, shape=self.shape[1:], padding=padding)
 
     def check_padding(self, shape: Sequence[int], *, of_shard: bool) -> None:
-        """Checks that an array has the padding with which the weight was stored. The padding is later removed according
-        to its recorded size, so the array must have padding of that size.
+        """Checks the size of the padded dimension of an array, if there is one. It must be the size with which the
+        weight was stored, because a gather cuts this dimension to its logical size.
 
         Args:
             shape: the shape of the array that a variable holds.
@@ -184,15 +182,14 @@ class Placement:
 
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
-    `None` for anything that is not a variable, and for a variable without a placement, for example because `shard` gave
-    it none, `nnx.update` has replaced its metadata, or a holder has gathered its weight for the current call. Also
-    returns `None` for a variable of another class that has only copied the metadata.
+    `None` for a variable without a placement, for one that has only copied a placement (`Placement.kind`), and for
+    anything that is not a variable.
 
     In local view, a weight is gathered over all its axes, tensor axes included: a stock layer's code does not sum over
     tensor ranks, so each rank must compute with the whole weight.
 
     Raises:
-        ValueError: for the same reasons as `Placement.of_slice` and `Placement.check_padding`.
+        ValueError: for the same reasons as `Placement.of_slice`, `Placement.check_padding` and `current_view`.
     """
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     if placement is None or type(variable) is not placement.kind:
@@ -210,20 +207,21 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    Tries four ways in turn, with the axes of more than one rank that `used` does not name. First, all axes of the roles
-    `weights` and `optimizer` shard one dimension. Second, the axes of `weights` shard one dimension, and those of
-    `optimizer` another. Third, under `even_shares`, and if the weight may be padded, all axes shard one dimension,
-    which is padded. Fourth, fewer of these axes shard one dimension. Among the dimensions that the axes divide evenly,
-    those that no axis divides yet are preferred, then those whose shards are also shards of a matrix (`features_in`),
-    then the longest.
+    Divides the weight over axes of the roles `weights` and `optimizer`. Axes of one rank do not count, and neither do
+    those that `used` names. Takes the first of these ways that is possible:
 
-    If no axis divides a dimension, and the weight is not padded, the weight is stored as `used`. It has a placement
-    nevertheless, so that a recipe can quantize it as on a larger mesh.
+    1. All axes shard one dimension.
+    2. The axes of `weights` shard one dimension, and those of `optimizer` another.
+    3. All axes shard one dimension, which is padded. This requires `can_pad` and `even_shares`.
+    4. Some of the axes shard one dimension; `_fewer` says which are tried first.
+
+    If no axis divides the weight, it is stored as `used`. It has a placement nevertheless, so that a recipe can
+    quantize it as on a larger mesh.
 
     Args:
         shape: the logical shape of the weight.
         roles: the roles of the mesh axes.
-        used: the partition of the gathered array, which names only axes over which the weight is not gathered.
+        used: the partition of the gathered array. It names only axes over which the weight is not gathered.
         can_pad: whether the weight may be padded.
     """
     shape, taken = tuple(shape), axes_of(used)
@@ -255,9 +253,9 @@ def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding
     """Returns the padding that makes one dimension of a weight divisible by this many ranks; `UNPADDED` if axes of
     `used` divide every dimension of more than one element already.
 
-    Takes the first of these that adds little (`choose_padding`): a dimension whose shards are also shards of a matrix
-    (`features_in`), padded to whole blocks; or such a dimension, padded to equal shards. If none does, pads the
-    dimension where equal shards add least.
+    Prefers a dimension whose shards are also shards of a matrix (`features_in`). Pads such a dimension so that shards
+    consist of whole blocks, or, if that adds too much (`choose_padding`), only so that they are equal. If that adds too
+    much as well, pads the dimension in which equal shards add least.
     """
     inputs = features_in(shape)
     free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]
@@ -274,15 +272,15 @@ def features_in(shape: Sequence[int]) -> int:
     joined into the output features.
 
     If the last dimension is longer than the first, all dimensions but the last are joined. Otherwise, as in a
-    projection to heads, the first dimension alone forms the input features. The decision depends on the shape, but not
-    on the mesh.
+    projection to heads, the first dimension alone forms the input features. The decision does not depend on the mesh.
     """
     return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
 
 
 def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple[str, ...]]) -> PartitionSpec | None:
     """Returns `used` with each group of axes added to a dimension that the group divides evenly; `None` if a group
-    divides no dimension."""
+    divides no dimension. Prefers dimensions that no axis divides yet, then those whose shards are also shards of a
+    matrix (`features_in`), then those with the longest shards."""
     entries = [_axes(used, dim) for dim in range(len(shape))]
     for axes in groups:
         local = [size // degrees(own) for size, own in zip(shape, entries, strict=True)]

@@ -4,19 +4,17 @@
 A product with a weight is a `dot_general` with contracting dimensions and without batch dimensions. Exactly one of its
 operands is a view of a weight: the gathered weight after any number of casts, reshapes, transposes, squeezes and
 copies. The result has the dtype of the operands, a float of at least 16 bits. Nested jits are searched for views and
-products, except jits at the top level of the call that read only weights. All other operations read a quantized weight
-as the values of its codes.
+products, except those in `Parts.before`. All other operations are evaluated as they are.
 
-If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. If the hook computes a product
-that it has found, the product adds the weight's gradient to the slot. A cast changes the dtype of a view, but not that
+If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. A product that the hook
+computes can return the weight's gradient as the gradient of the slot. A cast changes the dtype of a view, but not that
 of its slot.
 
 [Note: order of a view]
-Blocks of a format run along the input features of the weight's matrix ([Note: seen as a matrix]). So a product in
-blocks must contract exactly the input features, in the order of the weight's elements. If the blocks are square, the
-product may contract exactly the output features instead. A view therefore records where its elements are in the weight,
-unless a reshape makes that impossible. Each dimension of the view is a list of runs `(stride, size)`, outermost first:
-`size` steps of `stride` elements of the weight.
+Whether a product can be computed in blocks depends on which elements of a weight it contracts, and in which order
+(`multiplies`). A view therefore records where its elements are in the weight, unless a reshape makes that impossible.
+Each dimension of the view is a list of runs, outermost first. A run `(stride, size)` consists of `size` positions that
+are `stride` elements of the weight apart.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class View(NamedTuple):
 
     Attributes:
         number: the weight's number, its index among the weights of the call.
-        dims: the runs of each dimension; `None` if a reshape has made a dimension that is not a list of runs.
+        dims: the runs of each dimension; `None` if a reshape has made a dimension that cannot be written as runs.
     """
 
     number: int
@@ -69,10 +67,9 @@ Array = jax.Array | SlottedWeight
 # A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input
 # features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
-# A function that may compute a product with a weight differently from the jaxpr. Its arguments are the weight as a
-# factor, a function `f`, and the operands of the product as in the jaxpr: first the one that is not a view, then the
-# view of the weight. `f(times, x, view)` computes the product of these operands by means of `times`. Returns what `f`
-# returns for a `Times` of its choice, or `None` to leave the product to the jaxpr.
+# A function that may compute a product with a weight in another way than the jaxpr does. Its arguments are the weight
+# as a factor, a function `f`, and the operands of the product: `x`, which is not a view, and then `view`. It returns
+# `f(times, x, view)` for a `Times` of its choice, or `None` to leave the product to the jaxpr.
 Multiply = Callable[[Factor, Callable[[Times, jax.Array, Array], jax.Array], jax.Array, Array], jax.Array | None]
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
@@ -90,7 +87,7 @@ def views_of(before: Jaxpr) -> tuple[View | None, ...]:
 
 
 def inputs_of(before: Jaxpr) -> list[View | None]:
-    """Returns the views that the inputs of a jaxpr are. The inputs must be the weights, so each is a view of itself."""
+    """Returns a view for each input of a jaxpr. The inputs must be the weights; each is a view of itself."""
     return [View(i, _whole(v)) for i, v in enumerate(before.invars)]
 
 
@@ -191,7 +188,7 @@ def _whole(weight: Var) -> tuple[Runs, ...]:
 
 
 def _through(eqn: Any, view: View | None) -> View | None:
-    """Returns the view that results when an operation of `_VIEWS` is applied to a view."""
+    """Returns the view that an operation of `_VIEWS` makes of its operand; `None` if the operand is not a view."""
     if view is None or view.dims is None:
         return view
     if eqn.primitive.name == "transpose":
@@ -200,16 +197,15 @@ def _through(eqn: Any, view: View | None) -> View | None:
 
 
 def _slot_through(eqn: Any, slot: jax.Array) -> jax.Array:
-    """Returns the slot of an operation's result, given the slot of the view that it reads."""
+    """Returns the slot of the result of an operation of `_VIEWS`, given the slot of the operand."""
     if eqn.primitive.name == "convert_element_type":
         return slot
     return on_slot(lambda a: eqn.primitive.bind(a, **eqn.params), slot, eqn.invars[0].aval.ndim)
 
 
 def on_slot(function: Callable[[jax.Array], jax.Array], slot: jax.Array, ndim: int) -> jax.Array:
-    """Applies a function to the slot of a view of `ndim` dimensions, and returns the result. If the slot has one
-    dimension more, it holds one slot per rank along its first dimension, and the function is applied to each of
-    these."""
+    """Applies a function to the slot of a view of `ndim` dimensions, and returns the result. If the slot has one more
+    dimension, its first dimension is that of ranks, and the function is applied to the slot of each rank."""
     return jax.vmap(function)(slot) if slot.ndim > ndim else function(slot)
 
 
