@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ..layout import BLOCK, BLOCK_ROWS, UNPADDED, PaddedLayout, Padding, Target, choose_padding, shares_are_even
 from ..mesh import Roles, axes_of, current_view, degree, degrees
+from ._path import path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +135,17 @@ class Placement:
             raise ValueError(
                 f"{owner} was sharded by `gtp_jax.shard` over {want}, and "
                 f"{f'the mesh in scope is {have}' if have else 'no mesh is in scope'}. Use the model under `with "
-                "jax.set_mesh(mesh):`, with the mesh for which it was sharded. For another mesh, shard a new model "
-                "there; its weights can be restored from a checkpoint."
+                "jax.set_mesh(mesh):`, with the mesh for which it was sharded. To use another mesh, build a new "
+                "model, shard it under that mesh, and restore its weights from a checkpoint."
             )
 
-    def of_slice(self, shape: tuple[int, ...]) -> Placement:
+    def of_slice(self, shape: tuple[int, ...], owner: str = "a weight") -> Placement:
         """Returns the placement of an array of this shape: the whole array, or a slice without the first dimension, as
         inside a scan or a vmap over stacked weights.
+
+        Args:
+            shape: the shape of the array.
+            owner: how the message names the weight.
 
         Raises:
             ValueError: if the shape has neither as many dimensions as the weight nor one fewer, or if it has one fewer
@@ -150,21 +155,23 @@ class Placement:
             return self
         if len(shape) != self.ndim - 1 or _axes(self.stored, 0):
             raise ValueError(
-                f"a weight of {self.ndim} dimensions, which `gtp_jax.shard` stores as {self.stored}, holds an array of "
-                f"shape {shape}. A scan or a vmap over it must run over its first dimension, which must stay whole: "
-                "name another partition with `specs`. To hold an array of another shape, build the model again with "
-                "that shape, and shard the new model."
+                f"{owner} has {self.ndim} dimensions, and `gtp_jax.shard` stores it as {self.stored}, but its variable "
+                f"holds an array of shape {shape}. At most one scan or vmap may run over a weight, over its first "
+                "dimension, and only if this dimension is not sharded; if it is, name another partition with `specs`. "
+                "If the weight is to have another shape, build the model again with that shape, and shard the new "
+                "model."
             )
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
         padding = self.padding if self.padding.dim is None else Padding(self.padding.dim - 1, self.padding.size)
         return dataclasses.replace(self, stored=stored, used=used, shape=self.shape[1:], padding=padding)
 
-    def check_padding(self, shape: Sequence[int], *, of_shard: bool) -> None:
+    def check_padding(self, shape: Sequence[int], owner: str, *, of_shard: bool) -> None:
         """Checks the size of the padded dimension of an array, if there is one. It must be the size with which the
         weight was stored, because a gather cuts this dimension to its logical size.
 
         Args:
-            shape: the shape of the array that a variable holds.
+            shape: the shape of the array.
+            owner: how the message names the weight or slice.
             of_shard: whether the array is a shard.
 
         Raises:
@@ -173,10 +180,12 @@ class Placement:
         dim = self.padding.dim
         if dim is not None and shape[dim] * (self.parts(dim) if of_shard else 1) != self.array_shape[dim]:
             raise ValueError(
-                f"a weight of shape {self.shape}, which `gtp_jax.shard` stores padded to {self.array_shape}, holds an "
-                f"array of shape {tuple(shape)}. Outside of `shard_map`, set an array of the weight's logical "
-                "shape, which is the same on every mesh: `kernel.set_value(array)` pads it. To hold an array of "
-                "another shape, build the model again with that shape, and shard the new model."
+                f"{owner} has the shape {self.shape}, and `gtp_jax.shard` stores it padded to {self.array_shape}, but "
+                f"its variable holds {'a shard' if of_shard else 'an array'} of shape {tuple(shape)}. "
+                f"{'Pass arrays into `shard_map` in the partitions in which they are stored. ' if of_shard else ''}"
+                "Outside of `shard_map`, set an array of the weight's logical shape, which is the same on every mesh: "
+                "`kernel.set_value(array)` pads it. If the weight is to have another shape, build the model again with "
+                "that shape, and shard the new model."
             )
 
 
@@ -199,9 +208,11 @@ def placement_of(variable: Any) -> Placement | None:
     shape = getattr(variable.get_raw_value(), "shape", None)
     if shape is None:
         return placement
-    placement = placement.of_slice(shape)
-    placement.check_padding(shape, of_shard=current_view() == "local")
-    return placement
+    owner = f"the weight {'.'.join(path_of(variable))}"
+    found = placement.of_slice(shape, owner)
+    owner = owner if found is placement else f"a slice of {owner}"
+    found.check_padding(shape, owner, of_shard=current_view() == "local")
+    return found
 
 
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
@@ -215,8 +226,8 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     3. All axes shard one dimension, which is padded. This requires `can_pad` and `even_shares`.
     4. Some of the axes shard one dimension; `_fewer` says which are tried first.
 
-    If no axis divides the weight, it is stored as `used`. It has a placement nevertheless, so that a recipe can
-    quantize it as on a larger mesh.
+    If none is possible, the weight is stored as `used`. It has a placement nevertheless, so that a recipe can quantize
+    it as on a larger mesh.
 
     Args:
         shape: the logical shape of the weight.

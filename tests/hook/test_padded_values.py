@@ -65,12 +65,28 @@ def test_logical_arrays_that_are_put_into_padded_weights_are_padded(x64):
         kernel.set_raw_value(jnp.ones((21, 26)))
         with pytest.raises(
             ValueError,
-            match=r"shape \(26, 26\), .* padded to \(28, 26\), holds an array of .*\(21, 26\).*`kernel\.set_value",
+            match=r"the weight last\.kernel has the shape \(26, 26\), .* padded to \(28, 26\), but its variable holds "
+            r"an array of shape \(21, 26\)\. Outside .*`kernel\.set_value",
         ):
             model(batches(1)[0])
         kernel.set_value(jnp.asarray(new))  # as the message says
         holds(kernel, new, spec)
         model(batches(1)[0])
+
+
+def test_a_whole_array_that_shard_map_is_given_for_a_padded_weight_is_refused(x64):
+    tokens = batches(1)[0]
+    with on(gtp=7):
+        graph, state = nnx.split(make())
+
+        def call(state, tokens):
+            return nnx.merge(graph, state)(tokens)
+
+        whole = jax.shard_map(call, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False)
+        with pytest.raises(
+            ValueError, match=r"padded to .* but its variable holds a shard of shape .*Pass arrays into"
+        ):
+            whole(state, tokens)
 
 
 def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):

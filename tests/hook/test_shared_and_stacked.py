@@ -214,7 +214,9 @@ def test_explain_reports_the_slices_that_a_scan_gathers():
 def test_a_scan_over_a_dimension_that_is_sharded_is_refused(x64):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Scanned(8), Block, min_size=64, specs={"layers.up.kernel": P("gtp")})
-        with pytest.raises(ValueError, match=r"a weight of 3 dimensions.*holds an array of shape \(16, 32\).*`specs`"):
+        with pytest.raises(
+            ValueError, match=r"layers\.up\.kernel has 3 dimensions.* array of shape \(16, 32\).*`specs`"
+        ):
             model(inputs())
 
 
