@@ -100,8 +100,8 @@ class Placement:
         return self._with(shape, -self.padding.size)
 
     def with_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the stored array, given the logical shape. The shape may also be that of a part of the
-        weight, if the part is whole in the padded dimension."""
+        """Returns the shape of the stored array, given the logical shape. Also converts the shape of a part of the
+        weight that is whole in the padded dimension."""
         return self._with(shape, self.padding.size)
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -218,7 +218,7 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
-    Divides the weight over axes of the roles `weights` and `optimizer`. Axes of one rank do not count, and neither do
+    Divides the weight over the mesh axes of the roles `weights` and `optimizer` that have more than one rank, except
     those that `used` names. Takes the first of these ways that is possible:
 
     1. All axes shard one dimension.
@@ -262,11 +262,11 @@ def placed(
 
 def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding:
     """Returns the padding that makes one dimension of a weight divisible by this many ranks; `UNPADDED` if axes of
-    `used` divide every dimension of more than one element already.
+    `used` divide every dimension of more than one element.
 
     Prefers a dimension whose shards are also shards of a matrix (`features_in`). Pads such a dimension so that shards
-    consist of whole blocks, or, if that adds too much (`choose_padding`), only so that they are equal. If that adds too
-    much as well, pads the dimension in which equal shards add least.
+    consist of whole blocks, or, if that adds too much (`choose_padding`), only so that they are equal. If that is not
+    possible or adds too much, pads the dimension in which equal shards add least.
     """
     inputs = features_in(shape)
     free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]

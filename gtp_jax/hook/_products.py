@@ -3,8 +3,8 @@
 [Note: products found]
 A product with a weight is a `dot_general` with contracting dimensions and without batch dimensions. Exactly one of its
 operands is a view of a weight: the gathered weight after any number of casts, reshapes, transposes, squeezes and
-copies. The result has the dtype of the operands, a float of at least 16 bits. Nested jits are searched for views and
-products, except those in `Parts.before`. All other operations are evaluated as they are.
+copies. The result has the dtype of the operands, a float of at least 16 bits. A nested jit that reads a view is
+searched for more views and products, unless it is in `Parts.before`. All other operations are evaluated as they are.
 
 If a weight has a slot (`SlottedWeight`, and [Note: words of the hook]), so do its views. A product that the hook
 computes can return the weight's gradient as the gradient of the slot. A cast changes the dtype of a view, but not that
