@@ -27,7 +27,8 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
-        value: any pytree, which may contain nodes.
+        value: any pytree, whose leaves may be nodes. A node that is a leaf twice, and is not replaced, is rebuilt as
+            two nodes.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
             node, whose arrays are left out. If a module or another `nnx.Pytree` is not replaced itself, the nodes
             within it are not replaced either.
