@@ -78,7 +78,7 @@ def test_everything_works_without_the_module_and_the_doctor_says_what_to_do(tmp_
     ran = run_with(None, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("not built: no working C++ compiler when gtp_jax was installed")
-    assert "kernels: install a C++20 compiler, and nvcc for GPUs, and build them: pip install" in ran.stdout
+    assert "kernels: install a C++20 compiler, and nvcc for GPUs, and build them: `pip install" in ran.stdout
     assert "Training works here" in ran.stdout
 
 
