@@ -69,6 +69,7 @@ class Step(NamedTuple):
 # `_walk` is set only while a call of a model runs, so that no tracer outlives its trace.
 _walk: contextvars.ContextVar[_Walk | None] = contextvars.ContextVar("gtp_jax_walk", default=None)
 _steps: contextvars.ContextVar[list[Step] | None] = contextvars.ContextVar("gtp_jax_steps", default=None)
+_record = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -93,7 +94,9 @@ def recording() -> Iterator[list[Step]]:
     steps: list[Step] = []
     mark = _steps.set(steps)
     try:
-        yield steps
+        # The value is part of JAX's cache keys. With a new one, JAX traces again what it has traced before.
+        with _record(object()):
+            yield steps
     finally:
         _steps.reset(mark)
 

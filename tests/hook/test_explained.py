@@ -95,6 +95,15 @@ def test_a_module_that_the_explained_call_does_not_call_is_reported(mesh):
     assert [unit.module for unit in found.units if unit.gathered.startswith("by XLA")] == ["layers.0", "layers.2"]
 
 
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_a_call_that_jax_has_already_traced_is_explained(transform, mesh):
+    model, call = sharded(), transform(lambda model: model(TOKENS))
+    call(model)
+    for _ in range(2):
+        units = [one.module for one in gtp.explain(model, call=call).calls]
+        assert units == ["embedder", "layers.0", "layers.1", "layers.2", "embedder"]
+
+
 def test_names_that_differ_in_numbers_are_printed_once(mesh):
     found = gtp.explain(sharded())
     assert "layers.1.norm.scale" in found.untouched
