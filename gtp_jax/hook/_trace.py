@@ -132,7 +132,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     whole = {id(owners[i]) for i in at_weights} if on_parts() else set[int]()
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
-    unwritten: list[tuple[int, int]] = []  # (output, weight) index pairs; such outputs would replace quantized weights
+    unwritten: list[tuple[int | None, int]] = []  # (index of the output, number) of each quantized weight it writes
     known = tuple(placement for placement in placements if placement is not None)
     formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 
@@ -155,7 +155,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         arrays, rebuild = before.taken_apart(result)
         quantized = {id(weights[i]): i for i, form in enumerate(formats) if form is not None}
         written, write, rewritten = before.writes(quantized)
-        unwritten.extend((len(arrays) + place, i) for place, i in rewritten)
+        unwritten.extend((None if place is None else len(arrays) + place, i) for place, i in rewritten)
         finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
         return [*arrays, *written]
 
@@ -165,7 +165,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
     for place, i in unwritten:
-        if origin(closed.jaxpr, closed.jaxpr.outvars[place]) is not closed.jaxpr.invars[i]:
+        if place is None or origin(closed.jaxpr, closed.jaxpr.outvars[place]) is not closed.jaxpr.invars[i]:
             raise ValueError(written_while_quantized(path_of(owners[at_weights[i]]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
@@ -217,7 +217,7 @@ class _Before:
         """
         return taken_apart(value, self._known)
 
-    def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
+    def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int | None, int]]]:
         """Finds the variables and attributes that the call has set to another value or deleted. A value that the call
         has changed in place does not count.
 
@@ -228,10 +228,10 @@ class _Before:
             First, the JAX arrays that the call has written. Second, a function that takes such arrays and repeats the
             writes on the originals, except for the variables of quantized weights. Third, a pair `(index, number)` for
             each quantized weight whose variable the call has written: the index of the written array among the arrays,
-            and the number of the weight.
+            `None` if the written value is not a JAX array, and the number of the weight.
         """
         arrays: list[Any] = []
-        rewritten: list[tuple[int, int]] = []
+        rewritten: list[tuple[int | None, int]] = []
         put: list[tuple[int, Rebuild]] = []
 
         def write(value: Any, setter: Callable[[Any], Any]) -> None:
@@ -243,7 +243,7 @@ class _Before:
             if isinstance(copy, nnx.Variable):
                 value, was = copy.get_raw_value(), self._values[id(copy)]
                 if value is not was and id(was) in quantized:  # the values of codes must not replace the stored weight
-                    rewritten.append((len(arrays), quantized[id(was)]))
+                    rewritten.append((len(arrays) if is_array(value) else None, quantized[id(was)]))
                     write(value, lambda _: None)
                 elif value is not was:
                     write(value, lambda value, node=original: _write(node, value))

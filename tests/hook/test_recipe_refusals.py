@@ -20,19 +20,23 @@ def test_blocks_about_which_a_recipe_may_decide_otherwise_cannot_be_stacked():
             jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
 
 
-class Clipping(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+class Writing(nnx.Module):
+    def __init__(self, written, rngs):
+        self.linear, self.written = nnx.Linear(WIDTH, WIDTH, rngs=rngs), written
 
     def __call__(self, x):
-        self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -10, 10)
+        self.linear.kernel.set_value(self.written(self.linear.kernel[...]))
         return self.linear(x)
 
 
-def test_writing_a_quantized_weight_is_refused():
+@pytest.mark.parametrize(
+    "written", [lambda kernel: jnp.clip(kernel, -10, 10), lambda kernel: np.ones(kernel.shape, kernel.dtype)]
+)
+def test_writing_a_quantized_weight_is_refused(written):
     x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(Clipping(nnx.Rngs(0)), Clipping(nnx.Rngs(1))), Clipping, min_size=64)
+        blocks = (Writing(written, nnx.Rngs(i)) for i in range(2))
+        model = gtp.shard(nnx.Sequential(*blocks), Writing, min_size=64)
         nnx.jit(lambda model, x: model(x))(model, x)
         with (
             gtp.use_recipe(gtp.NVFP4()),
