@@ -1,5 +1,5 @@
-"""Reports what the hook does with the units, holders and sharded weights of a model, and with each traced call of a
-unit."""
+"""Reports what the hook does with the units, holders and sharded weights of a model, and with traced calls of its
+units."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._placement import Placement, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
 
-_COPY = "a copy"  # instead of the path of a unit that a transformation has copied, if that path is unknown
+_COPY = "a copy"  # replaces the path of a copied unit if that path is unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,13 @@ class UnitFact:
 
     Attributes:
         module: the path of the module in the model.
-        also: other paths of the module, if it is held in several places.
+        also: other paths of the module, if several are found.
         type: the name of the module's class.
-        weights: the number of its weights that must be gathered before use.
+        weights: the number of its weights that must be gathered before use; for a holder, the number of those that it
+            holds itself.
         shards: the number of shards of the weight that has the most.
-        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. If a traced call gathers
-            slices of stacked weights, one slice of each weight counts.
+        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters. A weight counts as one slice
+            if the last traced call that gathers the weight gathers only a slice.
         gathered: when the weights are gathered, in words.
     """
 
@@ -57,14 +58,15 @@ class WeightFact:
     """How a sharded weight is gathered under a recipe.
 
     Attributes:
-        weight: the path of the weight in the model.
-        also: other paths of the weight, if it is held in several places.
-        shape: its logical shape, or that of one slice if it is stacked and a traced call gathers slices of it.
-        slices: the number of slices that the array consists of; 1 if it is gathered whole.
-        wire: the name of the format in which it is gathered; empty if it is not quantized.
-        bytes: the size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is
-            not quantized, all its elements and padding in the dtype of the parameter. If a call casts an unquantized
-            weight to a narrower dtype before the gather, there are fewer bytes than this.
+        weight: the path of the weight in the model that was sharded.
+        also: the other paths of the weight in that model.
+        shape: its logical shape, or that of one slice if the last traced call that gathers the weight gathers only a
+            slice.
+        slices: the number of such slices in the weight; 1 if `shape` is that of the whole weight.
+        wire: the name of the format to which it is quantized; empty if it is not quantized.
+        bytes: the size in bytes of all shards of an array of this shape: of codes and scales, or, if the weight is not
+            quantized, of elements in the dtype of the parameter, padding included. A call that casts an unquantized
+            weight to a narrower dtype before the gather sends fewer bytes.
         reason: why the recipe does not quantize the weight. Empty if it does, or if no pattern of the recipe matches
             the weight and the recipe itself quantizes nothing, like `BF16`.
         multiplied: whether the recipe quantizes the weight, and asks for products with it to be computed in its
@@ -86,14 +88,14 @@ class UnitCall:
     """One call in which the hook gathers or quantizes the weights of a unit.
 
     Attributes:
-        module: the path of the unit in the model; "a copy" for a copy whose path is unknown.
+        module: the path of the unit; "a copy" for a copy whose path is unknown.
         prefetched: whether its weights may be gathered while the previous unit computes.
-        reason: why they are not gathered earlier; empty if they are prefetched.
-        weights: the path and the logical shape of each weight that the call gathers or quantizes. Within a scan or vmap
-            over stacked weights, the shape is that of a slice.
-        multiplied: the paths of the weights that the call multiplies in the recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
-            not, because the call has no product with them for which this is supported.
+        reason: why its weights are not prefetched; empty if they are.
+        weights: the path, in the model that was sharded, and the logical shape of each weight that the call gathers or
+            quantizes. Within a scan or vmap over stacked weights, the shape is that of a slice.
+        multiplied: the paths of the weights that the call multiplies in the recipe's formats.
+        narrow: the paths of the weights whose gradients should be summed in float32 or exchanged, but may not be,
+            because the call has no product with them that supports this.
     """
 
     module: str
@@ -110,8 +112,8 @@ def unit_facts(model: nnx.Module, calls: Sequence[UnitCall] = ()) -> tuple[UnitF
     Args:
         model: the model.
         calls: calls of its units, from `calls_of`. They show which units are called, and in which shapes weights are
-            gathered. Without them, every unit counts as called, and every weight as gathered whole. If one of them is a
-            call of a copy whose path is unknown, every unit counts as called.
+            gathered. A weight that no call gathers counts as gathered whole. Without calls, or if one of them is that
+            of a copy whose path is unknown, every unit counts as called.
 
     Raises:
         ValueError: for the same reasons as `placement_of`.
@@ -146,16 +148,16 @@ class ShardedWeight:
     """A sharded weight, and the decisions about it under a recipe.
 
     Attributes:
-        paths: its paths in the model.
-        shape: its logical shape, or that of one slice if a traced call gathers slices of it.
-        slices: the number of slices that the array consists of; 1 if it is gathered whole.
+        paths: its paths in the model that was sharded.
+        shape: its logical shape, or that of one slice if the last traced call that gathers the weight gathers only a
+            slice.
+        slices: the number of such slices in the weight; 1 if `shape` is that of the whole weight.
         dtype: the dtype of the stored array.
         placement: its placement, for an array of this shape.
         coded: how the weight is quantized for its gather; if it is not quantized, the reason in words, which may be
             empty.
-        exchanged: how its gradient is exchanged; `None` if it is not exchanged.
-        ahead: whether it belongs to a unit, which may gather it while the previous unit computes. Otherwise, a holder
-            gathers it when the holder's call begins.
+        exchanged: how its gradient is to be exchanged; `None` if it is not exchanged.
+        ahead: whether it belongs to a unit, which may gather it while the previous unit computes.
         wide: whether it belongs to a unit whose model was sharded with `grad_reduce="float32"`.
     """
 
@@ -171,9 +173,8 @@ class ShardedWeight:
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of what one gather returns: the codes and scales of all shards, or, if the weight is not
-        quantized, all its elements and padding in the dtype of the stored array. If a call casts an unquantized weight
-        to a narrower dtype before the gather, there are fewer bytes than this."""
+        """The size in bytes of all shards of an array of shape `shape`: of codes and scales, or, if the weight is not
+        quantized, of elements in `dtype`, padding included."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.placement.with_padding(self.shape)) * self.dtype.itemsize
@@ -185,8 +186,8 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
     Args:
         model: the model.
         recipe: the recipe.
-        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. Without them, every
-            weight counts as gathered whole.
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. A weight that no
+            call gathers counts as gathered whole.
 
     Raises:
         ValueError: for the same reasons as `placement_of`, or if the recipe asks for something that sharded models do
@@ -212,7 +213,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
 
 
 def roles_of(model: nnx.Module) -> Roles | None:
-    """Returns the roles of the mesh axes for which a model was sharded; `None` if it has no units."""
+    """Returns the roles with which the first unit of a model was sharded; `None` if the model has no units."""
     kinds = (kind_of(module) for _, module in nnx.iter_modules(model))
     return next((kind.roles for kind in kinds if isinstance(kind, Unit)), None)
 
@@ -236,8 +237,8 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
     Args:
         model: the model.
         recipe: the recipe.
-        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. Without them, every
-            weight counts as gathered whole.
+        calls: calls of its units, from `calls_of`. They show in which shapes weights are gathered. A weight that no
+            call gathers counts as gathered whole.
 
     Raises:
         ValueError: for the same reasons as `sharded_weights`.
@@ -264,9 +265,9 @@ def _gathered_shape(variable: nnx.Variable, seen: Mapping[str, tuple[int, ...]])
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
-    """Traces `function(model, *args)` without running it. Returns, in order, one `UnitCall` for each traced call in
-    which the hook gathers or quantizes the weights of a unit. A call in the body of a loop counts once per trace, not
-    per iteration."""
+    """Traces `function(model, *args)` with abstract arrays. Returns, in order, one `UnitCall` for each traced call in
+    which the hook gathers or quantizes the weights of a unit. A call in the body of a scan counts once per trace of the
+    body, not once per iteration."""
     graph, state = nnx.split(model)
     paths: dict[int, str] = {}
 
@@ -291,8 +292,8 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
 
 
 def _name_of_copy(unit: nnx.Module) -> str:
-    """Returns the path of a unit, given a copy that a transformation made of it. The path is derived from the paths of
-    the copy's weights; if that fails, returns "a copy"."""
+    """Returns the path of a unit, given a copy of the unit. The path is derived from the paths of the copy's weights.
+    If that fails, returns "a copy"."""
     for own, variable in nnx.iter_graph(unit):
         within = tuple(map(str, own))
         for path in paths_of(variable) if placement_of(variable) is not None else ():

@@ -35,9 +35,9 @@ class Products(NamedTuple):
     """How products with weights are computed in a call.
 
     Attributes:
-        multiplied: the numbers of the weights that are multiplied in a recipe's format.
-        narrow: the numbers of the weights whose gradients should be summed in float32, or exchanged, but possibly are
-            not, because no product with them was found for which this is supported.
+        multiplied: the numbers of the weights that the call multiplies in the recipe's formats.
+        narrow: the numbers of the weights whose gradients should be summed in float32 or exchanged, but may not be,
+            because no product with them was found that supports this.
     """
 
     multiplied: frozenset[int]
@@ -76,23 +76,23 @@ def run(
     Args:
         program: the traced call.
         shards: the shards of the weights.
-        rest: the other input arrays.
-        token: the token of the previous unit.
+        rest: the other arrays; see `Program.arguments`.
+        token: the token that `take` returned for this call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         wires: the codes that the step has made of the weights. A member of a wire is named `(number,)`, after its
             weight.
-        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Under no policy do operations outside
-            of nested functions save gathered weights (see `keep_last`), or what they compute from weights alone.
-        keep_last: whether gathered weights are saved for backward if no unit follows. Has no effect outside of a trace.
-            Only backward knows whether a unit follows. Therefore, forward returns the gathered weights of every unit to
-            backward, and XLA removes those that backward does not use.
+        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. It does not save the outputs of
+            `Parts.before`, which are computed from weights alone; backward computes them again. A nested function, such
+            as the body of a scan, may save weights and what it computes from them.
+        keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether a
+            unit follows. Therefore, forward returns the gathered weights of every unit to backward, and XLA removes
+            those that backward does not use. Has no effect if the gathered weights are concrete arrays.
         axes: the axes of the mesh that shard the batch.
-        wide: whether the products that are found return the gradients of weights in at least float32, and ranks sum
-            these gradients in that dtype.
+        wide: whether the gradients of weights are computed and summed in at least float32, where products support this.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
-    # the weights whose gradients are to be kept apart by rank, see [Note: one gradient per rank]
+    # the weights whose gradients are to be kept apart by rank; see [Note: one gradient per rank]
     apart = {i: one for i, one in enumerate(program.exchanged) if one is not None and current_view() == "global"}
     codes, coded = jax.tree.flatten((weights_of.encode(shards, wires), list(keys)))
     first, last = program.arguments
@@ -126,15 +126,15 @@ def run(
         return weights_of.gather(zero, shards, sent, jax.tree.unflatten(coded, codes)[0])
 
     def before(weights: Arrays, slots: Arrays) -> Arrays:
-        """Returns what is computed from weights alone. A view of a weight with a slot has a slot too."""
+        """Returns the outputs of `parts.before`. A view of a weight with a slot has a slot too."""
         if all(slot is None for slot in slots):
             return eval_jaxpr(parts.before, [], *weights)
         given = [w if slot is None else SlottedWeight(w, slot) for w, slot in zip(weights, slots, strict=True)]
         return evaluate(parts.before, [], given, inputs_of(parts.before), lambda *_: None)[0]
 
     def slots_of(weights: Arrays, wanted: _Wanted) -> Arrays:
-        """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted, or is
-        neither to be summed in float32 nor to be kept apart by rank (`apart`)."""
+        """Returns, for each weight, a slot of zeros for its gradient; `None` if the gradient is not wanted, or if
+        neither `wide` nor `apart` asks for a slot."""
 
         def one(i: int, weight: jax.Array) -> jax.Array | None:
             if not wanted.weights[i] or not (wide or i in apart):
@@ -184,7 +184,7 @@ def run(
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
-            # if no next unit has sent back a zero to wait for, gather only once the gradient of the output is available
+            # if no next unit has sent back a zero to wait for, gather once the gradients of the outputs are available
             zero = stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered
             weights = gathered(zero, shards, sent, codes)
         handed, ready = stamped([*weights, *dy])
@@ -223,14 +223,14 @@ def run(
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:
     """Makes gradients of weights wait until the next unit's gradients are reduced, and returns them. Otherwise, XLA
-    would combine the reductions of both units, and the next unit's reduction would wait for these gradients."""
+    could combine the reductions of both units, and the next unit's reduction would wait for these gradients."""
     if _is_zero(reduced) or not gradients:
         return gradients
     return after(reduced, gradients)
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
-    """Ties both arguments, so that neither is available before the other, and returns them. Otherwise, XLA would move
+    """Ties both arguments, so that neither is available before the other, and returns them. Otherwise, XLA could move
     backward's recomputation into forward."""
     leaves, tree = jax.tree.flatten((closure, dy))
     return jax.tree.unflatten(tree, together(leaves))

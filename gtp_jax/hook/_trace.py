@@ -82,7 +82,7 @@ class Traced(NamedTuple):
         program: the computation of the call.
         weights: the shards of the weights that are gathered or quantized.
         rest: the other arrays; see `Program.arguments`.
-        names: the path of each weight in the model.
+        names: the path of each weight in the model that was sharded.
         finish: a function of the program's outputs. It writes to variables and attributes what the unit's code wrote,
             and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
@@ -103,7 +103,7 @@ _CAPTURED = object()  # marks a constant that is traced
 
 
 def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Traced:
-    """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among its arguments.
+    """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among the arguments.
 
     Args:
         original: the method.
@@ -126,13 +126,13 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_weights = [i for i, placement in enumerate(placements) if placement is not None]
     at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
-    # The copies of these hold gathered weights, which have no padding. In local view, they are no longer shards either,
-    # so the copies have no placement, by which `refuse_read` recognizes shards.
+    # The copies of these variables hold gathered weights, which have no padding, so they lose the entry `padded` of
+    # their metadata. In local view, they also lose the entry `placement`, by which `refuse_read` recognizes shards.
     padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
     whole = {id(owners[i]) for i in at_weights} if on_parts() else set[int]()
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
-    unwritten: list[tuple[int | None, int]] = []  # (index of the output, number) of each quantized weight it writes
+    unwritten: list[tuple[int | None, int]] = []  # (output's index, weight's number) per rewritten quantized weight
     known = tuple(placement for placement in placements if placement is not None)
     formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 
@@ -183,19 +183,19 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 
 
 def _is_whole(owner: Any) -> bool:
-    """Returns whether a leaf is a floating-point `nnx.Param` whose `out_sharding` names no axis."""
+    """Returns whether a leaf is an `nnx.Param` that holds a JAX array of an inexact dtype, and whose `out_sharding`
+    names no axis."""
     value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
     return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 
 
 def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
-    """Returns the nodes and variables within nodes, in an order that depends only on their structure."""
+    """Returns the given nodes and the nodes within them, each once. Copies have the same order as their originals."""
     return [node for _, node in nnx.iter_graph(nodes) if is_node(node)]
 
 
 class _Before:
-    """Records the state, before a call, of the copies on which it is traced, so that what the call writes can be found
-    afterwards.
+    """Records the state of copies before a call is traced on them, to find afterwards what the call has written.
 
     Args:
         originals: the nodes and variables that were copied.
@@ -212,8 +212,8 @@ class _Before:
         """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
         If the value is a copy, or a pytree that contains copies, their arrays are left out, and the rebuilt value
-        contains the originals instead. Copies within a module that the call has created are rebuilt like the rest of
-        that module.
+        contains the originals instead. Copies within a module or other `nnx.Pytree` that is not a copy itself are
+        rebuilt like the rest of it.
         """
         return taken_apart(value, self._known)
 
@@ -227,8 +227,8 @@ class _Before:
         Returns:
             First, the JAX arrays that the call has written. Second, a function that takes such arrays and repeats the
             writes on the originals, except for the variables of quantized weights. Third, a pair `(index, number)` for
-            each quantized weight whose variable the call has written: the index of the written array among the arrays,
-            `None` if the written value is not a JAX array, and the number of the weight.
+            each quantized weight whose variable the call has written: the index of the written array among the arrays
+            (`None` if the written value is not a JAX array), and the number of the weight.
         """
         arrays: list[Any] = []
         rewritten: list[tuple[int | None, int]] = []
@@ -268,8 +268,8 @@ def origin(jaxpr: Jaxpr, variable: Any) -> Any:
     """Traces a variable of a jaxpr back, through calls (`CALLS`) that return it unchanged, to an input of the jaxpr.
     Returns that input; `None` if the variable has another origin.
 
-    This tells written variables from others: `nnx.jit` and `nnx.remat` put new arrays into all variables that they are
-    given, even if the code within them writes none.
+    The origin tells whether code has written an `nnx.Variable`: `nnx.jit` and `nnx.remat` put a new array into every
+    variable that they are given, even if the code within them does not write it.
     """
     if variable in jaxpr.invars:
         return variable

@@ -1,5 +1,5 @@
-"""Tracks walks. A walk is the sequence of calls of units in one trace, within one call of a model. A token passes from
-each of these calls to the next."""
+"""Tracks walks, and passes tokens along them. A walk is the sequence of calls of units in one trace, within one call of
+a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-# The reason why a call takes no token if the model's code makes the call inside a transformation.
+# The reason why a call of a unit takes no token if the model's code makes the call inside a transformation.
 INSIDE_TRANSFORMATION = "called inside a transformation (scan, remat, cond, vmap, jit)"
 
 
@@ -45,17 +45,16 @@ class _Walk:
 
 
 class Step(NamedTuple):
-    """One call in which the hook gathers or quantizes the weights of a unit, and how it was ordered.
+    """A record of one call in which the hook gathers or quantizes the weights of a unit.
 
     Attributes:
         unit: the unit.
-        tied: whether the call took a token, for which its gather waits.
-        reason: why the call took no token; empty if it took one.
-        weights: the path and the logical shape of each weight that the call gathers or quantizes. Within a scan or vmap
-            over stacked weights, the shape is that of a slice.
-        multiplied: the paths of the weights that are multiplied in a recipe's format.
-        narrow: the paths of the weights whose gradients should be summed in float32, or exchanged, but possibly are
-            not.
+        tied: whether the call took a token that an earlier call had left.
+        reason: why the call took no such token; empty if it took one.
+        weights: the path, in the model that was sharded, and the logical shape of each weight that the call gathers or
+            quantizes. Within a scan or vmap over stacked weights, the shape is that of a slice.
+        multiplied: the paths of the weights that the call multiplies in the recipe's formats.
+        narrow: the paths of the weights whose gradients should be summed in float32 or exchanged, but may not be.
     """
 
     unit: Any
@@ -74,8 +73,8 @@ _record = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def walking() -> Iterator[None]:
-    """Returns a context in which the calls of units form one walk. If a walk is under way in this trace, they join it
-    instead."""
+    """Returns a context in which the calls of units in this trace form one walk. If a walk is under way in this trace
+    already, the calls belong to that walk."""
     here, known = _trace(), _walk.get()
     if known is not None and known.trace == here:
         yield
@@ -89,12 +88,12 @@ def walking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Step]]:
-    """Returns a context that records each call within it in which the hook gathers or quantizes the weights of a unit.
+    """Returns a context that records the calls within it in which the hook gathers or quantizes the weights of a unit.
     The value of the context is the list of these records."""
     steps: list[Step] = []
     mark = _steps.set(steps)
     try:
-        # The value is part of JAX's cache keys. With a new one, JAX traces again what it has traced before.
+        # The value is part of JAX's cache keys, so JAX uses no trace that it has cached outside of this context.
         with _record(object()):
             yield steps
     finally:
@@ -102,8 +101,8 @@ def recording() -> Iterator[list[Step]]:
 
 
 def take(unit: Any) -> Token:
-    """Takes the token that the previous unit of the walk left, and returns it. If there is none, returns zeros that are
-    available at once: for the first unit of a walk, outside of walks, and in another trace than that of the walk."""
+    """Takes the token that the previous unit of the walk left, and returns it. If there is none, or if no walk is under
+    way in this trace, returns zeros that are available at once. Adds a record of the call, if calls are recorded."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"
@@ -128,14 +127,13 @@ def leave(token: Token) -> None:
 def note_weights(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], multiplied: Iterable[int], narrow: Iterable[int]
 ) -> None:
-    """Adds the weights of the last call of a unit to its record, if calls are recorded.
+    """Adds the weights of a call to the last record, if calls are recorded.
 
     Args:
-        names: the paths of the weights.
-        shapes: the shapes of the weights, as in `Step`.
-        multiplied: the indices of the weights that are multiplied in a recipe's format.
-        narrow: the indices of the weights whose gradients should be summed in float32, or exchanged, but possibly are
-            not.
+        names: the paths of the weights that the call gathers or quantizes.
+        shapes: the shapes of these weights, as in `Step.weights`.
+        multiplied: the numbers of the weights in `Step.multiplied`.
+        narrow: the numbers of the weights in `Step.narrow`.
     """
     if (steps := _steps.get()) is not None:
         paths = {"multiplied": multiplied, "narrow": narrow}
