@@ -128,8 +128,8 @@ def shard[M: nnx.Module](
     roles = current_roles() if roles is None else roles
     _check_roles(roles)
     variables = variables_of(model)
-    refuse_frozen(variables, min_size)
     own = of_own_layers(model)
+    refuse_frozen(variables, min_size, own)
     to_shard = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and is_weight(v, min_size)  # noqa: E731
     if not any(map(to_shard, variables.values())):
         raise ValueError(

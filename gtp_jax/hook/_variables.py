@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,12 +33,12 @@ def is_weight(variable: nnx.Variable, min_size: int) -> bool:
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
 
 
-def refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int) -> None:
+def refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int, own: Collection[int]) -> None:
     """Raises an error if a weight of at least `min_size` elements has been frozen: it is then no longer an `nnx.Param`,
     so `shard` would pass over it."""
     for (path, *_), v in variables.items():
-        value = v.get_raw_value()
-        if getattr(type(v), "constant", False) and "layout" not in v.get_metadata() and size_of(value) >= min_size:
+        apart = id(v) in own or "layout" in v.get_metadata()
+        if getattr(type(v), "constant", False) and not apart and size_of(v.get_raw_value()) >= min_size:
             raise ValueError(
                 f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so it is no longer an "
                 "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then freeze it or add adapters: what is frozen "

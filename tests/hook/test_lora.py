@@ -157,3 +157,15 @@ def test_sharding_behind_adapters_is_refused():
         gtp.shard(adapted(Model(nnx.Rngs(0))), "layers.*", min_size=64)
     assert "has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`" in str(refused.value)
     assert "Call `gtp_jax.shard` first, and then freeze it or add adapters" in str(refused.value)
+
+
+def test_frozen_parameters_of_own_layers_are_left_to_these_layers():
+    class Around(nnx.Module):
+        def __init__(self, rngs):
+            self.own = gtp.lora(gtp.LayerNormDense(WIDTH, WIDTH, rngs=rngs), 2, 4, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(Around(nnx.Rngs(0)), min_size=WIDTH)  # the size of the frozen scale
+        assert not isinstance(model.own.scale, nnx.Param)
+        assert model.layers[0].kernel.get_raw_value().sharding.spec[0] == "gtp"
