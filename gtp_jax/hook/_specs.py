@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core.spmd import get_pspec
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import shares_are_even
 from ..mesh import Roles, axes_of, degree, degrees
@@ -144,7 +144,8 @@ def annotation(variable: nnx.Variable) -> Any:
     names are replaced by mesh axes if Flax's rules (`nnx.logical_axis_rules`) map them."""
     metadata = variable.get_metadata()
     named = metadata.get("out_sharding")
-    return None if named is None else get_pspec(named, metadata.get("sharding_rules"))
+    spec = None if named is None else get_pspec(named, metadata.get("sharding_rules"))
+    return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
 def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> PartitionSpec:

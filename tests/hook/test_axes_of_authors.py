@@ -220,3 +220,13 @@ def test_a_partition_without_axes_takes_the_place_of_an_annotation():
         assert model.layers[0].up.kernel.get_value().sharding.spec == jax.P()
         assert model.layers[0].down.kernel.get_value().sharding.spec != jax.P()
         gtp.check(summed, make, jnp.ones((16, 32)), view="local", tolerance=1e-3)
+
+
+def test_an_annotation_may_be_a_named_sharding(x64):
+    model, mesh = Model(False, **F64), mesh_of(data=2, fsdp=2, tp=2)
+    model.blocks[0].up.kernel.set_metadata(out_sharding=jax.NamedSharding(mesh, P(None, "tp")))
+    model.blocks[0].out.bias.set_metadata(out_sharding=jax.NamedSharding(mesh, P("tp")))
+    with jax.set_mesh(mesh):
+        block = gtp.shard(model, min_size=64, roles=ROLES).blocks[0]
+        assert block.up.kernel.get_value().sharding.spec == P(("data", "fsdp"), "tp")
+        assert block.out.bias.get_value().sharding.spec == P("tp")
