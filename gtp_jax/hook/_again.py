@@ -1,4 +1,4 @@
-"""Calls of `shard` with a model that is sharded already."""
+"""Handles calls of `shard` with a model that is sharded already."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ._variables import of_own_layers, variables_of
 def check_unchanged(
     model: nnx.Module, blocks: Blocks | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raises an error if an option is neither the default nor the value with which the model was sharded. `blocks` may
-    have another value that matches the same modules.
+    """Raises an error if an option is neither the default nor the value with which the model was sharded, or if
+    `blocks` matches modules other than the blocks of the model.
 
     Args:
         model: the model, which is sharded already.
@@ -49,12 +49,12 @@ def check_unchanged(
 
 
 def put_back[M: nnx.Module](model: M) -> M:
-    """Puts a model's arrays back where `shard` stored them. If an array has replaced a shard, it is stored as a shard
-    again. An array without a placement is moved to the mesh if it is on more or fewer devices than the mesh has.
+    """Stores the concrete arrays of weights as `shard` first stored them, and puts other arrays on the mesh if they are
+    on more or fewer devices (`is_elsewhere`). Returns the model.
 
     Raises:
-        ValueError: if there is nothing to put back (an uncommitted array without a placement does not count),
-            or for the same reasons as `Placement.check_mesh` and `placement_of`.
+        ValueError: if no array has to be put back, if an array cannot be divided as its weight was, or for the same
+            reasons as `Placement.check_mesh` and `placement_of`.
     """
     variables, lost = variables_of(model), dict[int, Placement]()
     for _, module in nnx.iter_modules(model):

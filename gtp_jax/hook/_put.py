@@ -22,9 +22,14 @@ from ._variables import Paths
 
 
 def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
-    """Puts the value of a variable on the mesh, padded if its placement says so. If there is a placement, records it
-    and the variable's paths in the metadata. Otherwise, if an annotation divides the value among ranks, records the
-    axes of that annotation, unless the variable is a `gtp_jax.Param` or belongs to one of gtp_jax's own layers."""
+    """Puts the value of a variable on the mesh, and records in its metadata what later calls need to know.
+
+    Args:
+        paths: the paths of the variable.
+        variable: the variable.
+        placement: the placement of a weight; `None` for a variable that is stored whole or as annotated.
+        own: whether the variable is within one of gtp_jax's own layers.
+    """
     if placement is not None:
         if placement.padded is not None:
             make_padded(variable, placement.padded)
@@ -34,7 +39,8 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
         variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
         # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
-        # their arrays. With `False`, Flax does not, so that `refuse_optimizer` raises its error first.
+        # their arrays. With `False`, Flax does not: its error for a moment of another shape than the weight would
+        # replace that of `refuse_optimizer`.
         variable.set_metadata(eager_sharding=None if placement.padded is None else False)
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
@@ -51,14 +57,13 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
 
 
 def _with_refusal(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks that run when a variable is read, with `refuse_read` as the first."""
+    """Returns the hooks for reading a variable, with `refuse_read` as the first."""
     own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
     return (refuse_read, *(hook for hook in own if hook is not refuse_read))
 
 
 def _padded(value: Any, placement: Placement) -> Any:
-    """Pads an array of the logical shape to the stored shape; returns any other value unchanged. The result is abstract
-    if the array is."""
+    """Pads an array of the logical shape to the stored shape; returns any other value unchanged."""
     if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -78,7 +83,7 @@ def on_mesh(value: Any, spec: PartitionSpec) -> Any:
 
 
 def is_elsewhere(value: Any) -> bool:
-    """Returns whether a value is a concrete array on more or fewer devices than the mesh in scope has."""
+    """Returns whether a value is a concrete JAX array on more or fewer devices than the mesh in scope has."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return concrete and len(value.sharding.device_set) != jax.sharding.get_abstract_mesh().size
 

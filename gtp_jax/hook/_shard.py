@@ -45,25 +45,21 @@ def shard[M: nnx.Module](
         model = gtp_jax.shard(model, blocks="layers.*")
 
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
-    the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. Forward gathers the weights of a
-    block, if possible while the previous block computes. Backward gathers them again, unless `keep_last` keeps them,
-    and reduces the gradients of the block, if possible while another block computes. Modules with weights outside of
-    blocks, such as an embedding or a head, are treated like blocks, unless they contain blocks. In global view and
-    without a recipe, results are those of the model without a mesh, except for rounding. Under a recipe, ranks gather
-    codes of the matrices that it quantizes, in its wire format, and results are computed from the values of the codes.
-    `gtp_jax.explain(model)` reports which modules gather weights, and when.
+    the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. The weights within gtp_jax's own
+    layers, and each `gtp_jax.Param`, keep their own partition. Under `gtp_jax.even_shares`, a weight may be stored
+    padded. In global view, `param[...]` still reads and sets the array of the logical shape.
 
-    Under `gtp_jax.even_shares`, a weight may be stored padded if its dimensions cannot be divided evenly over all of
-    these axes. Outside of local view, `param[...]` still reads and sets the array of the logical shape. A weight is not
-    padded if `specs` names its partition, or if the model's annotation partitions it over axes of the roles `weights`,
-    `optimizer` or `batch`. Nor is it padded if its class is a subclass of `nnx.Param`, if it has a hook for creating or
-    reading its value, if it is a hijax variable or holds a `Ref`, or if it comes from a Linen module.
+    Forward gathers the weights of a block, if possible while the previous block computes. Backward gathers them again,
+    unless `keep_last` keeps them, and reduces the gradients of the block, if possible while another block computes.
+    Modules with weights outside of blocks, such as an embedding or a head, are treated like blocks, unless they contain
+    blocks. `gtp_jax.explain(model)` reports which modules gather weights, and when.
+
+    In global view and without a recipe, results are those of the model without a mesh, except for rounding. Under a
+    recipe, ranks gather codes of the matrices that it quantizes, and results are computed from the values of the codes.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates the
-    weights as shards. Modules whose calls gather weights, and modules around them, remain instances of their classes,
-    but their `type` becomes a subclass. The weights of gtp_jax's own layers, and each `gtp_jax.Param`, keep their own
-    partition. If arrays of a sharded model have been replaced by unsharded ones, another call stores the new arrays as
-    shards.
+    weights as shards. Modules remain instances of their classes, but the `type` of some becomes a subclass. If arrays
+    of a sharded model have been replaced by unsharded ones, another call stores the new arrays as shards.
 
     Args:
         model: any NNX model.
@@ -72,35 +68,30 @@ def shard[M: nnx.Module](
             path at which it is found first leads through another one. By default, blocks are the members of all lists
             of two or more callable modules of one class that hold weights. Attributes whose names differ only in a
             number at the end also form a list. Of lists nested in one another, longer ones take precedence.
-        min_size: the minimum number of elements of a sharded weight.
-        specs: the partitions in which weights are stored, by patterns of the weights' paths; `None` for weights that
-            `shard` does not partition or gather, which stay whole, or partitioned as the model annotates them. A weight
-            of a shared module has several paths. The first pattern that matches any of them applies.
-        remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`, but without moving it to the host.
-        keep_last: whether to keep the gathered weights of the last block (or other module with weights) in a call of
-            the model, so that backward does not begin by waiting for a gather. Pass `False` for a model that is called
-            in a loop, because these weights could be kept for every iteration.
-        methods: the names of the methods whose calls gather weights as described above. In other methods of a block,
-            unless they run within such a call, XLA gathers the weights, which it can only do in global view.
-        grad_reduce: how the gradients of weights are summed. By default, products return gradients in the dtype in
-            which the model computes, and ranks may sum them in that dtype, unless a recipe has a `grad_wire`. With
-            `"float32"`, both use at least float32, as in gtp_jax's own layers by default. Weights of a block for which
-            no product is found (`gtp_jax.explain` with `call` names them), and weights that a module around blocks
-            holds itself, keep the default.
+        min_size: the minimum number of elements of a weight that `shard` partitions.
+        specs: the partitions in which weights are stored, by patterns of the weights' paths. `None` leaves weights
+            whole or as the model annotates them, and calls do not gather them. A weight of a shared module has several
+            paths. The first pattern that matches any of them applies.
+        remat: what a block saves for backward: a policy of `gtp_jax.Stack` that does not offload to the host.
+        keep_last: whether to keep the weights that a call of the model gathers last, so that backward does not begin by
+            waiting for a gather. Pass `False` for a model that is called in a loop, because these weights could be kept
+            for every iteration.
+        methods: the names of the methods whose calls gather weights. Other methods of a block use the gathered weights
+            if they run within such a call. Otherwise, XLA gathers the weights, which it can only do in global view.
+        grad_reduce: how the gradients of weights are summed. By default, products and ranks may sum them in the dtype
+            in which the model computes. With `"float32"`, both use at least float32 for the weights of blocks, as far
+            as their products are found; `gtp_jax.explain` with `call` names the others.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
         ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
-            has no list that gives the default; if `methods` has a name, other than `__call__` and `attend`, that no
-            module of the model defines as a public method; if no weight has `min_size` elements, or one that has them
-            has been frozen; if a pattern of `specs` matches no weight, or, with the value `None`, no variable; if
-            `specs` or an annotation of the model names a partition that does not fit the mesh or the weight; or if
-            `min_size`, `remat` or `grad_reduce` is not an allowed value. For a model that is sharded already: if no
-            array has to be put back; if the mesh lacks an axis that shards it, or has that axis in another size; if an
-            array lacks the dimensions or the padding of its weight, or cannot be divided like it; if `blocks` matches
-            modules other than its blocks; or if another argument is neither the default nor the value with which the
-            model was sharded.
+            has no list that gives the default; if there is no weight to shard, or one has been frozen; if a pattern of
+            `specs` matches no weight to shard (with the value `None`: no variable); if a partition that `specs` or an
+            annotation of the model names does not fit the mesh or the weight; or if `min_size`, `remat`, `grad_reduce`
+            or a name in `methods` is not allowed. For a model that is sharded already: if no array has to be put back;
+            if `blocks` matches modules other than its blocks, or another argument is neither the default nor the value
+            with which the model was sharded; or if the mesh or an array does not fit a weight as it was sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
@@ -159,7 +150,11 @@ def shard[M: nnx.Module](
 
 
 def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
-    """Returns, by path, the placements in the metadata of a module's variables, given the module's nodes."""
+    """Returns the placements in the metadata of variables, with the paths of the variables.
+
+    Args:
+        nodes: the nodes of a module, by path. Only variables count.
+    """
     variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
     return tuple((path, p) for path, v in variables.items() if (p := v.get_metadata().get("placement")) is not None)
 

@@ -37,8 +37,8 @@ def check_patterns(
     min_size: int,
     own: Collection[int],
 ) -> None:
-    """Raises an error if a pattern matches no weight to shard. For a pattern with the value `None`, it is enough to
-    match any variable of the model; on a variable that is not such a weight, the pattern has no effect.
+    """Raises an error if a pattern with a partition matches no weight to shard, or if a pattern with `None` matches no
+    variable.
 
     Args:
         specs: the argument `specs` of `shard`.
@@ -87,8 +87,8 @@ def _why_whole(variable: nnx.Variable, min_size: int, *, own: bool) -> str:
 
 
 def placement_by(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
-    """Returns the placement of a weight; `None` if `specs` has `None` for it, if it is a scalar, or if the partition
-    that `specs` names has no axes of more than one rank.
+    """Returns the placement of a weight. Returns `None` for a scalar, for a weight with the value `None` in `specs`,
+    and for one whose partition in `specs` has no axes of more than one rank.
 
     Raises:
         ValueError: for the same reasons as `_checked_spec`.
@@ -107,9 +107,8 @@ def placement_by(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec]
 
 
 def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns about each large weight that is not divided over all axes of the role `weights`: it stays whole, or only
-    some of these axes, or only others such as dp, divide it. Does not warn about weights that a pattern of `specs`
-    matches."""
+    """Warns about each large weight that is not divided over all axes of the role `weights`, unless a pattern of
+    `specs` matches it."""
     names = jax.sharding.get_abstract_mesh().axis_names
     all_axes = tuple(axis for axis in (*roles.over_optimizer, *roles.weights) if axis in names and degree(axis) > 1)
     ranks = degrees(tuple(axis for axis in all_axes if axis in roles.weights))
@@ -123,7 +122,7 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
             pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
-                f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
+                f"{' x '.join(all_axes)} cannot divide it evenly, or the model annotates another partition. "
                 f"Choose sizes that the degrees divide, {pad}or name a partition in `specs` (the present one, if it is "
                 "intended).",
                 stacklevel=3,
@@ -131,17 +130,16 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
 
 
 def _can_pad(variable: nnx.Variable) -> bool:
-    """Returns whether a parameter may be stored padded. Its class must be `nnx.Param` itself, because it becomes
-    `PaddedParam`. It must have no hook for creating or reading its value, which would be given the padded array. It
-    must not be a hijax variable, hold a `Ref`, or come from a Linen module."""
+    """Returns whether a parameter may be stored padded, as a `PaddedParam`. A parameter of a subclass of `nnx.Param`
+    may not, because it would lose the methods of its class. `PaddedParam` does not support the metadata below."""
     metadata = variable.get_metadata()
     special = any(metadata.get(name) for name in ("on_create_value", "on_get_value", "hijax", "ref", "linen_meta_type"))
     return type(variable) is nnx.Param and not special
 
 
 def annotation(variable: nnx.Variable) -> Any:
-    """Returns the partition with which the model's author has annotated a variable; `None` if there is none. Logical
-    names are replaced by mesh axes if Flax's rules (`nnx.logical_axis_rules`) map them."""
+    """Returns the partition in a variable's metadata (`out_sharding`), with logical names replaced as Flax's rules say;
+    `None` if there is none."""
     metadata = variable.get_metadata()
     named = metadata.get("out_sharding")
     spec = None if named is None else get_pspec(named, metadata.get("sharding_rules"))
@@ -161,10 +159,10 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     unknown = [axis for entry in axes for axis in entry if axis not in names]
     if unknown or len(entries) > len(shape):
         raise ValueError(
-            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, but the mesh "
-            f"in scope has the axes {names}. In `specs`, give each dimension an axis of the mesh, a tuple of axes, or "
-            "`None`. If the model has names of its own, map them to axes with `nnx.logical_axis_rules`, or make a mesh "
-            "with axes of these names and pass `roles`."
+            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}. That does not "
+            f"fit the shape, or the mesh in scope, which has the axes {names}. In `specs`, give each dimension an axis "
+            "of the mesh, a tuple of axes, or `None`. If the model has names of its own, map them to axes with "
+            "`nnx.logical_axis_rules`, or make a mesh with axes of these names and pass `roles`."
         )
     axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in axes]
     used = [axis for entry in axes for axis in entry]

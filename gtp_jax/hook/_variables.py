@@ -24,18 +24,25 @@ def variables_of(model: nnx.Module) -> dict[Paths, nnx.Variable]:
 
 
 def is_weight(variable: nnx.Variable, min_size: int) -> bool:
-    """Returns whether a variable is a floating-point `nnx.Param` of at least `min_size` elements that does not shard
-    itself."""
+    """Returns whether a variable is a floating-point `nnx.Param` of at least `min_size` elements without a layout of
+    its own. A `gtp_jax.Param` has one."""
     value = variable.get_raw_value()
     if not isinstance(variable, nnx.Param) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module, which shards itself
+    own = "layout" in variable.get_metadata()  # of a `gtp_jax.Param`, or of gtp_jax's own layers
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
 
 
 def refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int, own: Collection[int]) -> None:
-    """Raises an error if a weight of at least `min_size` elements has been frozen: it is then no longer an `nnx.Param`,
-    so `shard` would pass over it."""
+    """Raises an error if a floating-point parameter of at least `min_size` elements has been frozen: it is no longer an
+    `nnx.Param`, so `shard` would pass over it. A `gtp_jax.Param`, or a parameter of gtp_jax's own layers, does not
+    count.
+
+    Args:
+        variables: the variables of the model.
+        min_size: the argument `min_size` of `shard`.
+        own: the `id`s of the variables within gtp_jax's own layers.
+    """
     for (path, *_), v in variables.items():
         apart = id(v) in own or "layout" in v.get_metadata()
         if getattr(type(v), "constant", False) and not apart and size_of(v.get_raw_value()) >= min_size:
@@ -52,8 +59,7 @@ def size_of(value: Any) -> int:
 
 
 def of_own_layers(model: nnx.Module) -> set[int]:
-    """Returns the `id`s of the variables within gtp_jax's own layers and subclasses of them, which partition their own
-    weights."""
+    """Returns the `id`s of the variables within gtp_jax's own layers, instances of subclasses included."""
     package = __name__.partition(".")[0]
     own = (
         module
