@@ -22,7 +22,7 @@ from ._variables import Paths
 
 
 def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
-    """Puts the value of a variable on the mesh, and records in its metadata what later calls need to know.
+    """Puts the value of a variable on the mesh, and records in the metadata of the variable what later calls need.
 
     Args:
         paths: the paths of the variable.

@@ -76,15 +76,16 @@ def shard[M: nnx.Module](
         keep_last: whether to keep the weights that a call of the model gathers last, so that backward does not begin by
             waiting for a gather. Pass `False` for a model that is called in a loop, because these weights could be kept
             for every iteration.
-        methods: the names of the methods whose calls gather weights. Other methods of a block use the gathered weights
-            if they run within such a call. Otherwise, XLA gathers the weights, which it can only do in global view.
+        methods: the names of the methods whose calls gather weights. Other methods of a block use the weights that such
+            a call has gathered, if they run within it. Otherwise, XLA gathers the weights, which it can only do in
+            global view.
         grad_reduce: how the gradients of weights are summed. By default, products and ranks may sum them in the dtype
             in which the model computes. With `"float32"`, both use at least float32 for the weights of blocks, as far
             as their products are found; `gtp_jax.explain` with `call` names the others.
         roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, or it has Explicit axes; if it lacks all axes that the roles name for
+        ValueError: if no mesh is in scope; if the mesh has Explicit axes, or lacks all axes that the roles name for
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
             has no list that gives the default; if there is no weight to shard, or one has been frozen; if a pattern of
             `specs` matches no weight to shard (with the value `None`: no variable); if a partition that `specs` or an
@@ -174,8 +175,8 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) ->
         raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
     if grad_reduce not in (None, "float32"):
         raise ValueError(
-            f"`grad_reduce` is {grad_reduce!r}; it must be 'float32', or `None` to sum gradients in the dtype in which "
-            "the model computes. 'bf16' and 'bf16-wire' are for gtp_jax's own layers."
+            f"`grad_reduce` is {grad_reduce!r}; it must be 'float32' or `None`. 'bf16' and 'bf16-wire' are for "
+            "gtp_jax's own layers."
         )
 
 

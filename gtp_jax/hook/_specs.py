@@ -122,7 +122,7 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
             pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
-                f"{' x '.join(all_axes)} cannot divide it evenly, or the model annotates another partition. "
+                f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
                 f"Choose sizes that the degrees divide, {pad}or name a partition in `specs` (the present one, if it is "
                 "intended).",
                 stacklevel=3,

@@ -248,7 +248,7 @@ def test_second_derivatives_are_those_without_a_slot():
 def test_other_sums_are_refused():
     with (
         scope(ALL_MESHES["gtp 8"]),
-        pytest.raises(ValueError, match="`grad_reduce` is 'bf16'; it must be 'float32', or"),
+        pytest.raises(ValueError, match="`grad_reduce` is 'bf16'; it must be 'float32' or `None`"),
     ):
         gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", grad_reduce="bf16")
 

@@ -279,7 +279,7 @@ def test_a_large_weight_that_only_dp_divides_is_worth_a_warning():
         def __init__(self):
             self.layers = nnx.List([nnx.Linear(1029, 1031, rngs=nnx.Rngs(0)) for _ in range(2)])
 
-    words = r"\(1029, 1031\) is divided over dp 3 only: layers\.0\.kernel, because 6 ranks of dp x gtp cannot"
+    words = r"\(1029, 1031\) is divided over dp 3 only: layers\.0\.kernel, because 6 ranks of dp x gtp divide none"
     with (
         jax.set_mesh(gtp.make_mesh(dp=3, gtp=2, devices=jax.devices()[:6])),
         pytest.warns(UserWarning, match=words),
