@@ -163,16 +163,16 @@ def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
 def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
-    if not isinstance(min_size, int) or min_size < 1:
+    if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 1:
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
+    if not isinstance(remat, str) or remat not in REMAT:
+        allowed = [name for name in REMAT if name not in OFFLOADED]
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
     if remat in OFFLOADED:
         raise ValueError(
             f"`remat` is {remat!r}, which moves saved activations to the host. `gtp_jax.Stack` supports that; "
             f"`gtp_jax.shard` does not. Use {OFFLOADED[remat]!r}, which saves the same activations on the device."
         )
-    if remat not in REMAT:
-        allowed = [name for name in REMAT if name not in OFFLOADED]
-        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
     if grad_reduce not in (None, "float32"):
         raise ValueError(
             f"`grad_reduce` is {grad_reduce!r}; it must be 'float32' or `None`. 'bf16' and 'bf16-wire' are for "
@@ -186,10 +186,10 @@ def _check_methods(model: nnx.Module, methods: Any) -> None:
     known = [name for _, module in nnx.iter_modules(model) for name in methods_of(type(module))]
     for name in methods:
         if name not in (*_METHODS, *known):
-            near = difflib.get_close_matches(name, set(known), n=3, cutoff=0.0)
+            near = difflib.get_close_matches(name, {*_METHODS, *known}, n=3, cutoff=0.0)
             raise ValueError(
                 f"`methods` has {name!r}, which no module of the model defines as a public method (a plain function, "
-                f"not a generator, a property, or a static or class method); the nearest are {', '.join(near)}."
+                f"not a generator, a property, or a static or class method); the nearest names are {', '.join(near)}."
             )
 
 

@@ -155,7 +155,7 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
     """
     entries = () if named is None else tuple(named)
     names = jax.sharding.get_abstract_mesh().axis_names
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    axes = [() if e is None else tuple(e) if isinstance(e, tuple) else (e,) for e in entries]
     unknown = [axis for entry in axes for axis in entry if axis not in names]
     if unknown or len(entries) > len(shape):
         raise ValueError(

@@ -69,8 +69,18 @@ CASES = {
     ),
     "an unknown method": (
         lambda: gtp.shard(make(), min_size=64, methods=("__call__", "atend")),
-        "`methods` has 'atend', which no module of the model defines as a public method .*; the nearest are attend",
+        "`methods` has 'atend', which no module of the model defines as a public method .*; the nearest names are attend",
     ),
+    "a method of a model without methods": (
+        lambda: gtp.shard(nnx.List([nnx.Param(jnp.ones((32, 32)))]), min_size=64, methods=("f",)),
+        "`methods` has 'f', which no module .*; the nearest names are ",
+    ),
+    "a partition that XLA is to choose": (
+        lambda: gtp.shard(make(), min_size=64, specs={"embed.embedding": P(P.UNCONSTRAINED)}),
+        r"partitioned as \(UNCONSTRAINED,\) by .* In `specs`, give each dimension an axis",
+    ),
+    "remat as a list": (lambda: gtp.shard(make(), remat=["matmuls"]), r"`remat` is \['matmuls'\]; it must be one of"),
+    "min_size as a truth value": (lambda: gtp.shard(make(), min_size=True), "`min_size` is True"),
     "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
     "remat of a stack": (
         lambda: gtp.shard(make(), remat="offload-matmuls"),
