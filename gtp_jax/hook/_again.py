@@ -22,8 +22,8 @@ from ._variables import of_own_layers, variables_of
 def check_unchanged(
     model: nnx.Module, blocks: Blocks | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raises an error if an option is neither the default nor the value with which the model was sharded, or if
-    `blocks` matches modules other than the blocks of the model.
+    """Raises an error if an option is neither the default nor the value with which the model was sharded, or if the
+    modules that `blocks` matches are not exactly the blocks of the model.
 
     Args:
         model: the model, which is sharded already.

@@ -64,8 +64,9 @@ class WeightFact:
             slice.
         slices: the number of such slices in the weight; 1 if `shape` is that of the whole weight.
         wire: the name of the format to which it is quantized; empty if it is not quantized.
-        bytes: the size in bytes of all shards of an array of this shape: of codes and scales, or, if the weight is not
-            quantized, of elements in the dtype of the parameter, padding included. A call that casts an unquantized
+        bytes: the size in bytes of what ranks send of an array of this shape, all shards together: of codes, and of
+            scales if they are sent; or, if the weight is not quantized, of elements in the dtype of the parameter,
+            padding included. A call that casts an unquantized
             weight to a narrower dtype before the gather sends fewer bytes.
         reason: why the recipe does not quantize the weight. Empty if it does, or if no pattern of the recipe matches
             the weight and the recipe itself quantizes nothing, like `BF16`.
@@ -173,8 +174,8 @@ class ShardedWeight:
 
     @property
     def bytes(self) -> int:
-        """The size in bytes of all shards of an array of shape `shape`: of codes and scales, or, if the weight is not
-        quantized, of elements in `dtype`, padding included."""
+        """The size in bytes of what ranks send of an array of shape `shape`, all shards together: of codes, and of
+        scales if they are sent; or, if the weight is not quantized, of elements in `dtype`, padding included."""
         if isinstance(self.coded, Coded):
             return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
         return math.prod(self.placement.with_padding(self.shape)) * self.dtype.itemsize

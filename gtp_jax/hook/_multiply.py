@@ -62,7 +62,8 @@ def product(
             codes. If its slot has an additional leading dimension, the slot receives one gradient for each rank of
             `batch`.
         seen: how the weight is seen as a matrix. `ranks_know(seen, factor)` must be true.
-        operands: the formats to which operands are rounded, if `multiplies` allows it; `None` to round nothing.
+        operands: the formats to which operands are rounded; `None` to round nothing. If there are formats, `multiplies`
+            must be true for the weight and `factor`.
         factor: the weight as a factor of the product.
         batch: the mesh axes that shard the batch; those that the mesh in scope lacks do not count.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with

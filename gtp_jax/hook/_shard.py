@@ -91,8 +91,9 @@ def shard[M: nnx.Module](
             `specs` matches no weight to shard (with the value `None`: no variable); if a partition that `specs` or an
             annotation of the model names does not fit the mesh or the weight; or if `min_size`, `remat`, `grad_reduce`
             or a name in `methods` is not allowed. For a model that is sharded already: if no array has to be put back;
-            if `blocks` matches modules other than its blocks, or another argument is neither the default nor the value
-            with which the model was sharded; or if the mesh or an array does not fit a weight as it was sharded.
+            if the modules that `blocks` matches are not exactly its blocks; if another argument is neither the default
+            nor the value with which the model was sharded; or if the mesh or an array does not fit a weight as it was
+            sharded.
         TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
     """
     _check_arguments(model, min_size, remat, grad_reduce)
