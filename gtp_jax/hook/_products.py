@@ -64,8 +64,8 @@ class Factor(NamedTuple):
 # weight; `None` if it is not one.
 Views = Sequence[View | None]
 Array = jax.Array | SlottedWeight
-# A function that multiplies `x`, `(..., input features)`, by the transpose of a matrix, `(output features, input
-# features)`.
+# A function that multiplies `x`, `(..., contracted features)`, by the transpose of a matrix of shape
+# `(kept features, contracted features)`.
 Times = Callable[[jax.Array, Array], jax.Array]
 # A function that may compute a product with a weight in another way than the jaxpr does. Its arguments are the weight
 # as a factor, a function `f`, and the operands of the product: `x`, which is not a view, and then `view`. It returns

@@ -19,7 +19,8 @@ from ._choice import matches, name_of
 from ._placement import Placement, place, placed
 from ._variables import Paths, size_of
 
-# A value of `specs`: the partition in which weights are stored; `None` for weights that `shard` does not partition.
+# A value of `specs`: the partition in which weights are stored; `None` to leave them whole, or as the model annotates
+# them.
 Spec = PartitionSpec | tuple[Any, ...] | None
 
 _LARGE = 1 << 20  # elements; a warning is issued if a weight of at least this size has too few shards
@@ -119,11 +120,12 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
         if divided < ranks and math.prod(shape) >= _LARGE and not asked:
             over = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             parts = f"is divided over {over} only" if over else "stays whole on every rank"
-            pad = "" if shares_are_even() else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
+            padded = shares_are_even() or not _can_pad(variables[paths])
+            pad = "" if padded else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
             warnings.warn(
-                f"a weight of shape {shape} {parts}: {name_of(paths[0])}, because {degrees(all_axes)} ranks of "
+                f"a weight of shape {shape} {parts}: {name_of(paths[0])}. {degrees(all_axes)} ranks of "
                 f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "
-                f"Choose sizes that the degrees divide, {pad}or name a partition in `specs` (the present one, if it is "
+                f"Choose sizes that these ranks divide, {pad}or name a partition in `specs` (the present one, if it is "
                 "intended).",
                 stacklevel=3,
             )

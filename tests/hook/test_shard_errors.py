@@ -69,7 +69,7 @@ CASES = {
     ),
     "an unknown method": (
         lambda: gtp.shard(make(), min_size=64, methods=("__call__", "atend")),
-        "`methods` has 'atend', which no module of the model defines as a public method .*; the nearest names are attend",
+        "`methods` has 'atend', which no module of the model defines as a .*; the nearest names are attend",
     ),
     "a method of a model without methods": (
         lambda: gtp.shard(nnx.List([nnx.Param(jnp.ones((32, 32)))]), min_size=64, methods=("f",)),
@@ -278,9 +278,20 @@ def test_a_second_call_with_the_options_of_the_first_puts_arrays_back(blocks, x6
 def test_a_large_weight_that_stays_whole_is_worth_a_warning():
     with (
         scope(MESHES["gtp 8"]),
-        pytest.warns(UserWarning, match=r"\(1031, 1033\) stays whole on every rank: layers\.0\.kernel"),
+        pytest.warns(UserWarning, match=r"\(1031, 1033\) stays whole on every rank: layers\.0\.kernel.*even_shares"),
     ):
         gtp.shard(Odd())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_offers_padding_only_for_weights_that_may_be_padded():
+    model = Odd()
+    for layer in model.layers:
+        layer.kernel.set_metadata(on_get_value=lambda _, value: value)
+    with scope(MESHES["gtp 8"]), pytest.warns(UserWarning) as found:
+        gtp.shard(model)
+    said = [str(one.message) for one in found if "stays whole" in str(one.message)]
+    assert len(said) == 2 and not any("even_shares" in one for one in said)
 
 
 @pytest.mark.filterwarnings("default")
@@ -289,7 +300,7 @@ def test_a_large_weight_that_only_dp_divides_is_worth_a_warning():
         def __init__(self):
             self.layers = nnx.List([nnx.Linear(1029, 1031, rngs=nnx.Rngs(0)) for _ in range(2)])
 
-    words = r"\(1029, 1031\) is divided over dp 3 only: layers\.0\.kernel, because 6 ranks of dp x gtp divide none"
+    words = r"\(1029, 1031\) is divided over dp 3 only: layers\.0\.kernel\. 6 ranks of dp x gtp divide none"
     with (
         jax.set_mesh(gtp.make_mesh(dp=3, gtp=2, devices=jax.devices()[:6])),
         pytest.warns(UserWarning, match=words),
