@@ -66,8 +66,8 @@ class WeightFact:
         wire: the name of the format to which it is quantized; empty if it is not quantized.
         bytes: the size in bytes of what ranks send of an array of this shape, all shards together: of codes, and of
             scales if they are sent; or, if the weight is not quantized, of elements in the dtype of the parameter,
-            padding included. A call that casts an unquantized
-            weight to a narrower dtype before the gather sends fewer bytes.
+            padding included. A call that casts an unquantized weight to a narrower dtype before the gather sends fewer
+            bytes.
         reason: why the recipe does not quantize the weight. Empty if it does, or if no pattern of the recipe matches
             the weight and the recipe itself quantizes nothing, like `BF16`.
         multiplied: whether the recipe quantizes the weight, and asks for products with it to be computed in its

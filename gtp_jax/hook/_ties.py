@@ -35,8 +35,8 @@ def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-    """Ties arrays and a zero together. Returns the zero, which is available once all tied arrays are, and the arrays.
-    Random keys, float0 arrays and non-arrays are not tied."""
+    """Ties arrays and a new zero together, and returns both. The zero is available once all tied arrays are. Random
+    keys, float0 arrays and non-arrays are not tied."""
     zero, *tied = together([jnp.zeros((), jnp.float32), *arrays])
     return zero, tied
 
