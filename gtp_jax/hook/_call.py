@@ -40,6 +40,9 @@ Placements = tuple[tuple[ModulePath, Placement], ...]
 
 # The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
 _FORWARD = "can't apply forward-mode"
+# Words of JAX's error for a sharding constraint over a manual axis, and of the error that replaces it.
+_CONSTRAINT = "passed to with_sharding_constraint"
+_OF_LOCAL_VIEW = "but in local view each rank calls it with its own examples, and no array is sharded over these axes"
 
 
 @legacy_mesh_in_scope()
@@ -227,12 +230,13 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if current_view() == "global" or "passed to with_sharding_constraint" not in str(error):
+        text = str(error)
+        explained = _OF_LOCAL_VIEW in text  # by a module within this one, which has the constraint
+        if current_view() == "global" or _CONSTRAINT not in text or explained:
             raise
         raise ValueError(
-            f"{type(owner).__name__} constrains the sharding of an array over axes of the mesh, but in local view each "
-            "rank calls it with its own examples, and no array is sharded over these axes. Use `view='global'`, or "
-            f"leave the constraint out. JAX says: {error}"
+            f"{type(owner).__name__} constrains the sharding of an array over axes of the mesh, {_OF_LOCAL_VIEW}. Use "
+            f"`view='global'`, or leave the constraint out. JAX says: {error}"
         ) from error
     except TypeError as error:
         if _FORWARD not in str(error):

@@ -184,7 +184,8 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) ->
 def _check_methods(model: nnx.Module, methods: Any) -> None:
     if not isinstance(methods, tuple) or not all(isinstance(name, str) for name in methods):
         raise TypeError(f"`methods` is {methods!r}; it must be a tuple of names of methods, such as {_METHODS!r}.")
-    known = [name for _, module in nnx.iter_modules(model) for name in methods_of(type(module))]
+    modules = [module for _, module in nnx.iter_modules(model) if not isinstance(module, nnx.List | nnx.Dict)]
+    known = [name for module in modules for name in methods_of(type(module))]
     for name in methods:
         if name not in (*_METHODS, *known):
             near = difflib.get_close_matches(name, {*_METHODS, *known}, n=3, cutoff=0.0)

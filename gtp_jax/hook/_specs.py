@@ -62,9 +62,9 @@ def check_patterns(
                 )
             names = [name_of(path) for paths in allowed for path in paths]
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-            kind = "variable" if spec is None else "weight to shard"
+            kind = "variables" if spec is None else "weights to shard"
             raise ValueError(
-                f"`specs` has the pattern {pattern!r}, which matches no {kind} of the model; the nearest are "
+                f"`specs` has the pattern {pattern!r}, which matches none of the model's {kind}; the nearest are "
                 f"{', '.join(near)}."
             )
 

@@ -59,11 +59,13 @@ def size_of(value: Any) -> int:
 
 
 def of_own_layers(model: nnx.Module) -> set[int]:
-    """Returns the `id`s of the variables within gtp_jax's own layers, instances of subclasses included."""
+    """Returns the `id`s of the variables within gtp_jax's own layers, instances of subclasses included. A module with
+    the attribute `wraps_stock` does not count: it is one of gtp_jax, but contains a layer that is not."""
     package = __name__.partition(".")[0]
     own = (
         module
         for _, module in nnx.iter_modules(model)
         if any(base.__module__.partition(".")[0] == package for base in type(module).__mro__)
+        and not getattr(type(module), "wraps_stock", False)
     )
     return {id(node) for module in own for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}

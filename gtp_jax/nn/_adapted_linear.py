@@ -25,6 +25,8 @@ class AdaptedLinear(nnx.Module):
         adapter: the adapter for the kernel of `base`, viewed as the matrix that `layout_of_stock(base)` describes.
     """
 
+    wraps_stock = True  # so `gtp_jax.shard` does not take `base` for a layer that partitions its own weights
+
     def __init__(self, base: Any, adapter: Adapter) -> None:
         self.base = base
         self.adapter = adapter

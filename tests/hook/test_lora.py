@@ -152,9 +152,15 @@ def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
     assert message in str(refused.value)
 
 
-def test_sharding_behind_adapters_is_refused():
+class OnlyProjections(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+
+@pytest.mark.parametrize("make", [Model, OnlyProjections])
+def test_sharding_behind_adapters_is_refused(make):
     with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError) as refused:
-        gtp.shard(adapted(Model(nnx.Rngs(0))), "layers.*", min_size=64)
+        gtp.shard(adapted(make(nnx.Rngs(0))), "layers.*", min_size=64)
     assert "has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`" in str(refused.value)
     assert "Call `gtp_jax.shard` first, and then freeze it or add adapters" in str(refused.value)
 
