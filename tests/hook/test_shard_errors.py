@@ -337,9 +337,7 @@ def test_a_constraint_over_an_axis_is_refused_in_local_view_and_works_in_global_
         model = gtp.shard(Model(nnx.Rngs(0)), "layers.*", min_size=64)
         state, batch = gtp.TrainState.create(model, optimizer), jnp.ones((8, 16))
         name = "Constrained" if where == "in a block" else "Model"
-        message = (
-            rf"^{name} constrains the sharding of an array over axes of the mesh, but in local.*Use `view='g"
-        )
+        message = rf"^{name} constrains the sharding of an array over axes of the mesh, but in local.*Use `view='g"
         with pytest.raises(ValueError, match=message) as refused:
             gtp.train_step(loss, optimizer, view="local")(state, batch)
         assert str(refused.value).count("constrains the sharding") == 1
