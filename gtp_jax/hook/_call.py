@@ -81,7 +81,7 @@ def call_unit(
             `_refuse_stripped`, `moving`, `_checked`), or if the method or the recipe in scope asks for something that
             sharded models do not support (`traced`, `_explained`).
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
-            Inside a traced program, such as that of `jax.jit`, JAX raises its own error later instead.
+            Inside a traced program, such as that of `jax.jit`, JAX may raise its own error instead.
     """
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
