@@ -68,8 +68,8 @@ def _format(group: WeightGroup) -> Format:
 
 
 def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
-    """Returns the wires of the frozen weights of a stack or of one module: first codes, one wire per buffer, or per
-    weight in tiles, then arrays."""
+    """Returns the wires of the frozen weights of a stack or of one module. Wires of codes come first: one for each
+    buffer, or for each weight in tiles. Wires of arrays follow, one for each weight."""
     together: dict[ModulePath, list[ModulePath]] = {}
     for path, group in groups.items():
         if group.wire is not None:
@@ -92,10 +92,12 @@ def refuse_gradient(kept: Any) -> Any:
 
 def _fwd(kept: Any) -> Any:
     shapes = [one.shape for one in jax.tree.leaves(kept, is_leaf=_is_quantized)]
+    several = f"{len(shapes)} frozen weights, with shapes such as {shapes[0]},"
+    weights = several if len(shapes) > 1 else f"a frozen weight of shape {shapes[0]}"
     raise ValueError(
-        f"the gradient of frozen weights of shapes {shapes[:3]} is requested, but `gtp_jax.freeze` made them "
-        "constant. Differentiate only what is trained: `nnx.grad(loss)` takes `nnx.Param`. To train these weights, "
-        "let `trained` of `freeze` match them."
+        f"the gradient of {weights} is requested, but `gtp_jax.freeze` made frozen weights constant. Differentiate "
+        "only what is trained: `nnx.grad(loss)` takes `nnx.Param`. To train a weight, let `trained` of `freeze` match "
+        "it."
     )
 
 

@@ -36,7 +36,8 @@ class Structure:
 
     Attributes:
         name: the name of the model's type.
-        weights: the group of each module that owns kernels, in high precision, by the module's path.
+        weights: the group of each module that owns kernels, by the module's path, and of each array of any shape, by
+            the path of its variable. A frozen group has its own formats; the others are in high precision.
         stacks: all layers of each stack.
         sharded: the paths of the weights that `gtp_jax.shard` has sharded, about which `gtp_jax.hook` decides.
     """
@@ -52,12 +53,14 @@ Groups = dict[tuple[ModulePath, Layers], WeightGroup]
 
 
 def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
-    """Returns what a recipe decides about every weight of a model; without a recipe, all stay in high precision.
+    """Returns what a recipe decides about every weight of a model.
+
+    Frozen weights keep their formats. Without a recipe, all other weights stay in high precision.
 
     Raises:
-        ValueError: if the recipe names modules or layers that the model does not have, if earlier patterns match all
-            that a pattern matches, or if the recipe quantizes and the model has no weights for it. The message names
-            what the model has.
+        ValueError: if the recipe names modules or layers that the model does not have, or only frozen ones; if earlier
+            patterns match all that a pattern matches; or if the recipe quantizes and the model has no weights for it.
+            The message names what the model has.
     """
     if recipe is not None:
         _check_names(structure, recipe)
@@ -79,14 +82,15 @@ def of_layers(
     """Returns what a recipe decides about the weights of one module, by layers.
 
     Args:
-        group: the module's group in high precision.
+        group: the module's group: in high precision, or frozen, which the recipe leaves as it is.
         path: the path of the module in the model.
         recipe: the recipe.
         layers: all layers of the stack that contains the module, or the one layer of a module outside stacks.
 
     Raises:
         ValueError: if the recipe multiplies in tiles, and the module is neither a dense layer nor experts, or tensor
-            ranks would cut tiles; or if it multiplies with delayed scaling, and the module is not a dense layer.
+            ranks would cut tiles or divide the weight unevenly; or if it multiplies with delayed scaling, and the
+            module is not a dense layer, or its gradient's amax is not available on any rank.
     """
     if not group.follows_recipes:
         return ((layers, group),)
@@ -114,7 +118,7 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
             "quantize. Build the model from gtp_jax modules, such as `gtp_jax.Dense`; shard the model's own weights "
             "with `gtp_jax.shard`; or remove the recipe."
         )
-    _check_patterns(paths, recipe)
+    _check_patterns(structure, paths, recipe)
     if structure.stacks or not structure.sharded:  # the hook refuses to count layers
         check_ends({".".join(map(str, (one.stack or ())[:-1])): one.stop for one in structure.stacks}, recipe)
 
@@ -138,22 +142,42 @@ def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
         )
 
 
-def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
+def _check_patterns(structure: Structure, paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
+    """Checks that each pattern decides about some of the weights that recipes apply to, whose `paths` are given."""
     patterns = [pattern for pattern, _ in recipe.rules]
     for index, pattern in enumerate(patterns):
         if index >= len(recipe.override) and pattern in EXCLUDED:
             continue  # a default exclusion, which need not match anything
         matched = [path for path in paths if matches(pattern, path)]
-        if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
+        if not matched:
+            frozen = (tuple(map(str, path)) for path, group in structure.weights.items() if group.frozen)
+            only = ", only frozen ones" if any(matches(pattern, path) for path in frozen) else ""
+            there = ", ".join(".".join(path) for path in paths) or f"no weights of {structure.name}; remove the pattern"
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} matches no module with weights that recipes apply to{only}. Recipes "
+                f"apply to {there}."
+            )
+        if all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
             raise ValueError(
                 f"the recipe's pattern {pattern!r} has no effect, because earlier patterns match everything that it "
-                f"matches. Move it before {', '.join(map(repr, patterns[:index]))}."
+                f"matches. {_to_take_effect(index, matched, recipe)}"
             )
-        if not matched:
-            raise ValueError(
-                f"the recipe's pattern {pattern!r} matches no module with weights; the modules are "
-                f"{', '.join('.'.join(path) for path in paths)}."
-            )
+
+
+def _to_take_effect(index: int, matched: Sequence[tuple[str, ...]], recipe: Recipe) -> str:
+    """Returns the remedy for a pattern that earlier ones hide, given its index in `rules` and the paths it matches."""
+    names = [pattern for pattern, _ in recipe.rules]
+    pattern, overrides = names[index], names[: min(index, len(recipe.override))]
+    hiding = [ahead for ahead in overrides if any(matches(ahead, path) for path in matched)]
+    ahead = ", ".join(map(repr, hiding))
+    if index < len(recipe.override):
+        return f"Move it before {ahead}, or remove it."
+    if not hiding or pattern in hiding:  # it excludes what is excluded, or is overridden itself
+        return f"Remove it from `exclude`{' or from `override`' if hiding == [pattern] else ''}."
+    return (
+        f"`override` comes before `exclude`. Move it to `override`, as {pattern!r}: gtp_jax.BF16(), before {ahead}; or "
+        "remove it."
+    )
 
 
 def _check_multiplies(group: WeightGroup, path: ModulePath, numbers: str, *, experts: bool) -> None:

@@ -73,9 +73,9 @@ class _Part(NamedTuple):
 
     Attributes:
         values: `(*stack, *experts, rows, cols)`.
-        tiles: the tile rows and the tile columns of the gathered matrix.
-        runs: the numbers of rows and of columns that lie in one tile at a time.
-        places: for each dimension, the tile in which each run lies.
+        tiles: the numbers of tiles of the gathered matrix, down and across.
+        runs: the lengths, down and across, of the runs into which the values are cut. Each run lies in one tile.
+        places: for each dimension, the index of each run's tile.
     """
 
     values: jax.Array
@@ -234,7 +234,7 @@ def _values(codes: jax.Array, grid: jax.Array, group: WeightGroup) -> jax.Array:
         scales = jnp.moveaxis(jnp.concatenate(parts, axis=-2), -3, 0)
     else:
         scales = fuse_kernels(kernels, layouts)
-    # a scale for each row of a tile is that of a run of the row
+    # repeated for every row of its tile, a tile's scale is the scale of a run of 128 elements of that row
     scales = jnp.reshape(scales, (*codes.shape[:-1], grid.shape[-1]))
     runs = QuantizedArray(codes, scales, None, FP8_BLOCKS_1D, (codes.shape[-2], codes.shape[-1]))
     return values_of(runs, group.dtype)
@@ -265,7 +265,8 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
         path: the path of its module.
 
     Raises:
-        ValueError: if tensor ranks would cut tiles. The message names the module and the remedy.
+        ValueError: if tensor ranks would cut tiles, or if they divide the weight unevenly. The message names the module
+            and the remedy.
     """
     if not isinstance(group.wire, Tiled):
         return
@@ -277,9 +278,13 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
             continue
         own = one.use_shape[one.split_dim] if one.split_dim is not None else 0
         side = form.run[0 if one.split_dim == one.rows else 1]
-        if one.takes_part or own % side:
-            raise ValueError(
-                f"the tensor axis divides dimension {one.split_dim} of the weight of shape {one.shape} of {name} into "
-                f"parts of {one.split.owners if one.takes_part else own}, which are not whole tiles of {form.name} "
-                f"({side} elements). {exclude}, or choose another tensor degree."
-            )
+        if not one.split.even:
+            parts = f"uneven parts of {one.split.counts} elements, which {form.name} does not support"
+        elif own % side and not one.takes_part:  # if it takes its part, another kernel is divided unevenly
+            parts = f"parts of {own}, which are not whole tiles of {form.name} ({side} elements)"
+        else:
+            continue
+        raise ValueError(
+            f"the tensor axis divides dimension {one.split_dim} of the weight of shape {one.shape} of {name} into "
+            f"{parts}. {exclude}, or choose another tensor degree."
+        )

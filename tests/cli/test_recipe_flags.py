@@ -70,7 +70,7 @@ BAD = {
 }
 OF_A_MODEL = {
     "--high-precision-first 3 --high-precision-last 2": "cover 5 layers of each stack, but blocks has 4",
-    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights; the modules are ",
+    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights that recipes apply to. ",
 }
 
 

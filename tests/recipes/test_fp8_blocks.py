@@ -154,7 +154,12 @@ MODELS = {
     "tp that divides unevenly": (
         dense(128, 384, parallel="column", units=128),
         dict(tp=2),
-        r"dimension 1 .* into parts of \(2, 1\), which are not whole tiles",
+        r"dimension 1 .* of shape \(128, 384\) .* into uneven parts of \(256, 128\) elements, which FP8_BLOCKS ",
+    ),
+    "tp that divides one of two kernels unevenly": (
+        dense(128, {"even": 512, "uneven": 384}, parallel="column", units={"even": 128, "uneven": 128}),
+        dict(tp=2),
+        r"dimension 1 .* of shape \(128, 384\) .* into uneven parts of \(256, 128\) elements",
     ),
 }
 

@@ -111,6 +111,17 @@ def test_shards_of_columns_with_rows_that_are_no_whole_blocks_are_refused():
             gtp.freeze(Narrow(nnx.Rngs(0)), gtp.NVFP4())
 
 
+@pytest.mark.parametrize("pattern", ["pair", "blocks"])
+def test_a_pattern_of_frozen_modules_is_said_to_match_only_these(pattern):
+    """And the modules that recipes apply to are listed, or said to be none."""
+    only = rf"'{pattern}' matches no module with weights that recipes apply to, only frozen ones\. Recipes apply "
+    some = frozen(trained=nnx.PathContains("blocks" if pattern == "pair" else "pair"))
+    there = r"to blocks\.layers\.down, blocks\.layers\.up\.$" if pattern == "pair" else r"to pair\.$"
+    for model, listed in ((some, there), (frozen(), r"to no weights of Model; remove the pattern\.$")):
+        with pytest.raises(ValueError, match=only + listed):
+            gtp.explain(model, gtp.BF16(exclude=(pattern,)))
+
+
 @pytest.mark.parametrize("path", ["pair", "blocks"])
 def test_a_gradient_of_what_is_frozen_is_refused(path):
     """It would be zeros, where the codes are gathered ahead of the layer that multiplies them."""
@@ -119,7 +130,7 @@ def test_a_gradient_of_what_is_frozen_is_refused(path):
     def loss(wanted):
         return jnp.sum(nnx.merge(graph, wanted, rest)(jnp.ones((2, WIDTH))).astype(jnp.float32))
 
-    with pytest.raises(ValueError, match=r"gradient of frozen weights of shapes .* is requested.*`nnx\.grad\(loss\)`"):
+    with pytest.raises(ValueError, match=r"gradient of \d frozen weights, with shapes .*, is .*`nnx\.grad\(loss\)`"):
         jax.grad(loss)(wanted)
 
 

@@ -93,9 +93,8 @@ def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
         (gtp.NVFP4(exclude=("embed", "heads")), "pattern 'heads' matches no module"),
         (
             gtp.NVFP4(override={"mlp": gtp.MXFP8(), "mlp.down": gtp.BF16()}),
-            "pattern 'mlp.down' has no effect, because earlier patterns match .* Move it before 'mlp'",
+            "pattern 'mlp.down' has no effect, because earlier patterns match .* Move it before 'mlp', or remove it.",
         ),
-        (gtp.NVFP4(exclude=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}), "pattern 'mlp.up' has no effect"),
         (gtp.NVFP4(high_precision_first=2, high_precision_last=2), "cover 4 layers of each stack, but blocks has 3"),
     ],
 )
@@ -109,6 +108,45 @@ def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
         gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=recipe).lower(
             state, {"tokens": tokens, "targets": tokens}
         )
+
+
+MOVED = r"`override` comes before `exclude`\. Move it to `override`, as '{}': gtp_jax\.BF16\(\), before {}; or remove"
+HIDDEN = {
+    "an exclusion after an override": (
+        gtp.NVFP4(exclude=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}),
+        MOVED.format(r"mlp\.up", "'mlp'"),
+        gtp.NVFP4(exclude=("head",), override={"mlp.up": gtp.BF16(), "mlp": gtp.MXFP8()}),
+    ),
+    "an exclusion after overrides of some of its modules": (
+        gtp.NVFP4(exclude=("mlp",), override={"qkv": gtp.FP8(), "up": gtp.FP8(), "down": gtp.MXFP8()}),
+        MOVED.format("mlp", "'up', 'down'"),
+        gtp.NVFP4(override={"qkv": gtp.FP8(), "up": gtp.FP8(), "down": gtp.MXFP8()}),
+    ),
+    "an override after another": (
+        gtp.NVFP4(override={"qkv": gtp.FP8(), "mlp": gtp.MXFP8(), "mlp.down": gtp.FP8()}),
+        r"Move it before 'mlp', or remove it\.$",
+        gtp.NVFP4(override={"qkv": gtp.FP8(), "mlp.down": gtp.FP8(), "mlp": gtp.MXFP8()}),
+    ),
+    "a pattern that is both": (
+        gtp.NVFP4(exclude=("mlp",), override={"qkv": gtp.FP8(), "mlp": gtp.MXFP8()}),
+        r"Remove it from `exclude` or from `override`\.$",
+        gtp.NVFP4(exclude=("mlp",), override={"qkv": gtp.FP8()}),
+    ),
+    "an exclusion of what is excluded": (
+        gtp.NVFP4(exclude=("qkv", "mlp", "mlp.up")),
+        r"Remove it from `exclude`\.$",
+        gtp.NVFP4(exclude=("qkv", "mlp")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_the_remedy_for_a_pattern_without_effect_is_possible_and_names_only_patterns_of_its_modules(name):
+    hidden, remedy, remedied = HIDDEN[name]
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    with pytest.raises(ValueError, match=f"has no effect, because earlier patterns match .*{remedy}"):
+        gtp.explain(model, hidden)
+    assert gtp.explain(model, remedied).facts
 
 
 def test_models_without_weights_to_quantize_are_refused():
@@ -133,7 +171,7 @@ def test_only_nnx_modules_are_explained(model):
 def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
     model = abstract_model(lambda rngs: gtp.MLP(64, 128, rngs=rngs))
     assert {fact.wire for fact in gtp.explain(model, gtp.NVFP4()).facts} == {"NVFP4"}
-    with pytest.raises(ValueError, match="pattern 'head' matches no module with weights; the modules are down, up"):
+    with pytest.raises(ValueError, match=r"pattern 'head' matches no module .*\. Recipes apply to down, up\.$"):
         gtp.explain(model, gtp.NVFP4(override={"head": gtp.MXFP8()}))
 
 
