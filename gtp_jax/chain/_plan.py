@@ -9,7 +9,7 @@ from ._schedule import Schedule, Segment, segments
 
 
 def plan(
-    lengths: Sequence[int], schedule: Schedule, *, travels: bool = True, offload: Sequence[bool] | None = None
+    lengths: Sequence[int], schedule: Schedule, *, only_casts: bool = False, offload: Sequence[bool] | None = None
 ) -> Plan:
     """Returns the events of a chain.
 
@@ -25,12 +25,12 @@ def plan(
     Args:
         lengths: the number of layers of each stage; 1 for a single module.
         schedule: the schedule to follow.
-        travels: whether gathering any layer's weights involves communication or decoding.
+        only_casts: whether gathering only casts and joins shards, and none of them is frozen.
         offload: for each stage, whether the activations that its layers save are moved to the host between the passes.
             By default, nothing is moved.
     """
     total = sum(lengths)
-    kept = schedule.layers_kept(total, travels=travels)
+    kept = schedule.layers_kept(total, only_casts=only_casts)
     offsets = [sum(lengths[:stage]) for stage in range(len(lengths))]
     found = segments(list(lengths), schedule, kept)
     planner = _Planner(found, offsets, total - kept, schedule.prefetch, offload or [False] * len(lengths))

@@ -66,10 +66,10 @@ def run(
         to the same arrays, so gradients can be differentiated again. The values of `shards` are residuals only for that
         purpose.
     """
-    travels = any(stage.travels for stage in stages)
+    only_casts = not any(stage.travels or stage.frozen for stage in stages)
     lengths = [stage.length for stage in stages]
-    events = plan(lengths, schedule, travels=travels, offload=[stage.offload for stage in stages])
-    alone = plan(lengths, schedule, travels=travels)  # without differentiation, nothing is saved or moved
+    events = plan(lengths, schedule, only_casts=only_casts, offload=[stage.offload for stage in stages])
+    alone = plan(lengths, schedule, only_casts=only_casts)  # without differentiation, nothing is saved or moved
     # JAX caches the rules below along with traces, so they take all arrays as arguments and close over none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 

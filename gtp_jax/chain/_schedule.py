@@ -22,8 +22,9 @@ class Schedule:
             layers keep what they cast and joined for sending, so that they do not have to cast and join shards again.
             In bfloat16, this takes two bytes for each parameter that a rank holds. With `0`, they keep nothing.
             `"auto"`, the default, keeps the last layer's gathered weights, because its backward directly follows its
-            forward. If no weight of the chain is communicated or decoded and `unroll` is `"full"`, it keeps those of
-            all layers, because gathering again would only cast and join the same shards again.
+            forward. If no weight of the chain is communicated, decoded or frozen and `unroll` is `"full"`, it keeps
+            those of all layers, because gathering again would only cast and join the same shards again. With frozen
+            weights, it keeps one layer's, because those of all layers would be a second copy of most of the model.
     """
 
     prefetch: bool = True
@@ -41,17 +42,17 @@ class Schedule:
                 "'auto'."
             )
 
-    def layers_kept(self, total: int, *, travels: bool = True) -> int:
+    def layers_kept(self, total: int, *, only_casts: bool = False) -> int:
         """Returns how many layers, counted from the end of the chain, keep their gathered weights for backward.
 
         This may exceed `total`; if so, all layers keep them.
 
         Args:
             total: the number of layers in the chain.
-            travels: whether gathering any of their weights involves communication or decoding.
+            only_casts: whether gathering only casts and joins shards, and none of them is frozen.
         """
         if self.keep_gathered == "auto":
-            return 1 if travels or self.unroll != "full" else total
+            return total if only_casts and self.unroll == "full" else 1
         return total if self.keep_gathered == "all" else self.keep_gathered
 
 

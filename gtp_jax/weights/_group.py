@@ -25,7 +25,7 @@ class WeightGroup:
 
     Attributes:
         layouts: the layouts of the kernels.
-        param_dtypes: the dtype of each kernel's stored shards.
+        param_dtypes: the dtype of each kernel's stored shards; empty if `frozen`.
         dtype: the dtype of the weight on the wire and in the matmul, where no format applies.
         grad_reduce: how its gradient is summed, unless `reduction` overrides it.
         codes_multiply: whether the module can multiply codes as they travel: with a single scale or in tiles.
@@ -64,7 +64,7 @@ class WeightGroup:
     @property
     def travels(self) -> bool:
         """Whether a gather communicates or decodes anything, instead of only casting and joining shards."""
-        return self.ranks > 1 or self.divided or self.wire is not None or self.frozen
+        return self.ranks > 1 or self.divided or self.wire is not None
 
     @property
     def follows_recipes(self) -> bool:
@@ -144,8 +144,8 @@ class WeightGroup:
         return np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums
 
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
-        """Returns zeros that receive the gradient of a gathered weight; `None` if the weight's own gradient has the
-        required dtype, or the weight has no gradient."""
+        """Returns zeros that receive the gradient of a gathered weight; `None` for an array that is frozen, or whose
+        own gradient has the required dtype. Codes always have a slot; if they are frozen, its gradient is dropped."""
         if isinstance(weight, QuantizedArray):
             *lead, rows, cols = weight.shape
             if self.has_experts:  # codes may be in the order of kernels, but gradients are in that of ranks

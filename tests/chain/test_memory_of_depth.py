@@ -67,3 +67,29 @@ def test_forward_hands_backward_only_the_weights_it_keeps(keep_gathered, whole, 
         jax.eval_shape(mapped, state, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
     layers = [shape[0] if len(shape) == 3 else 1 for shape in found if shape[-2:] == (128, 128)]
     assert sum(layers) == whole
+
+
+class Adapted(nnx.Module):
+    """Its base has two kernels, so that what is gathered has another shape than what is stored."""
+
+    def __init__(self, rngs):
+        self.base = gtp.Dense(128, {"a": 128, "b": 64}, rngs=rngs)
+        self.adapter = nnx.LoRA(128, 2, 128, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.base(x)["a"] + self.adapter(x)
+
+
+@pytest.mark.parametrize("frozen, kept", [(False, 3), (True, 1)])
+def test_on_one_rank_weights_that_are_only_cast_are_kept_but_a_frozen_base_is_not_copied(frozen, kept):
+    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        model = gtp.Stack(lambda rngs: Adapted(rngs), 3, rngs=nnx.Rngs(0))
+        model = gtp.freeze(model) if frozen else model
+        graph, params, others = nnx.split(model, nnx.Param, ...)
+
+        def residuals(params, others, x):
+            _, backward = jax.vjp(lambda params, x: nnx.merge(graph, params, others)(x), params, x)
+            return jax.tree.leaves(backward)
+
+        found = jax.eval_shape(residuals, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
+    assert sum(one.shape == (192, 128) for one in found) == kept

@@ -142,9 +142,9 @@ def test_a_loop_stands_for_all_layers_but_the_first_and_the_last():
     assert not any(isinstance(event, Loop) for event in plan([12], Schedule(unroll="full")).forward)
 
 
-@pytest.mark.parametrize("travels, unroll, kept", [(True, "full", 1), (False, "full", 4), (False, 1, 1)])
-def test_by_default_all_layers_keep_weights_that_do_not_travel_unless_a_loop_would_stack_them(travels, unroll, kept):
-    found = plan([4], Schedule(unroll=unroll), travels=travels)
+@pytest.mark.parametrize("only_casts, unroll, kept", [(False, "full", 1), (True, "full", 4), (True, 1, 1)])
+def test_by_default_all_layers_keep_weights_that_do_not_travel_unless_a_loop_would_stack_them(only_casts, unroll, kept):
+    found = plan([4], Schedule(unroll=unroll), only_casts=only_casts)
     computed = [keep for kind, _, keep in _without_barriers(found.forward) if kind is Compute]
     assert computed == [False] * (4 - kept) + [True] * kept
 

@@ -191,6 +191,17 @@ def test_codes_of_frozen_weights_keep_the_protocol(key):
         np.testing.assert_array_equal(weight, expected[path])
 
 
+def test_frozen_weights_keep_their_formats_and_on_one_rank_only_codes_travel():
+    """Codes are decoded, whereas arrays are only joined."""
+    for ranks in (1, 2):
+        with jax.set_mesh(gtp.make_mesh(gtp=ranks, devices=jax.devices()[:ranks])):
+            arrays, codes = (gtp.freeze(Adapted(nnx.Rngs(0)), recipe) for recipe in (None, gtp.NVFP4()))
+            for model, wire in ((arrays, None), (codes, gtp.formats.NVFP4)):
+                groups = groups_of(model, None).values()
+                assert {group.wire for group in groups} == {wire} and all(group.frozen for group in groups)
+                assert {group.travels for group in groups} == {ranks > 1 or wire is not None}
+
+
 class Adapted(Stacked):
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(rngs)

@@ -31,7 +31,7 @@ class Execution:
         "auto",
         "execution",
         "number of last layers that keep gathered weights for backward, 'all', or 'auto': 1, or all if no weight is "
-        "communicated",
+        "communicated, decoded or frozen",
         kind=count_or("all", "auto"),
         metavar="N",
     )
