@@ -11,15 +11,16 @@ with the first two dimensions joined. One matmul multiplies it as it is, without
 the activation into the kernels' outputs. In a layer of experts, each rank's part contains the kernels of one expert
 after another, and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 
-Other shards (columns; rows that are not a multiple of a block; padded ones; weights of which each tensor rank takes a
-part) are reordered first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
+Other shards are reordered first, by one copy of the weight: columns; weights of which each tensor rank takes a part;
+and, of several kernels or of experts, rows that are padded or not a multiple of a block. The result has the same form,
+with 1 for `ranks`.
 
 [Note: padded shards]
 Padding lies at the end of one dimension of the stored array (`layout.Padding`). The gathered weight is cut, never the
 activations. If a matrix by itself is sharded by rows, the padding is the end of the gathered array, and XLA for GPUs
 makes the matmul read the rest in place; a chain, which gathers ahead, therefore cuts it after its barriers
-(`WeightGroup.cut_late`).
-Elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with zeros.
+(`WeightGroup.cut_late`). Elsewhere the cut is part of the copy that reorders. Backward pads the gradient once, with
+zeros.
 """
 
 from __future__ import annotations

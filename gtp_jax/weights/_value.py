@@ -34,7 +34,8 @@ class Holds(enum.Enum):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("amaxes", "slot"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What a module multiplies with if its scales follow from the amaxes of earlier steps.
+    """Holds what the products of a module get besides their operands, if their scales follow from the amaxes of earlier
+    steps.
 
     Attributes:
         amaxes: the amaxes that set the scales of input, weight and gradient, float32 `(*stack, 3)`.
