@@ -91,7 +91,7 @@ class Recipe:
         if pairs and len(pairs) < len(self.override):
             raise ValueError(f"`override` is {self.override!r}, which has a pattern twice; write each once.")
         object.__setattr__(self, "override", pairs)
-        if self.grad_wire is not None and self.grad_wire not in GRAD_WIRES:
+        if self.grad_wire is not None and self.grad_wire not in tuple(GRAD_WIRES):  # a list has no hash
             raise ValueError(
                 f"`grad_wire` is {self.grad_wire!r}; it must be one of {', '.join(map(repr, GRAD_WIRES))}, or `None` "
                 "to use the modules' `grad_reduce`."
@@ -194,7 +194,7 @@ class FP8(Recipe):
             _check_switch(name, getattr(self, name))
             if getattr(self, name) and not self.matmuls:
                 raise ValueError(f"`{name}` requires `matmuls=True`; pass that too, or leave `{name}` out.")
-        if self.gradient not in _GRADIENTS:
+        if self.gradient not in tuple(_GRADIENTS):
             raise ValueError(f"`gradient` is {self.gradient!r}; it must be one of {', '.join(map(repr, _GRADIENTS))}.")
 
     @property
@@ -328,11 +328,13 @@ class NVFP4(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if tuple(self.block) not in ((16, 16), (1, 16)):
+        block = tuple(self.block) if isinstance(self.block, tuple | list) else None
+        if block not in ((16, 16), (1, 16)):
             raise ValueError(f"`block` is {self.block!r}; it must be (16, 16) or (1, 16).")
+        object.__setattr__(self, "block", block)
         for name in ("matmuls", "hadamard", "stochastic"):
             _check_switch(name, getattr(self, name))
-        if self.matmuls and tuple(self.block) != (16, 16):
+        if self.matmuls and self.block != (16, 16):
             raise ValueError(
                 "`matmuls` requires `block` (16, 16), so that forward and backward see the same weight; leave `block` "
                 "out."
@@ -340,7 +342,7 @@ class NVFP4(Recipe):
 
     @property
     def wire(self) -> Format:
-        return formats.NVFP4 if tuple(self.block) == (16, 16) else formats.NVFP4_1D
+        return formats.NVFP4 if self.block == (16, 16) else formats.NVFP4_1D
 
     @property
     def operands(self) -> Operands | None:

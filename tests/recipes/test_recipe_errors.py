@@ -35,6 +35,9 @@ def gpu(kind):
     "make, error, message",
     [
         (lambda: gtp.NVFP4(block=(8, 8)), ValueError, r"`block` is \(8, 8\); it must be \(16, 16\) or \(1, 16\)"),
+        (lambda: gtp.NVFP4(block=16), ValueError, r"`block` is 16; it must be \(16, 16\) or \(1, 16\)"),
+        (lambda: gtp.FP8(grad_wire=["fp8"]), ValueError, r"`grad_wire` is \['fp8'\]; it must be one of 'bf16', 'fp8'"),
+        (lambda: gtp.FP8(gradient=["e5m2"]), ValueError, r"`gradient` is \['e5m2'\]; it must be one of 'e5m2', 'e4m3'"),
         (lambda: gtp.FP8(matmuls="all"), TypeError, "`matmuls` is 'all'; it must be True or False"),
         (lambda: gtp.FP8(gradient="bf16"), ValueError, "`gradient` is 'bf16'; it must be one of 'e5m2', 'e4m3'"),
         (lambda: gtp.MXFP8(exclude="head"), TypeError, r"`exclude` is 'head'; it must be a tuple of names"),
@@ -84,6 +87,11 @@ def gpu(kind):
 def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_block_may_be_a_list():
+    recipe = gtp.NVFP4(block=[1, 16])  # pyright: ignore[reportArgumentType]
+    assert recipe == gtp.NVFP4(block=(1, 16)) and hash(recipe) == hash(gtp.NVFP4(block=(1, 16)))
 
 
 @pytest.mark.parametrize(
