@@ -33,17 +33,19 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
             module's path is unknown.
     """
     check_recipe(recipe)
-    if recipe is not None and recipe.delays:
-        raise ValueError(
-            f"`recipe` is a {type(recipe).__name__} that scales by amaxes of earlier steps, for which `use_recipe` has "
-            "no state. Pass the recipe to `gtp_jax.TrainState.create` and `gtp_jax.train_step`, or use "
-            "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
-        )
-    if recipe is not None and any(kind.operands is not None and kind.operands.stochastic for kind in recipe.kinds):
-        raise ValueError(
-            f"`recipe` is a {type(recipe).__name__} that rounds gradients stochastically, which requires a key for "
-            "every step, and `use_recipe` has none. Pass `stochastic=False`, or train with `gtp_jax.train_step`."
-        )
+    for kind in () if recipe is None else recipe.kinds:
+        name, operands = type(kind).__name__, kind.operands
+        if operands is not None and operands.delayed is not None:
+            raise ValueError(
+                f"`recipe` contains {name}, which scales by amaxes of earlier steps, for which `use_recipe` has no "
+                "state. Pass the recipe to `gtp_jax.TrainState.create` and `gtp_jax.train_step`, or replace "
+                f"{name} by `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+            )
+        if operands is not None and operands.stochastic:
+            raise ValueError(
+                f"`recipe` contains {name}, which rounds gradients stochastically. This requires a key for every step, "
+                f"and `use_recipe` has none. Pass `stochastic=False` to {name}, or train with `gtp_jax.train_step`."
+            )
     return _scope(recipe)
 
 

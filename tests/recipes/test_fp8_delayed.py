@@ -439,7 +439,7 @@ REFUSED = {
     ),
     "a recipe in scope": (
         lambda: gtp.use_recipe(gtp.FP8(override={"a": gtp.FP8Delayed()})),
-        "scales by amaxes of earlier steps, for which `use_recipe` has no state. Pass the recipe to",
+        "contains FP8Delayed, which scales by amaxes of earlier steps, for which `use_recipe` has no state. Pass the",
     ),
     "gradients alone": (
         lambda: taken(gtp.loss_and_gradients, recipe=RECIPE),

@@ -176,8 +176,10 @@ def test_an_abstract_model_that_is_filled_with_values_knows_its_paths_as_one_tha
 
 
 def test_what_cannot_be_done_is_refused():
-    with pytest.raises(ValueError, match="rounds gradients stochastically.*stochastic=False"):
-        gtp.use_recipe(gtp.NVFP4(matmuls=True))
+    message = "contains NVFP4, which rounds gradients stochastically.*`stochastic=False` to NVFP4"
+    for recipe in (gtp.NVFP4(matmuls=True), gtp.FP8(override={"a": gtp.NVFP4(matmuls=True)})):
+        with pytest.raises(ValueError, match=message):
+            gtp.use_recipe(recipe)
     with pytest.raises(TypeError, match="Write it with parentheses"):
         gtp.use_recipe(gtp.NVFP4)
     unnamed = gtp.Dense(64, 64, rngs=nnx.Rngs(0))
