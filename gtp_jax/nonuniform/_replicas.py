@@ -52,8 +52,8 @@ class Replicas:
 
     Raises:
         ValueError: if the number of devices is wrong, if `batch`, `weights` or `tensor` of the roles in scope are not
-            the default ones, if a term of the loss depends on the whole batch, which no replica has, or if the
-            replicas are unequal and the model holds variables that are neither trained parameters nor frozen weights.
+            the default ones, or if the replicas are unequal and either a term of the loss depends on the whole batch,
+            or the model holds variables that are neither trained parameters nor frozen weights.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Replicas:
         self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh).model_def for mesh in self.meshes)
         if not plan.uniform:
             check_parameters_only(self.model_defs[0])
-        if len(self.meshes) > 1:
-            _check_terms(self.model_defs[0])
+            if len(self.meshes) > 1:
+                _check_terms(self.model_defs[0])
 
     def own_step(
         self,

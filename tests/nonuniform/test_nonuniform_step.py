@@ -14,7 +14,7 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.hlo import collectives
 
-from .unequal import OPTIMIZER, STEPS, Everything, Tiny, batches, loss
+from .unequal import FEATURES, OPTIMIZER, STEPS, Everything, Tiny, batches, loss
 
 # Leaves by name, which stand for the kinds of them; upstream has errors in those marked so.
 KINDS = {
@@ -164,6 +164,26 @@ def test_without_failures_the_step_is_the_uniform_one_bit_for_bit(x64):
     assert bits(found["state"].params) == bits(wanted["state"].params)
 
 
+class WithLoadOfAll(Tiny):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
+        routing = gtp.Routing(aux_loss="microbatch")
+        self.moe = gtp.MoE(FEATURES, 8, num_experts=4, top_k=2, aux_loss_coeff=0.1, routing=routing, **shared)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.moe(x))
+
+
+def test_equal_replicas_count_the_load_of_the_whole_batch(x64):
+    data = list(batches(8))
+    plan = gtp.plan_faults(dp=2, tp=3, failed=(1, 4), batch=8)
+    assert plan.uniform
+    found = train(WithLoadOfAll, loss, data, plan=plan, devices=jax.devices()[:6])
+    assert_close(found, train(WithLoadOfAll, loss, data))
+
+
 def test_equal_replicas_of_fewer_devices_are_an_ordinary_mesh(x64):
     plan = gtp.plan_faults(dp=2, tp=4, failed=(1, 6), batch=8)
     assert plan.uniform
@@ -305,11 +325,6 @@ class WithDropout(Tiny):
     def __init__(self, rngs):
         super().__init__(rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-
-class WithLoadOfAll(nnx.Module):
-    def __init__(self, rngs):
-        self.moe = gtp.MoE(8, 8, num_experts=2, top_k=1, routing=gtp.Routing(aux_loss="microbatch"), rngs=rngs)
 
 
 @pytest.mark.parametrize(
