@@ -189,8 +189,11 @@ def plan_faults(
     """
     sizes = {"dp": dp, "gtp": gtp, "tp": tp, "batch": batch, "microbatches": microbatches, "min_tp": min_tp}
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(_int(size), int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"`{name}` is {size!r}; it must be a whole number of at least 1.")
+    dp, gtp, tp, batch, microbatches, min_tp = map(_int, sizes.values())
+    if min_tp > tp:
+        raise ValueError(f"`min_tp` is {min_tp}; it must be from 1 to {tp}, the degree of a healthy replica.")
     lost = _checked_slots(failed, dp, gtp, tp)
     degrees = {}
     for number in range(dp):
@@ -201,12 +204,13 @@ def plan_faults(
         degrees = {n: degree if degree == tp else min([degree, *hurt_degrees]) for n, degree in degrees.items()}
     degrees = {number: degree for number, degree in degrees.items() if degree >= min_tp}
     if not degrees:
+        remedy = "Use a lower `min_tp`, or a mesh" if min_tp > 1 else "Use a mesh"
         raise ValueError(
             f"no replica is left: with {len(lost)} of {dp * gtp * tp} devices failed, none of {dp} replicas has "
-            f"gtp {gtp} x tp {min_tp} devices. Use a lower `min_tp`, or a mesh of other degrees."
+            f"gtp {gtp} x tp {min_tp} devices. {remedy} of other degrees on the healthy devices."
         )
-    core = min(degrees.values()) if core_tp is None else core_tp
-    if not isinstance(core, int) or not 1 <= core <= min(degrees.values()):
+    core = min(degrees.values()) if core_tp is None else _int(core_tp)
+    if not isinstance(core, int) or isinstance(core, bool) or not 1 <= core <= min(degrees.values()):
         raise ValueError(
             f"`core_tp` is {core_tp!r}; it must be from 1 to {min(degrees.values())}, the lowest degree of a replica."
         )
@@ -314,10 +318,10 @@ def _rows(batch: int, unit: int, degrees: list[int], batches: Sequence[int] | No
                 "replicas out with `min_tp`."
             )
         return rows
-    rows = list(batches)
+    rows = [_int(n) for n in batches]
     if len(rows) != len(degrees):
         raise ValueError(
-            f"`batches` has {len(rows)} numbers, for {len(degrees)} replicas that continue; give one for each."
+            f"`batches` has length {len(rows)}, but {len(degrees)} replicas continue; give one number for each."
         )
     wrong = [n for n in rows if not isinstance(n, int) or isinstance(n, bool) or n < 1 or n % unit]
     if wrong:

@@ -223,11 +223,16 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
         ({"failed": ((0, 0, -1),)}, r"\(0, 0, -1\), which is not a place in the grid"),
         ({"failed": ((0, 0, True),)}, r"\(0, 0, True\), which is not a place in the grid"),
         ({"tp": 0}, "`tp` is 0; it must be a whole number of at least 1"),
-        ({"failed": tuple(range(8))}, "no replica is left: with 8 of 8 devices failed"),
-        ({"failed": (0, 4), "min_tp": 4}, "none of 2 replicas has gtp 1 x tp 4 devices"),
+        (
+            {"failed": tuple(range(8))},
+            r"no replica is left: with 8 of 8 devices failed.*\. Use a mesh of other degrees",
+        ),
+        ({"min_tp": 5}, "`min_tp` is 5; it must be from 1 to 4, the degree of a healthy replica"),
+        ({"core_tp": True}, "`core_tp` is True; it must be from 1 to 4"),
+        ({"failed": (0, 4), "min_tp": 4}, "has gtp 1 x tp 4 devices. Use a lower `min_tp`, or a mesh of other"),
         ({"batch": 7, "microbatches": 2}, r"`batch` is 7, which is not a multiple of gtp \* microbatches = 2. Use 8"),
         ({"batch": 1}, "too few for 2 replicas of degrees"),
-        ({"batches": (8,)}, "`batches` has 1 numbers, for 2 replicas"),
+        ({"batches": (8,)}, "`batches` has length 1, but 2 replicas continue"),
         ({"batches": (8, 8)}, "16 rows in all, but `batch` is 14"),
         ({"batches": (14, 0)}, "`batches` has 0; each must be a positive multiple of"),
         ({"failed": (0,), "core_tp": 4}, "`core_tp` is 4; it must be from 1 to 3"),
@@ -236,6 +241,12 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
 def test_what_cannot_work_is_refused_by_message(settings, message):
     with pytest.raises(ValueError, match=message):
         plan_faults(**{"dp": 2, "tp": 4, "batch": 14} | settings)
+
+
+def test_numbers_may_be_those_of_numpy():
+    chosen = {"dp": 2, "tp": 4, "batch": 14, "microbatches": 1, "min_tp": 1, "core_tp": 2, "failed": [5]}
+    of_numpy = {name: np.asarray(value)[()] for name, value in chosen.items()}
+    assert plan_faults(**of_numpy, batches=np.array([8, 6])) == plan_faults(**chosen, batches=[8, 6])
 
 
 def _lost(chosen):
