@@ -144,12 +144,13 @@ class GroupedDense(WeightOwner):
                 output is zero for rows after those of the last expert.
 
         Raises:
-            ValueError: in global view, or if shapes do not agree.
+            ValueError: in global view, or if a shape is wrong.
             TypeError: if `group_sizes` are not integers.
         """
         if current_view() == "global":
             raise ValueError(
-                "GroupedDense runs inside a shard_map or without a mesh, on a rank's own rows; call it through a `MoE`."
+                "GroupedDense takes a rank's own rows, which code in global view does not have. Call it through a "
+                "`MoE`, in a `shard_map`, or in the loss of a `train_step` in `view='local'`."
             )
         expected = self.layouts[0].use_shape[self.layouts[0].cols]
         if x.ndim != 2 or x.shape[1] != expected:

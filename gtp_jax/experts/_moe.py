@@ -129,7 +129,7 @@ class MoE(Layer):
             raise ValueError(f"`loss_reduction` is {loss_reduction!r}; it must be 'sum' or 'mean'.")
         check_transport(transport)
         if not 0 < round_size <= MOST:
-            raise ValueError(f"`round_size` is {brief(round_size)}; it must be a number above 0, such as 1.25.")
+            raise ValueError(f"`round_size` is {brief(round_size)}; it must be a finite number above 0, such as 1.25.")
         check_chunks(exchange_chunks)
         first, second = _PARALLEL[parallel]
         of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}

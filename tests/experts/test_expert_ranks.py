@@ -407,7 +407,8 @@ REFUSED = {
         r"`axes` \('ep',\) of a weight .* contains 'ep', whose ranks have experts of their own",
     ),
     "transport": (dict(transport="ring"), "`transport` is 'ring'; it must be one of 'gather', 'padded', 'ragged'"),
-    "rounds": (dict(round_size=0), "`round_size` is 0; it must be a number above 0"),
+    "rounds": (dict(round_size=0), "`round_size` is 0; it must be a finite number above 0"),
+    "endless rounds": (dict(round_size=float("inf")), "`round_size` is inf; it must be a finite number above 0"),
     "chunks": (dict(exchange_chunks=0), "`exchange_chunks` is 0; it must be a whole number of at least 1, such as 2"),
 }
 

@@ -167,7 +167,7 @@ REFUSED_ON_A_MESH = {
     "no axis": (lambda: dense(axes=("ep",)), r"the mesh in scope has the axes .*, and none named 'ep'"),
     "global": (
         lambda: dense()(jnp.ones((8, 8)), jnp.ones(4, int)),
-        "GroupedDense runs inside a shard_map or without a mesh, .* call it through a `MoE`",
+        "GroupedDense takes a rank's own rows, .* Call it through a `MoE`, in a `shard_map`, or .* `view='local'`",
     ),
 }
 
