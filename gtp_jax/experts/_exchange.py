@@ -102,8 +102,9 @@ def exchange(
 
     [Note: chunks]
     Tokens are sent in chunks: while experts multiply one chunk, the next is in transit. In backward, the gradients of
-    the sums are sent in the same way, and the tokens are sent again. So with n chunks, only the first dispatch and the
-    last combine are exposed, each an n-th of the data. Turns keep XLA from sending all chunks in one launch.
+    the sums are sent in the same way, and the tokens are sent again. So with n chunks, if experts multiply for longer
+    than a chunk travels, only the first dispatch and the last combine are exposed, each an n-th of the data. Turns keep
+    XLA from sending all chunks in one launch.
 
     Args:
         x: the tokens, `(tokens, features)`, in the compute dtype.

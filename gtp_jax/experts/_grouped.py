@@ -43,9 +43,9 @@ class GroupedDense(WeightOwner):
     layout. Transposing all experts of a layer would take longer than some of its matmuls.
 
     The shards of all experts travel in one gather, and their gradients in one reduce-scatter. With a recipe, every
-    expert's kernel is quantized as a separate tensor with its own amax, or with one for each tile; if FP8 codes are
-    multiplied, the kernels of one expert under several names share an amax. Inputs and gradients have one amax for all
-    rows, or one for each block; see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
+    expert's kernel is quantized as a separate tensor; with `FP8(matmuls=True)`, the kernels of one expert under several
+    names share a scale. Inputs and gradients have one scale for all rows, or one for each block; see
+    `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, out, in)` is sharded | input | output |
     |---|---|---|---|
@@ -57,7 +57,7 @@ class GroupedDense(WeightOwner):
     As in `Dense`, `axes` shard `in` if they do not divide `out`, and tp may divide features or experts unevenly.
 
     A call needs a rank's own rows, so it must run inside a `shard_map` (as in a `MoE`, or in the loss of a
-    `train_step`) or without a mesh.
+    `train_step` in `view="local"`) or without a mesh.
 
     Args:
         num_experts: the number of experts.
@@ -65,7 +65,7 @@ class GroupedDense(WeightOwner):
         out_features: the size of the output's last dimension, or a mapping from names to sizes, as in `Dense`.
         parallel: what tp shards; see the table.
         summed: whether a `row` or `expert` parallel output is summed over tp here. Otherwise the caller must sum the
-            partial sums, which are zeros for rows of other ranks' experts.
+            ranks' partial sums; with `expert`, these are zeros for rows of other ranks' experts.
         axes: the mesh axes over which kernels are gathered; by default those of dense layers. Other axes may give more
             shards: `("dp", "gtp")` leaves no replicas, and `("tp", "gtp")` further shards kernels that are not
             parallel.
@@ -80,7 +80,8 @@ class GroupedDense(WeightOwner):
         rngs: the random streams, of which `params` is used.
 
     Raises:
-        ValueError: if a size is not positive, or the ranks of `experts_axis` do not divide the experts.
+        ValueError: if a size is not positive, `parallel` is unknown, or the ranks of `experts_axis` do not divide the
+            experts.
     """
 
     codes_multiply = True

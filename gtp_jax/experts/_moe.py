@@ -213,7 +213,7 @@ class MoE(Layer):
         return jnp.reshape(y, x.shape)
 
     def _gathered(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
-        """Returns the weighted sums of the experts' outputs; every rank gathers the kernels of all experts."""
+        """Returns the weighted sums of the experts' outputs. Tokens stay on their ranks, and kernels are gathered."""
         rows, shares = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(combine_weights, (-1, self.top_k))
         expert_of = jnp.reshape(chosen, -1)  # the expert of each choice, token after token
         order = save_routing(jnp.argsort(expert_of, stable=True).astype(jnp.int32))
@@ -255,7 +255,7 @@ class MoE(Layer):
         tokens."""
         length, weight, tensor = logits.shape[1], 1.0, self.roles.tensor
         if divided and tensor is not None:
-            # Each rank sees a part of the sequence, but every token's loss, which therefore counts tp times.
+            # each rank adds the terms of its part of the sequence, but the loss of the whole one, which counts tp times
             load, length, weight = lax.psum(load, tensor), length * degree(tensor), float(degree(tensor))
         batch, tokens = self._batch_axes, length
         if self.routing.aux_loss == "microbatch":
@@ -273,7 +273,8 @@ class MoE(Layer):
         return weight * sum(others, start=first)
 
     def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, divided: bool) -> jax.Array:
-        """Returns random factors for the router's inputs; an example gets the same factors on every mesh."""
+        """Returns random factors for the router's inputs. They depend on the key and on an example's place in the
+        microbatch of all ranks, not on the mesh."""
         tensor = self.roles.tensor if divided else None
         length = shape[1] * degree(tensor)
         first = lax.axis_index(self._batch_axes) * shape[0] if self._batch_axes else 0

@@ -59,7 +59,7 @@ class TokenExchange:
 
 
 def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -> tuple[TokenExchange, ...]:
-    """Returns how tokens travel in each `MoE` of a model whose experts are divided among ranks.
+    """Returns how tokens travel in each `MoE` whose experts are divided among ranks.
 
     Args:
         model: the model, which may be abstract.
