@@ -184,8 +184,8 @@ def plan_faults(
         core_tp: the degree at which the core stores weights; by default the lowest of the replicas.
 
     Raises:
-        ValueError: if a degree is not a whole number of at least 1, if a slot is not in the grid or is named twice, if
-            no replica is left, or if the batch cannot be divided among the replicas.
+        ValueError: if a number is out of its range, if a slot is not in the grid or is named twice, if no replica is
+            left, or if the batch cannot be divided among the replicas.
     """
     sizes = {"dp": dp, "gtp": gtp, "tp": tp, "batch": batch, "microbatches": microbatches, "min_tp": min_tp}
     for name, size in sizes.items():

@@ -62,7 +62,7 @@ class FrozenWeights:
         return self._placed
 
     def shapes(self, state: TrainState) -> list[Tree]:
-        """Returns the shapes and the shardings of what a call returns. The state may be abstract."""
+        """Returns the shapes and shardings of the frozen weights on each replica's mesh; the state may be abstract."""
         structure = jax.tree.structure(state.frozen)
         return [
             jax.tree.unflatten(
@@ -76,10 +76,10 @@ class FrozenWeights:
         ]
 
     def check(self, state: TrainState) -> None:
-        """Checks that the state has the frozen weights of the model that the replicas were made for.
+        """Checks that the state freezes the same weights, in the same formats, as the model of the replicas.
 
         Raises:
-            ValueError: if it has other frozen weights, or codes of another format.
+            ValueError: if it freezes other weights, or in another format.
         """
         ours = jax.tree.structure(state.frozen)
         theirs = jax.tree.structure(self._replicas.model_defs[0].frozen_specs, is_leaf=_is_spec)

@@ -52,9 +52,10 @@ class GradientCodes:
 def coded_leaves(
     wanted: Collection[int], core: ModelDef, params: Tree, plan: FaultPlan, replicas: Sequence[ModelDef]
 ) -> dict[int, int]:
-    """Returns the leaves whose gradients can travel as codes: those that all axes of the core divide, and whose blocks
-    along one of the last two dimensions neither the core nor a replica cuts. Returns, by the number of the leaf, that
-    dimension: the last one, if it may be.
+    """Returns the leaves whose gradients can travel as codes, by number, with the dimension of their blocks.
+
+    Every core axis of more than one rank, and dp in any case, must divide the leaf. Neither the core nor a replica may
+    cut a block. The dimension is -1 if that allows it, and otherwise -2.
 
     Args:
         wanted: the numbers of the leaves to choose from.

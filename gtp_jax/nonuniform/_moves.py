@@ -17,7 +17,7 @@ class LeafBoxes:
 
     Devices are numbered from 0. The parts before the transfer together cover the whole array, and any two of them are
     either the same or disjoint. Several devices may store the same part. Parts may extend beyond the logical array:
-    they are padded. Padding is not sent; after the transfer, it is zero.
+    they are padded. Padding is not sent. After the transfer it is zero, except in a part that does not change.
 
     Attributes:
         dtype: the dtype of the array.
@@ -119,8 +119,7 @@ class Moves:
 
     @property
     def bytes_copied(self) -> int:
-        """The bytes that the busiest device reads and writes to fill its buffers and to assemble what it stores
-        afterwards."""
+        """The bytes that the busiest device reads and writes to fill buffers and to assemble the parts that change."""
         buffers = 2 * self.bytes_in_turn if self.rounds else 0
         made: dict[int, int] = defaultdict(int)
         for leaf in self.leaves:
@@ -149,8 +148,9 @@ def plan_moves(leaves: Sequence[LeafBoxes]) -> Moves:
     """Plans how to change the way in which devices store arrays, with the fewest bytes received.
 
     A device reuses what it already stores. It gets the rest from the devices that store it; if several store the same
-    part, from the one that has the least to send so far. Messages are divided into rounds by greedy edge colouring: the
-    longest first, each into the first round in which its sender does not send and its receiver does not receive.
+    part, from the one that has the least to send so far. The messages of each dtype are divided into rounds by greedy
+    edge colouring: the longest first, each into the first round in which its sender does not send and its receiver does
+    not receive.
     """
     load: dict[int, int] = defaultdict(int)
     pieces: dict[tuple[np.dtype, int, int], list[Piece]] = defaultdict(list)

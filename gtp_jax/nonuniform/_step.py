@@ -132,9 +132,9 @@ class NonuniformStep:
 
         Returns:
             The programs by name. For each replica: `gradients`, and `unfold` and `fold` if something moves, each
-            followed by the replica's index in the plan. `gather`, if replicas divide what is stored or weights travel
-            in a narrower dtype. `update`. The programs of single devices that fill and take apart the buffers of
-            `unfold` and `fold` are not included.
+            followed by the replica's index in the plan. For the core: `update`, and `gather` if replicas divide what is
+            stored or weights travel in a narrower dtype. Not included are the programs of single devices that fill and
+            take apart buffers, and the moves of frozen weights before the first step and of metrics to other processes.
         """
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
         found: dict[str, jax.stages.Compiled] = {}
