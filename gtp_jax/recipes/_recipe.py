@@ -31,9 +31,9 @@ EXCLUDED = ("*embed*", "wte", "*head")
 class Recipe:
     """Defines which weights of a model are quantized, and how.
 
-    `train_step` quantizes every weight once per step, from its float32 master; if the format has an amax, it is taken
-    over all shards. Forward, backward and every microbatch use the same codes. (Under `use_recipe`, every call of a
-    module quantizes.) Gradients flow to the master through a straight-through estimator (Bengio et al. 2013, arXiv
+    `train_step` quantizes every weight once per step, from its master; if the format has an amax, it is taken over all
+    shards. Forward, backward and every microbatch use the same codes. (Under `use_recipe`, every call of a module
+    quantizes.) Gradients flow to the master through a straight-through estimator (Bengio et al. 2013, arXiv
     1308.3432).
 
     Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), such as `"mlp.down"`,
@@ -45,14 +45,14 @@ class Recipe:
         exclude: patterns of the modules whose weights stay in high precision. The default, `"*embed*"`, `"wte"` and
             `"*head"`, covers the usual names of embeddings and heads; if your modules have other names, list them
             (`gtp_jax.explain` shows how each module is treated).
-        high_precision_first: how many layers at the start of a `Stack` stay in high precision.
-        high_precision_last: how many layers at the end of a `Stack` stay in high precision.
+        high_precision_first: how many layers at the start of a `Stack` stay in high precision, whatever patterns match.
+        high_precision_last: the same for the end of a `Stack`.
         override: a mapping, or pairs, from patterns to the recipes of the modules they match. Only the formats and the
             `grad_wire` of these recipes are used.
         grad_wire: the format in which ranks exchange weight gradients, `"bf16"`, `"fp8"` or `"mxfp8"`. Each rank sends
             to every other rank the part of a layer's gradient that the other stores, and sums the parts that it
-            receives in float32; see `gtp_jax.weights.exchange_gradients`. If `None`, and for modules in high precision,
-            the modules' `grad_reduce` applies.
+            receives in float32; see `gtp_jax.weights.exchange_gradients`. The modules' `grad_reduce` applies if it is
+            `None`, to modules in `exclude`, and to layers in `high_precision_first` and `high_precision_last`.
     """
 
     exclude: tuple[str, ...] = EXCLUDED
@@ -244,9 +244,9 @@ class FP8Delayed(Recipe):
     earlier steps, as TransformerEngine's `DelayedScaling` does.
 
     Inputs and weights are E4M3, gradients E5M2, each with one scale in float32. The state of a step holds the scales
-    and the amaxes (`TrainState.scaling`): pass the recipe to `TrainState.create` too. A value above the amax that set
-    its scale saturates. Only dense layers multiply like this; name experts and other modules in `exclude` or
-    `override`.
+    and the amaxes (`TrainState.scaling`): pass the recipe to `TrainState.create` too. A value beyond `2**margin` times
+    the amax that set its scale saturates. Only dense layers multiply like this; name experts and other modules in
+    `exclude` or `override`.
 
     Attributes:
         history: the number of steps whose amaxes are kept.

@@ -29,8 +29,8 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
     Raises:
         TypeError: if `recipe` is neither a recipe nor `None`.
         ValueError: if the recipe rounds stochastically, which requires a key for every step, or scales by amaxes of
-            earlier steps, which requires a state. Calling a module raises it if the recipe has patterns and the
-            module's path is unknown.
+            earlier steps, which requires a state. Calling a module raises it if its path is unknown and the recipe has
+            patterns, as it has by default (`exclude`).
     """
     check_recipe(recipe)
     for kind in () if recipe is None else recipe.kinds:
