@@ -78,6 +78,7 @@ class NonuniformStep:
         self._wires: dict[Recipe | None, ReplicaDtypes] = {}
         self._gather: dict[Recipe | None, Any] = {}
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
+        self._compiled_updates: dict[Recipe | None, Any] = {}
         self.tell = CoreMetrics(replicas)
         self._frozen = FrozenWeights(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
@@ -110,7 +111,7 @@ class NonuniformStep:
                     kept.update(one)
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
             found = self._on_core(state, gradients, sums)
-            after, metrics = self._update(_without_frozen(state), *found, self._flag(skip), state.frozen)
+            after, metrics = self._update_of_call()(_without_frozen(state), *found, self._flag(skip), state.frozen)
         settled(after)
         return dataclasses.replace(after, frozen=state.frozen), self.tell(metrics)
 
@@ -145,15 +146,15 @@ class NonuniformStep:
             if is_here(mesh):
                 programs, sums = step.compile(own, part)
                 found |= {f"{name} {place}": program for name, program in programs.items()}
-        core = self._replicas.core
+        core, recipe = self._replicas.core, recipe_of_call(self._request.recipe)
         if is_here(core):
             state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             with jax.set_mesh(core), use_roles(state.model_def.roles):
                 if (gather := self._gather_of(state)) is not None:
-                    self._gather[recipe_of_call(self._request.recipe)] = found["gather"] = _compiled(gather, state)
+                    self._gather[recipe] = found["gather"] = _compiled(gather, state)
                 shapes = self._shapes_on_core(state, sums)
                 args = _without_frozen(state), *shapes, self._flag(None), state.frozen
-                self._update = found["update"] = _compiled(self._update, *args)
+                self._compiled_updates[recipe] = found["update"] = _compiled(self._update_of_call(), *args)
         return found
 
     def transfers(self, state: TrainState) -> list[dict[str, Transfer]]:
@@ -207,6 +208,10 @@ class NonuniformStep:
 
             self._gather[recipe] = Jitted(gather, self._options)
         return self._gather[recipe]
+
+    def _update_of_call(self) -> Any:
+        """Returns the program that updates the state, compiled if `compile` was called with the recipe in scope."""
+        return self._compiled_updates.get(recipe_of_call(self._request.recipe), self._update)
 
     def _stored(self, state: TrainState) -> Parts:
         """Returns what the core's devices send: their parts of each parameter, gathered over replicas, and the number

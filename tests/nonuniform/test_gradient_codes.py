@@ -94,6 +94,21 @@ def test_codes_are_what_travels(x64):
     assert sent == kernels * (1 + 1 / 32)
 
 
+def test_a_step_compiled_under_one_recipe_runs_under_others(x64):
+    replicas = gtp.Replicas(WIDE, gtp.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
+    found = {}
+    with jax.set_mesh(replicas.core):
+        for compiled in (False, True):
+            state, step = begin(WIDE), gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas)
+            for number, (recipe, batch) in enumerate(zip((None, RECIPE, None), batches(9), strict=False)):
+                with gtp.use_recipe(recipe):
+                    if compiled and number == 0:
+                        step.compile(state, batch)
+                    state, _ = step(state, batch)
+            found[compiled] = bits(state.params)
+    assert found[True] == found[False]
+
+
 @jax.custom_vjp
 def spoiled(kernel, spoil):
     """0, with a gradient whose first element is Inf if asked."""
