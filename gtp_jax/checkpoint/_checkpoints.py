@@ -75,6 +75,7 @@ class Checkpoints:
 
     Raises:
         ValueError: if `keep` is less than 1, or `keep_best` less than 0.
+        TypeError: if `keep` or `keep_best` is not a whole number.
         OSError: if `directory` cannot be written.
     """
 
@@ -87,6 +88,7 @@ class Checkpoints:
         read_only: bool = False,
         guard: Callable[[], None] = nothing_guards,
     ) -> None:
+        keep, keep_best = keep if keep is None else whole_step(keep, "keep"), whole_step(keep_best, "keep_best")
         if keep_best < 0:
             raise ValueError(f"`keep_best` is {keep_best}; it must be a whole number of at least 0.")
         if keep is not None and keep < 1:

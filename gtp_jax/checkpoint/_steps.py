@@ -45,7 +45,7 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
 
 
 def whole_step(step: Any, name: str = "step") -> int:
-    """Returns the number of a step.
+    """Returns the number of a step, or a number of steps.
 
     Args:
         step: a whole number of Python, NumPy or JAX.

@@ -244,6 +244,14 @@ def test_keep_must_keep_something(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
+@pytest.mark.parametrize("name", ["keep", "keep_best"])
+@pytest.mark.parametrize("count", [1.5, "3", True], ids=repr)
+def test_how_many_steps_are_kept_is_a_whole_number(tmp_path, name, count):
+    with pytest.raises(TypeError, match=f"`{name}` is {count!r}, a .*; it must be a whole number"):
+        Checkpoints(tmp_path, **{name: count})
+    assert Checkpoints(tmp_path, **{name: np.int64(2)}).steps() == []
+
+
 def test_extra_must_be_json(tmp_path, plain):
     state = plain({"w": jnp.ones(2)})
     with Checkpoints(tmp_path) as checkpoints:
