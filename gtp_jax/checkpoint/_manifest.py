@@ -150,11 +150,13 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"`extra` is a {type(extra).__name__}; it must be a dict.")
     try:
         text = json.dumps(extra)
+        copy = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("`extra` has too many levels of lists and dicts to be read back. Store less in it.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
         ) from error
-    copy = json.loads(text)
     if json.dumps(copy) != text:
         raise TypeError("`extra` has two keys of one dict that are the same in JSON, as 1 and '1' are. Rename one.")
     if len(text) > _MAX_EXTRA:

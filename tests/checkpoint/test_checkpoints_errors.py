@@ -1,6 +1,7 @@
 """Nothing wrong is restored or saved in silence, and messages say what to do."""
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -261,6 +262,9 @@ def test_extra_must_be_json(tmp_path, plain):
             checkpoints.save(1, state, [1])
         with pytest.raises(TypeError, match="two keys of one dict that are the same in JSON"):
             checkpoints.save(1, state, {"order": {1: "a", "1": "b"}})
+        deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+        with pytest.raises(ValueError, match="`extra` has too many levels of lists and dicts to be read back"):
+            checkpoints.save(1, state, {"order": deep})
         assert checkpoints.steps() == []
 
 
