@@ -213,6 +213,7 @@ class Checkpoints:
         content = manifest(step, saved, {} if extra is None else extra, static=static_fields(tree), files=files)
         description.set_result(complete(content, digests))
         self.close()
+        self._check_guard()  # because the manager deletes what looks half-written
         # By default orbax creates directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False, guard=self._guard)
         with self._failures(), contextlib.closing(manager):

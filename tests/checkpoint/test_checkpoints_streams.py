@@ -94,6 +94,17 @@ def test_streams_are_refused_as_states_are(tmp_path):
         Checkpoints(tmp_path, read_only=True).save_params(4, {"a/b": array})
 
 
+def test_streams_delete_nothing_if_the_guard_forbids_it(tmp_path):
+    def lost():
+        raise RuntimeError("another run owns the directory")
+
+    half_written = tmp_path / "2.orbax-checkpoint-tmp"
+    half_written.mkdir()
+    with pytest.raises(RuntimeError, match="another run owns the directory"):
+        Checkpoints(tmp_path, guard=lost).save_params(3, {"a": streamed(np.zeros((4, 2), np.float32), 2)})
+    assert half_written.exists()
+
+
 def test_parameters_of_another_model_are_not_restored(tmp_path, make_state):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_params(0, {"a/b": streamed(np.zeros((4, 2), np.float32), 2)})
