@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from .._foreign import MAX_JSON_BYTES, brief, check_regular, open_regular, printable
 
-# Limits on the files stored with a step's arrays: their number, the bytes of each, and the length of a name. Tokenizers
-# have up to about 50 MB.
+# Limits on the files stored with a step's arrays: their number, the bytes of each, and the length of a name in
+# characters. Tokenizers have up to about 50 MB.
 MAX_FILES, MAX_FILE_BYTES, MAX_NAME = 64, 64 << 20, 100
+# The limit of Linux file systems on the length of a name, in bytes.
+MAX_NAME_BYTES = 255
 
 _MAX_DIMS = 32
 
@@ -74,11 +76,13 @@ def check_sums(content: Any) -> None:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Returns whether a name is a plain file name: printable, not too long, not hidden, and without a slash."""
+    """Returns whether a name is a plain file name: printable, not too long, not hidden, and without slashes and
+    backslashes."""
     return (
         _is_text(name)
         and 0 < len(name) <= MAX_NAME
         and name.isprintable()
+        and len(name.encode()) <= MAX_NAME_BYTES
         and not name.startswith(".")
         and not set(name) & set("/\\")
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._foreign import brief, printable
 from ._damage import DamagedCheckpoint
-from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, is_plain_name, read_bytes
+from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, MAX_NAME_BYTES, is_plain_name, read_bytes
 
 # The folder of the files. It is inside the manifest's directory, so it is committed with the manifest.
 FOLDER = "files"
@@ -29,8 +29,8 @@ def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
     for name, content in files.items():
         if not is_plain_name(name):
             raise ValueError(
-                f"`files` has the name {brief(name)}; a name must have 1 to {MAX_NAME} printable characters, no slash, "
-                "and no dot at its beginning."
+                f"`files` has the name {brief(name)}; a name must have 1 to {MAX_NAME} printable characters and at "
+                f"most {MAX_NAME_BYTES} bytes, no slash or backslash, and no dot at its beginning."
             )
         if not isinstance(content, bytes):
             raise TypeError(f"`files` has {brief(content)} as {name}; it must be bytes.")

@@ -75,11 +75,12 @@ def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, 
         ({"../a": b""}, ValueError, r"`files` has the name '\.\./a'; a name must have 1 to 100 printable characters"),
         ({".hidden": b""}, ValueError, "no dot at its beginning"),
         ({"a\n": b""}, ValueError, "printable"),
+        ({"\u8a9e" * 100: b""}, ValueError, "at most 255 bytes, no slash or backslash"),
         ({"a": b"x" * ((64 << 20) + 1)}, ValueError, "a with 67108865 bytes; a file must have at most 67108864"),
         ({str(i): b"" for i in range(65)}, ValueError, "65 files; a step stores at most 64"),
         ({"a": "text"}, TypeError, "'text' as a; it must be bytes"),
     ],
-    ids=["path", "hidden", "line", "large", "many", "text"],
+    ids=["path", "hidden", "line", "long", "large", "many", "text"],
 )
 def test_files_that_could_not_be_read_again_are_refused_before_anything_is_written(tmp_path, files, error, message):
     with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(error, match=message):
