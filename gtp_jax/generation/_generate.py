@@ -177,6 +177,11 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
         raise ValueError("`generate` takes a model of global arrays; call it outside of the `shard_map`.")
     check_model(model)
     prompts = _prompts(tokens, lengths, model)
+    room = 2**31 - int(prompts.lengths.max())
+    if max_new_tokens > room:
+        raise ValueError(
+            f"`max_new_tokens` is {brief(max_new_tokens)}; it must be at most {room}, because positions are below 2**31."
+        )
     ends = [
         TextStop(options.tokenizer, row[:length], texts)
         for row, length in zip(prompts.tokens[: prompts.batch], prompts.lengths, strict=False)
@@ -232,10 +237,15 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
     ragged = isinstance(tokens, list | tuple) and all(hasattr(row, "__len__") for row in tokens)
     if ragged and lengths is None:
         lengths = np.array([len(row) for row in tokens], np.int64)
+        if 0 in lengths:
+            raise ValueError(
+                f"`tokens` has no token in row {lengths.argmin()}; a prompt has at least one, such as one that begins "
+                "a document."
+            )
         longest = int(lengths.max(initial=0))
-        array = np.asarray([[*row, *[0] * (longest - len(row))] for row in tokens])
+        array = _array([[*row, *[0] * (longest - len(row))] for row in tokens])
     else:
-        array = np.asarray(tokens)
+        array = _array(tokens)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"`tokens` has the shape {array.shape}; it must be (batch, length), or a sequence of prompts. A prompt has "
@@ -251,8 +261,12 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
             "one for each row of `tokens`."
         )
     array = np.where(np.arange(length) < sizes[:, None], array, 0)
-    if array.min() < 0:
-        raise ValueError(f"`tokens` holds {array.min()}; tokens are indices of a vocabulary, at least 0.")
+    least, most = int(array.min()), int(array.max())
+    if least < 0 or most >= 2**31:
+        raise ValueError(
+            f"`tokens` holds {least if least < 0 else most}; tokens are indices of a vocabulary, at least 0 and below "
+            "2**31."
+        )
     ranks = 1 if jax.sharding.get_abstract_mesh().empty else degrees(_roles(model).batch)
     more = (-batch % ranks, _power_of_two(length) - length)
     return _Prompts(
@@ -260,6 +274,16 @@ def _prompts(tokens: Tokens, lengths: Lengths, model: nnx.Module) -> _Prompts:
         np.pad(sizes, (0, more[0])).astype(np.int32),
         batch,
     )
+
+
+def _array(tokens: Any) -> np.ndarray:
+    try:
+        return np.asarray(tokens)
+    except ValueError as error:
+        raise ValueError(
+            "`tokens` has rows or entries of different lengths, so it is no array (batch, length). Pad the rows, or "
+            "give rows of integers without `lengths`."
+        ) from error
 
 
 def _roles(model: nnx.Module) -> Any:

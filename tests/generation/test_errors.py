@@ -77,7 +77,11 @@ def test_a_model_that_cannot_go_on_token_by_token_is_refused(name):
 
 
 ARGUMENTS = {
-    "empty prompt": (dict(tokens=[[1], []]), r"`lengths` is \[1 0\]; it must be 2 whole numbers from 1 to 1"),
+    "empty prompt": (dict(tokens=[[1], []]), "`tokens` has no token in row 1; a prompt has at least one"),
+    "ragged with lengths": (dict(tokens=[[1, 2], [3]], lengths=[2, 1]), "`tokens` has rows or .* without `lengths`"),
+    "nested": (dict(tokens=[[1, 2], [[3], 4]]), "`tokens` has rows or entries of different lengths"),
+    "large": (dict(tokens=[[1, 2**32 + 5]]), r"`tokens` holds 4294967301; .* below 2\*\*31"),
+    "many": (dict(max_new_tokens=2**31 - 1), "`max_new_tokens` is 2147483647; it must be at most 2147483646"),
     "no prompt": (dict(tokens=[]), r"`tokens` has the shape \(0,\); it must be \(batch, length\)"),
     "rank": (dict(tokens=np.zeros(3, int)), r"`tokens` has the shape \(3,\)"),
     "negative": (dict(tokens=[[1, -2]]), "`tokens` holds -2; tokens are indices of a vocabulary"),
