@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ..nn import Layer
 from ..recipes import use_recipe
 from ._checks import check_model
 from ._programs import NO_TOKEN, Request, decode, prefill, with_ended
-from ._sampling import sampling_of
+from ._sampling import sampling_of, whole
 from ._text_stop import Decoder, TextStop
 from ._weights import Gather, check_gather, prepared, with_plain_shardings
 
@@ -170,9 +169,11 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
         vocab_size=options.vocab_size,
     )
     stops, texts = _stops(options.stop, options.tokenizer)
-    max_new_tokens = options.max_new_tokens
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` is {max_new_tokens!r}; it must be a whole number of at least 1.")
+    max_new_tokens = whole(options.max_new_tokens)
+    if max_new_tokens is None or max_new_tokens < 1:
+        raise ValueError(
+            f"`max_new_tokens` is {brief(options.max_new_tokens)}; it must be a whole number of at least 1."
+        )
     if current_view() == "local":
         raise ValueError("`generate` takes a model of global arrays; call it outside of the `shard_map`.")
     check_model(model)
@@ -180,7 +181,7 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
     room = 2**31 - int(prompts.lengths.max())
     if max_new_tokens > room:
         raise ValueError(
-            f"`max_new_tokens` is {brief(max_new_tokens)}; it must be at most {room}, because positions are below 2**31."
+            f"`max_new_tokens` is {brief(max_new_tokens)}; it must be at most {room}: positions are below 2**31."
         )
     ends = [
         TextStop(options.tokenizer, row[:length], texts)
@@ -296,15 +297,16 @@ def _stops(stop: Any, tokenizer: Any) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns the tokens that end a row, padded to a power of two, and the texts that end a row.
 
     Raises:
-        ValueError: if an entry is neither a token nor a text, a text is empty, or there is no tokenizer for texts.
+        ValueError: if an entry is neither a token nor a text, a token is out of range, a text is empty, or there is no
+            tokenizer for texts.
         TypeError: if the tokenizer has no `decode`.
     """
-    given: list[Any] = list(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else [stop]
+    several = isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str | bytes)
+    given: list[Any] = list(stop) if several else [stop]
     texts = tuple(one for one in given if isinstance(one, str))
-    try:
-        tokens = [operator.index(token) for token in given if not isinstance(token, str)]
-    except TypeError as error:
-        raise ValueError(f"`stop` is {stop!r}; it must be tokens (whole numbers) or texts.") from error
+    tokens = [number for one in given if not isinstance(one, str) and (number := whole(one)) is not None]
+    if len(tokens) + len(texts) < len(given):
+        raise ValueError(f"`stop` is {brief(stop)}; it must be tokens (whole numbers) or texts, one or a list of them.")
     if not all(0 <= token < 1 << 31 for token in tokens):
         raise ValueError(f"`stop` is {brief(stop)}; tokens are indices of a vocabulary, at least 0 and below 2**31.")
     if "" in texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from .._foreign import brief
 Choice = Literal["greedy", "all", "likeliest"]
 
 
-# A number that exceeds every vocabulary.
+# A number that no vocabulary exceeds.
 _ALL = 2**31 - 1
 
 # Temperatures are clamped to [1 / _HOTTEST, _HOTTEST], where they and their inverses are normal float32 numbers. At the
@@ -42,6 +43,18 @@ class Sampling(NamedTuple):
     vocab_size: Any
 
 
+def whole(value: Any) -> int | None:
+    """Returns a whole number of Python, NumPy or JAX as an int; `None` for anything else, including a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def sampling_of(
     *, temperature: float, top_k: int | None, top_p: float | None, seed: int, vocab_size: int | None = None
 ) -> tuple[Choice, Sampling]:
@@ -50,26 +63,34 @@ def sampling_of(
     Raises:
         ValueError: if an option is out of range; the message names the argument, its value and what is allowed.
     """
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+    if not _is_number(temperature) or not 0 <= temperature < math.inf:
         raise ValueError(
             f"`temperature` is {brief(temperature)}; it must be a finite number of at least 0; 0 takes the most likely "
             "token."
         )
-    if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
-        raise ValueError(f"`top_k` is {top_k!r}; it must be a number of tokens, at least 1, or None for all.")
-    if top_p is not None and not (isinstance(top_p, int | float) and 0 < top_p <= 1):
-        raise ValueError(f"`top_p` is {top_p!r}; it must be a probability, above 0 and at most 1, or None for all.")
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ValueError(f"`seed` is {seed!r}; it must be a whole number from 0 to 2**32 - 1.")
-    if vocab_size is not None and (not isinstance(vocab_size, int) or not 1 <= vocab_size < 2**31):
-        raise ValueError(f"`vocab_size` is {vocab_size!r}; it must be a number of tokens, at least 1, or None for all.")
+    most = _ALL if top_k is None else whole(top_k)
+    if most is None or most < 1:
+        raise ValueError(f"`top_k` is {brief(top_k)}; it must be a number of tokens, at least 1, or None for all.")
+    if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(
+            f"`top_p` is {brief(top_p)}; it must be a probability, above 0 and at most 1, or None for all."
+        )
+    word = whole(seed)
+    if word is None or not 0 <= word < 2**32:
+        raise ValueError(f"`seed` is {brief(seed)}; it must be a whole number from 0 to 2**32 - 1.")
+    vocabulary = _ALL if vocab_size is None else whole(vocab_size)
+    if vocabulary is None or not 1 <= vocabulary < 2**31:
+        raise ValueError(
+            f"`vocab_size` is {brief(vocab_size)}; it must be a number of tokens, at least 1 and below 2**31, or None "
+            "for all."
+        )
     choice: Choice = "greedy" if temperature == 0 else "all" if top_k is None and top_p is None else "likeliest"
     arrays = Sampling(
         np.float32(min(max(temperature, 1 / _HOTTEST), _HOTTEST)),
-        np.int32(min(top_k or _ALL, _ALL)),
+        np.int32(min(most, _ALL)),
         np.float32(1.0 if top_p is None else top_p),
-        np.array([0, seed], np.uint32),
-        np.int32(_ALL if vocab_size is None else vocab_size),
+        np.array([0, word], np.uint32),
+        np.int32(vocabulary),
     )
     return choice, arrays
 

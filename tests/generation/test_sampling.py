@@ -29,6 +29,16 @@ def test_neither_the_mesh_nor_other_rows_change_what_is_sampled(x64):
     assert (plain != sampled(None, seed=6)).any()
 
 
+def test_options_may_be_numbers_of_numpy(x64):
+    plain = sampled(None, seed=5, vocab_size=90, temperature=0.5, top_p=0.75)
+    one, small = (
+        dict(seed=np.int64(5), vocab_size=np.int32(90)),
+        dict(temperature=np.float32(0.5), top_p=np.float64(0.75)),
+    )
+    many = dict(top_k=np.int64(40), max_new_tokens=np.int64(12))
+    np.testing.assert_array_equal(plain, sampled(None, **one, **small, **many))
+
+
 @pytest.mark.parametrize(
     "top_k, top_p, kept",
     [(None, None, 6), (3, None, 3), (None, 0.5, 2), (None, 0.1, 1), (4, 0.99, 4), (100, 1.0, 6)],
