@@ -126,8 +126,8 @@ class Checkpoints:
 
         When this returns, the arrays have been copied off the devices and may be donated. The step appears under its
         name atomically, when it is complete; then the oldest steps beyond `keep` and `keep_best` are deleted. Errors of
-        the background work are raised by the next `save`, `wait` or `close`. The first save removes the half-written
-        steps of killed runs.
+        the background work are raised by the next call of `wait`, `close` or a method that takes a step. The first save
+        removes the half-written steps of killed runs.
 
         Args:
             step: the number of the step, greater than every earlier one.
@@ -142,9 +142,11 @@ class Checkpoints:
                 64 MiB each, the same in every process. `files` returns them byte for byte.
 
         Raises:
-            ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
-                is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, if
-                `extra` or a file is too large, or if the name of a file is not a plain file name.
+            ValueError: if `step` is negative or not above the latest one in the directory, if `state` has been donated,
+                if an array is empty, complex or of a type that orbax does not store, if two arrays would have one path
+                on disk, if the copies of a replicated array differ, if `extra` is too large or too deeply nested, if
+                there are too many files or a file is too large, if the name of a file is not a plain file name, or if
+                `read_only` is set.
             OSError: if the disk is full or has become read-only; earlier steps are unchanged.
             TypeError: if `step` is not a whole number, if a leaf of `state` is not a jax array, if JSON cannot hold
                 `extra`, if `recipe` is not a recipe, or if a file's content is not bytes.
@@ -224,7 +226,8 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step.
-            ValueError: if the manifest is missing or damaged, or this version would misread the arrays.
+            ValueError: if the manifest is missing or damaged, if the arrays were not saved with it, or if this version
+                would misread them.
         """
         path = self._path(step)
         content = read_manifest(path)
@@ -312,7 +315,7 @@ class Checkpoints:
         """Restores only the parameters, from any checkpoint: a run's, or an imported one.
 
         Args:
-            state_like: a `TrainState` as in `restore`; only its parameters and its `model_def` are used.
+            state_like: a `TrainState` as in `restore`; only its parameters are restored.
             step: the step to restore; the latest by default.
 
         Returns:
@@ -321,7 +324,7 @@ class Checkpoints:
         Raises:
             TypeError: if `state_like` has no attribute `params` that holds arrays. A mapping is refused, and so is an
                 `nnx.State`, which is a mapping.
-            FileNotFoundError, ValueError: as in `restore`.
+            FileNotFoundError, ValueError, OSError: as in `restore`.
         """
         check_has_params(state_like, _PARAMS)
         _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")

@@ -38,7 +38,7 @@ class FileSums:
         self._followed: dict[int, tuple[IO[bytes], list[Future[int]]]] = {}
 
     def follow(self, names: Iterable[str]) -> None:
-        """Starts summing the complete parts of these files so far. Does nothing if the directory is a URL."""
+        """Starts summing those parts of these files that are complete. Does nothing if the directory is a URL."""
         for name in names if self._is_local else ():
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
                 status = os.stat(self._directory / name)

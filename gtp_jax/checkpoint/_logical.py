@@ -33,8 +33,8 @@ class LogicalArray:
 
 
 class LogicalHandler(ocp.type_handlers.TypeHandler):
-    """Writes the logical part of arrays in the files that orbax writes for other arrays. The shards are copied to the
-    host at once, and written in the background."""
+    """Writes the logical part of arrays in the files that orbax writes for other arrays. `serialize` copies the shards
+    to the host; they are written in the background."""
 
     def typestr(self) -> str:
         return "jax.Array"

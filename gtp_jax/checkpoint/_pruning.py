@@ -9,8 +9,8 @@ from etils import epath
 
 from ._steps import steps_in
 
-# orbax's suffix of directories that are being written, and its file that marks a directory as complete, used where
-# renames are not atomic.
+# orbax's suffix of directories that are being written, and its file that marks a directory as complete. Where renames
+# are not atomic, the suffix is not used, and only the mark shows that a directory is complete.
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-# Messages that orbax logs through absl's logger.
+# Parts of messages that orbax logs through absl's logger.
 _SAID_TWICE = (
     # logged at every restore, about a file that checkpoints may lack
     "Metadata file does not exist",

@@ -19,7 +19,8 @@ _PLAIN = (str, bytes, bool, int, float, enum.Enum, np.dtype, Format, type(None))
 def static_fields(state: Any) -> dict[str, str]:
     """Returns the static fields of the dataclasses within a state, as text, by their paths joined by slashes.
 
-    They are needed because codes of two formats may have the same shape and dtype.
+    They are needed because codes of two formats may have the same shape and dtype. Fields of types without a complete
+    `repr`, such as functions, are left out.
     """
     return {"/".join(path): text for path, text in _below((), state)}
 

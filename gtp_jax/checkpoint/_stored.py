@@ -34,11 +34,11 @@ class StoredArray:
     def read(self, begin: int, end: int) -> np.ndarray:
         """Returns the rows from `begin` up to, but not including, `end`.
 
-        Reads the chunks that hold them; a stack of matrices is saved in chunks of one row.
+        Reads the chunks that hold them; `Checkpoints.save` writes a stack of matrices in chunks of one row.
 
         Raises:
             DamagedCheckpoint: a `ValueError`, if files are missing or have changed since they were written; names them.
-            ValueError: if files cannot be read.
+            ValueError, OSError: if files cannot be read.
         """
         with naming_damage(self.directory):
             array = self.open()

@@ -75,7 +75,8 @@ def check_bound(path: Any, content: Mapping[str, Any]) -> None:
         content: the manifest.
 
     Raises:
-        DamagedCheckpoint: if the arrays belong to another step, or orbax's description of them is missing or damaged.
+        DamagedCheckpoint: if the arrays belong to another step, if orbax's description of them is missing or damaged,
+            or if the step contains a link, a FIFO or a device.
         OSError: if that description cannot be read.
     """
     check_files(path)

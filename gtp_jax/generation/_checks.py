@@ -8,12 +8,12 @@ from flax import nnx
 
 from ..nn import Attention, AttentionCore, Conv, CrossAttention
 
-# Modules that mix the tokens of a row but cache nothing from earlier tokens.
+# Modules that mix the tokens of a row, but for which `generate` makes no cache.
 _MIXERS = (Conv, CrossAttention, nnx.MultiHeadAttention, nnx.Conv, nnx.ConvTranspose, nnx.RNN)
 
 
 def check_model(model: nnx.Module) -> None:
-    """Refuses a model whose next token cannot be computed from the caches of its attention modules.
+    """Refuses a model with a module whose next output cannot be computed from caches, as far as its type shows.
 
     Raises:
         TypeError: if `model` is not an `nnx.Module`.
@@ -33,8 +33,8 @@ def check_model(model: nnx.Module) -> None:
     for where, module in named:
         if isinstance(module, _MIXERS):
             raise ValueError(
-                f"{where} is a {type(module).__name__}, which mixes the tokens of a row but has no cache. `generate` "
-                "requires that only `gtp_jax.Attention` mixes tokens."
+                f"{where} is a {type(module).__name__}, which mixes the tokens of a row but has no cache. Replace "
+                "it by `gtp_jax.Attention`, the only module for which `generate` makes caches."
             )
     for where, module in named:
         if isinstance(module, AttentionCore) and not module.causal:

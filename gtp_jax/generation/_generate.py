@@ -85,20 +85,21 @@ def generate(
     """Continues prompts with new tokens, on the mesh in scope.
 
     One forward pass processes the prompts and caches their keys and values; then each row is extended one token at a
-    time. Greedy tokens are the same as those of a full forward pass over all preceding tokens. Rows do not depend on
-    each other. On every mesh, the random numbers of a sampled token depend only on `seed`, the row's index and the
-    token's position.
+    time. Greedy tokens are those of a full forward pass over all preceding tokens, up to rounding: two logits that are
+    almost equal may change places. Rows do not depend on each other. On every mesh, the random numbers of a sampled
+    token depend only on `seed`, the row's index and the token's position.
 
     Weights are multiplied in the model's compute dtype, whichever recipe is in scope; frozen weights stay quantized in
-    memory. The lengths of the longest prompt and of the longest row are rounded up to powers of two, and two programs
-    are compiled for each pair of rounded lengths.
+    memory. The lengths of the longest prompt and of the longest row are rounded up to powers of two, so that calls with
+    similar lengths share the compiled programs.
 
     Args:
         model: the model. Its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits. Only
             causal `gtp_jax.Attention` modules may mix the tokens of a row, and the model must pass `positions` to
             them. If its call also takes `logits_at`, only the logits of each prompt's last token are computed; see
             `gtp_jax.models.Llama`.
-        tokens: the prompts: integers `(batch, length)`, or a sequence of sequences, which may differ in length.
+        tokens: the prompts: integers `(batch, length)`, or, without `lengths`, a sequence of sequences, which may
+            differ in length.
         lengths: the number of tokens of each prompt, `(batch,)`; a prompt is at the beginning of its row. By default,
             the whole row.
         max_new_tokens: the maximum number of new tokens per row.
@@ -158,7 +159,7 @@ def generate_stream(
 
 
 def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Options) -> Iterator[np.ndarray]:
-    """Checks everything, and returns what `generate_stream` yields."""
+    """Checks the arguments, and returns the iterator of `generate_stream`."""
     check_mesh_in_scope()
     check_gather(options.gather)
     choice, sampling = sampling_of(
@@ -288,7 +289,7 @@ def _array(tokens: Any) -> np.ndarray:
 
 
 def _roles(model: nnx.Module) -> Any:
-    """Returns the mesh roles with which a model was built."""
+    """Returns the mesh roles with which a model was built; the current ones if it has no `Layer`."""
     found = [module.roles for _, module in nnx.iter_modules(model) if isinstance(module, Layer)]
     return found[0] if found else current_roles()
 
@@ -326,7 +327,7 @@ def _check_logits(broken: np.ndarray, prompts: _Prompts) -> None:
         row = int(rows[0])
         raise ValueError(
             f"the logits of row {row} are NaN. Either a token of its prompt, the largest of which is "
-            f"{prompts.tokens[row].max()}, is outside the vocabulary, or weights are not finite."
+            f"{prompts.tokens[row].max()}, is outside the vocabulary, or weights or activations are not finite."
         )
 
 

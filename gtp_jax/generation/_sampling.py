@@ -12,7 +12,7 @@ import numpy as np
 
 from .._foreign import brief
 
-# How a token is chosen; a program is compiled for each. "greedy" takes the most likely token; "all" samples from all
+# How a token is chosen; programs are compiled for each. "greedy" takes the most likely token; "all" samples from all
 # tokens; "likeliest" samples from the most likely tokens (top-k, top-p).
 Choice = Literal["greedy", "all", "likeliest"]
 

@@ -91,8 +91,8 @@ def check_gather(gather: Any) -> None:
     """
     if gather is not None and gather not in get_args(Gather):
         raise ValueError(
-            f"`gather` is {gather!r}; it must be 'once' (weights are whole on every device during the call), "
-            "'each_token' (they are gathered layer by layer), or None for 'once' if memory allows it."
+            f"`gather` is {gather!r}; it must be 'once' (weights are gathered once per call, and stay so), "
+            "'each_token' (layer by layer, for each token), or None for 'once' if memory allows it."
         )
 
 
