@@ -8,7 +8,7 @@ from flax import nnx
 
 from ..nn import Attention, AttentionCore, Conv, CrossAttention
 
-# Modules that mix the tokens of a row, but for which `generate` makes no cache.
+# Modules that mix the tokens of a row, and for which `generate` makes no cache.
 _MIXERS = (Conv, CrossAttention, nnx.MultiHeadAttention, nnx.Conv, nnx.ConvTranspose, nnx.RNN)
 
 
