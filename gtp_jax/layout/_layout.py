@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
 from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, axes_of, degree
@@ -139,19 +140,25 @@ class Layout(Storage):
         return math.prod(self.shard_shape[:-2])
 
     def check_mesh(self, name: str) -> None:
-        """Checks that the mesh in scope has the degrees that the weight was laid out for.
+        """Checks that the axes that divide the weight have the same degrees in the mesh in scope.
 
         Raises:
-            ValueError: if it has other degrees. The message names both, and the remedy.
+            ValueError: if it has other degrees, or no mesh is in scope and a degree is above 1.
         """
         tensor = {} if self.split is None or self.split.axis is None else {self.split.axis: self.tensor_degree}
         built = self.degrees | tensor
         here = {axis: degree(axis) for axis in built}
-        if built != here:
+        if built == here:
+            return
+        if jax.sharding.get_abstract_mesh().empty:
             raise ValueError(
-                f"{name} was built for a mesh with {listed(built)}; the mesh in scope has {listed(here)}. Build the "
-                "model under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
+                f"{name} was built for a mesh with {listed(built)}; no mesh is in scope. Use the model under its mesh: "
+                "`with jax.set_mesh(mesh): ...`."
             )
+        raise ValueError(
+            f"{name} was built for a mesh with {listed(built)}; the mesh in scope has {listed(here)}. Build the model "
+            "under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
+        )
 
     @property
     def _own_shape(self) -> tuple[int, ...]:

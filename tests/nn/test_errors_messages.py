@@ -402,7 +402,7 @@ def test_a_model_built_under_a_mesh_is_refused_without_it():
         stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(8, 8, rngs=rngs), 2, rngs=rngs), rngs())
     for module in (row, stack):
         with pytest.raises(
-            ValueError, match=r"was built for a mesh with gtp 4 x tp 2; the mesh in scope has gtp 1 x tp 1"
+            ValueError, match=r"was built for a mesh with gtp 4 x tp 2; no mesh is in scope. Use the model under its"
         ):
             module(jnp.ones((2, 4, 8)))
 
