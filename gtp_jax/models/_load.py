@@ -124,15 +124,17 @@ def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the configuration of a checkpoint's model.
 
     Raises:
-        ValueError: if the checkpoint does not describe its model, or was written by another version.
+        ValueError: if the checkpoint does not describe its model, or does so in a way that this version does not
+            understand.
     """
     try:
         return saved_config(extra)
     except (KeyError, TypeError) as error:
-        said = "" if isinstance(error, KeyError) else f" ({error})"
+        lacks = "does not say which model it contains"
+        unknown = f"describes its model in a way that this version does not understand ({error})"
         raise ValueError(
-            f"{where} does not say which model it contains{said}. Use one that `gtp-jax train` or `gtp-jax convert "
-            "import` of this version has written, or save with `gtp_jax.models.saved(config)` as `extra`."
+            f"{where} {lacks if isinstance(error, KeyError) else unknown}. Use one that `gtp-jax train` or `gtp-jax "
+            "convert import` of this version has written, or save with `gtp_jax.models.saved(config)` as `extra`."
         ) from None
 
 

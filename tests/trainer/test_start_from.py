@@ -127,11 +127,17 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path):
         started(tmp_path, saved(DENSE), top_k=2)
 
 
+def test_a_checkpoint_that_does_not_name_its_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="step 1 in .* does not say which model it contains. Use"):
+        started(tmp_path, {})
+
+
 @pytest.mark.parametrize(
-    "extra", [{}, {"model": "tiny"}, {"model": {**saved(MOE)["model"], "routing": {"future": 1}}}, {"family": "GPT"}]
+    "extra", [{"model": "tiny"}, {"model": {**saved(MOE)["model"], "routing": {"future": 1}}}, {"family": "GPT"}]
 )
-def test_a_checkpoint_that_does_not_name_its_model_is_refused(tmp_path, extra):
-    with pytest.raises(ValueError, match="step 1 in .* does not say which model it contains"):
+def test_a_checkpoint_whose_description_is_not_understood_is_refused_with_the_reason(tmp_path, extra):
+    reason = r"\(.*(its model is 'tiny'|argument 'future'|its family is 'GPT').*\)"
+    with pytest.raises(ValueError, match=f"step 1 in .* describes its model in a way that .* {reason}"):
         started(tmp_path, extra)
 
 
