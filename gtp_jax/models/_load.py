@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def opened(path: str | Path) -> tuple[Path, Checkpoints]:
         ValueError: if the directory has no checkpoint; the message says what it has instead.
     """
     given = Path(path).expanduser()
-    if not given.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    if not given.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
         name = given.name
         raise FileNotFoundError(
             f"no directory {path}. If it is a model on the Hugging Face Hub, download and import it: `hf download "
@@ -109,9 +110,8 @@ def opened(path: str | Path) -> tuple[Path, Checkpoints]:
         )
     directory = checkpoints_in(given)
     if (given / "config.json").is_file() and any(given.glob("*.safetensors")):
-        raise ValueError(
-            f"{given} holds Hugging Face's files. Import them: `gtp-jax convert import {given} {given.name}-imported`."
-        )
+        command = shlex.join(["gtp-jax", "convert", "import", str(given), f"{given.resolve().name}-imported"])
+        raise ValueError(f"{given} holds Hugging Face's files. Import them: `{command}`.")
     checkpoints = Checkpoints(directory, read_only=True)
     if checkpoints.latest() is None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import shutil
 
 import jax
@@ -148,3 +149,22 @@ def test_an_array_that_was_changed_on_disk_is_not_generated_from(run, monkeypatc
     monkeypatch.setattr(StoredArray, "read", changed)
     with pytest.raises(ValueError, match="is damaged: params/embed/table is not what was saved"):
         load(run)
+
+
+@pytest.mark.parametrize("place", [".", "a model"])
+def test_the_command_that_imports_files_of_hugging_face_can_be_run_as_it_is(tmp_path, monkeypatch, place):
+    (tmp_path / "a model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "a model" / name).touch()
+    monkeypatch.chdir(tmp_path / "a model" if place == "." else tmp_path)
+    with pytest.raises(ValueError, match="Import them: `gtp-jax convert import") as caught:
+        load(place)
+    command = shlex.split(str(caught.value).split("`")[1])
+    assert command[3:] == [place, "a model-imported"]
+
+
+def test_a_path_relative_to_another_folder_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        load("../missing")
+    assert "Hub" not in str(caught.value)
