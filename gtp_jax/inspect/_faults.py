@@ -185,7 +185,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
     times = transferred(of_core[0], sent_back(of_core[1], coded), unfold, fold, sizes)
     report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), even, _owners(of_degree), times)
-    _check_memory(report, options.memory)
+    _check_memory(report, options)
     return report
 
 
@@ -272,16 +272,25 @@ def _layouts(model_def: ModelDef) -> list[tuple[str, Layout]]:
     return [(".".join(path), layout) for path, layout in leaves if layout is not None]
 
 
-def _check_memory(report: FaultReport, limit_gb: float | None) -> None:
+def _check_memory(report: FaultReport, options: FaultOptions) -> None:
+    plan, limit_gb = report.plan, options.memory
     uses = [
         (use.total, slot)
-        for r, some in zip(report.plan.replicas, report.memory, strict=True)
+        for r, some in zip(plan.replicas, report.memory, strict=True)
         for use, slot in zip(some, (slot for row in r.slots for slot in row), strict=True)
     ]
     most, slot = max(uses)
     if limit_gb is not None and most > limit_gb * _GB:
+        degrees = {replica.tp for replica in plan.replicas}
+        remedies = {
+            "increase `gtp`": True,
+            "divide optimizer state over replicas": not options.shard_optimizer and len(plan.replicas) > 1,
+            "choose another `core_tp`": not plan.uniform and min(degrees) > 1,
+            "leave out replicas of a low degree with `min_tp`": len(degrees) > 1,
+        }
+        *others, last = (remedy for remedy, applies in remedies.items() if applies)
+        text = f"{', '.join(others)}, or {last}" if others else last
         raise ValueError(
             f"the plan needs {quantity(most, 'B')} on the device of slot {slot}, but `memory` is {limit_gb:g} GB. "
-            "Increase `gtp`, divide optimizer state over replicas, choose another `core_tp`, or leave out replicas of "
-            "a low degree with `min_tp`."
+            f"{text[0].upper()}{text[1:]}."
         )

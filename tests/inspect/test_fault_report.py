@@ -123,3 +123,18 @@ def test_the_command_prints_the_tables(capsys):
     out = capsys.readouterr().out
     assert "throughput, relative to the healthy run" in out and "75.0 %" in out
     assert np.char.count(out, "fold") >= 2
+
+
+@pytest.mark.parametrize(
+    ("failed", "changes", "remedies"),
+    [
+        ((), {"dp": 1}, "Increase `gtp`."),
+        ((), {}, "Increase `gtp`."),
+        ((), {"shard_optimizer": False}, "Increase `gtp`, or divide optimizer state over replicas."),
+        ((5,), {}, "Increase `gtp`, choose another `core_tp`, or leave out replicas of a low degree with `min_tp`."),
+    ],
+)
+def test_a_plan_that_needs_too_much_memory_names_only_remedies_that_apply(failed, changes, remedies):
+    with pytest.raises(ValueError, match="but `memory` is 0.001 GB") as caught:
+        report(failed, memory=0.001, **changes)
+    assert str(caught.value).endswith(f"GB. {remedies}")
