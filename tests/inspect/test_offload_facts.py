@@ -109,3 +109,18 @@ def test_experts_count_as_often_as_a_token_reaches_them():
     )
     (fact,) = gtp.explain(stack, call=lambda model: model(jnp.zeros((2, 8, 32)))).offloads
     assert (fact.stack, fact.flops) == ("the model", 2 * 16 * 2 * 3 * 32 * 64)
+
+
+def test_a_window_to_both_sides_counts_on_both_sides():
+    def flops(causal, window):
+        def layer(rngs):
+            return gtp.Attention(32, num_heads=4, causal=causal, window=window, rngs=rngs)
+
+        stack = gtp.Stack(layer, 2, remat="offload", rngs=nnx.Rngs(0))
+        (fact,) = gtp.explain(stack, call=lambda model: model(jnp.zeros((1, 64, 32)))).offloads
+        return fact.flops
+
+    weights = 2 * 64 * 4 * 32 * 32
+    assert flops(True, 8) - weights == 4 * 64 * 8 * 32
+    assert flops(False, 8) - weights == 4 * 64 * 15 * 32
+    assert flops(False, 64) == flops(False, None)
