@@ -88,10 +88,11 @@ def lives_of(
     found = [name for name in lives if name == path] or [name for name in lives if name.endswith(f".{path}")]
     if len({tuple(map(id, lives[name])) for name in found}) != 1:
         near = found or difflib.get_close_matches(path, lives, n=3, cutoff=0.0)
+        several, none = "fits several modules or weights", "fits no gathered weight and no module that has one"
         raise ValueError(
-            f"`path` is {path!r}, which names {'several modules' if found else 'no module'} with weights that "
-            f"gtp_jax gathers. Name one: {', '.join(map(repr, near)) or 'this model has none'}. Without `path`, "
-            "`explain` lists all modules."
+            f"`path` is {path!r}, which {several if found else none}. "
+            + (f"Name one: {', '.join(map(repr, near))}. " if near else "This model has none. ")
+            + "Without `path`, `explain` lists all."
         )
     return Lives(tuple(lives[found[0]]))
 

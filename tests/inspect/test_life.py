@@ -148,12 +148,23 @@ def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(reci
 
 def test_a_path_that_is_not_one_modules_is_refused_with_the_nearest():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        with pytest.raises(ValueError, match="`path` is 'upp', which names no module with.*Name one: 'up'"):
+        with pytest.raises(ValueError, match="`path` is 'upp', which fits no gathered weight and.*Name one: 'up'"):
             told(None, "upp")
 
         class Two(nnx.Module):
             def __init__(self, rngs):
                 self.a, self.b = Mlp(rngs), Mlp(rngs)
 
-        with pytest.raises(ValueError, match=r"which names several modules with.*'a\.up', 'b\.up'"):
+        with pytest.raises(ValueError, match=r"which fits several modules or weights.*'a\.up', 'b\.up'"):
             gtp.explain(abstract_model(Two), path="up")
+
+
+def test_an_end_of_path_that_fits_several_weights_is_refused_with_their_paths():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = (nnx.Linear(128, 128, rngs=rngs) for _ in range(2))
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        model = gtp.shard(Two(nnx.Rngs(0)), blocks=nnx.Linear)
+        with pytest.raises(ValueError, match=r"fits several modules or weights.*'a\.kernel', 'b\.kernel'"):
+            gtp.explain(model, path="kernel")
