@@ -86,7 +86,10 @@ def test_a_benchmark_counts_active_parameters():
             lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)),
             "`jitter` is 0.1, but a Llama passes no keys to its layers",
         ),
-        (lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8), "`num_experts` is 0: it requires experts"),
+        (
+            lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8),
+            "`num_experts` is 0. Set `num_experts`, or leave",
+        ),
         (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "it must be a `gtp_jax.Routing`, or a"),
     ],
 )

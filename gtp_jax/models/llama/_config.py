@@ -161,7 +161,10 @@ class LlamaConfig:
             check_transport(self.transport)
             check_chunks(self.exchange_chunks)
         elif self.shared_hidden:
-            raise ValueError(f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0: it requires experts.")
+            raise ValueError(
+                f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0. Set `num_experts`, or leave "
+                "`shared_hidden` at 0."
+            )
 
     @property
     def schedule(self) -> Schedule:
