@@ -317,6 +317,7 @@ def _experts(path: ModulePath, moe: MoE) -> ExpertsFact:
     router += [] if routing.normalize else ["weights not normalized"]
     router += [] if routing.scale == 1 else [f"weights times {routing.scale:g}"]
     router += [f"jitter {routing.jitter:g}"] if routing.jitter else []
+    router += [] if routing.bias_rate is None else ["biases"]
     training = [f"loss per {routing.aux_loss}, {moe.aux_loss_coeff:g}"] if moe.aux_loss_coeff else []
     training += [f"biases, {routing.bias_rate:g} per step"] if routing.bias_rate else []
     training += [f"z loss, {routing.z_loss_coeff:g}"] if routing.z_loss_coeff else []

@@ -42,6 +42,7 @@ def test_what_differs_from_a_preset_is_counted_and_saved():
     with jax.set_mesh(gtp.make_mesh(gtp=1, ep=2, devices=jax.devices()[:2])):
         text = str(gtp.explain(abstract_model(lambda rngs: build(config, rngs=rngs)), None))
     assert "3 of 8 and a shared one  sigmoid, 2 of 4 groups, weights not normalized" in text
+    assert "weights not normalized, biases" in text
     assert "biases, 0.001 per step" in text and "sending tokens over ep 2 (padded), 4 experts per rank" in text
     # what a checkpoint says is enough to build the model again; the rate of its biases is how it was trained
     found = saved_config(saved(config))
