@@ -176,6 +176,7 @@ def test_yarn_has_the_frequencies_and_the_factor_of_transformers(name, tmp_path,
             "has rope_scaling of the type 'yarn' without numbers for fa",
         ),
         (QWEN2, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "'yarn' with beta_fast '32'; truncate must be"),
+        (QWEN2, {"rope_scaling": {**YARN, "beta_fast": 1e39}}, "and the others must be numbers from 0 to 3.4"),
         (QWEN2, {"rope_scaling": {**YARN, "truncate": None}}, "'yarn' with truncate None; truncate must be"),
         (
             QWEN2,

@@ -190,7 +190,7 @@ def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the optional fields of YaRN.
 
     Raises:
-        ValueError: if one has the wrong type.
+        ValueError: if one has the wrong type, or is a number that is out of range.
     """
     optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     wrong = [key for key in optional if fields.get(key) is not None and not _is_of(fields[key], _NUMBER)]
@@ -200,7 +200,7 @@ def _yarn(file: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise ValueError(
             f"{file} has {name} of the type 'yarn' with {', '.join(f'{key} {brief(fields[key])}' for key in wrong)}; "
-            "truncate must be true or false, and the others must be numbers of at least 0, or null."
+            f"truncate must be true or false, and the others must be numbers from 0 to {MOST:.7g}, or null."
         )
     fast, slow, factor, mscale, of_all = (fields.get(key) for key in optional)
     if factor is None and mscale and of_all:
