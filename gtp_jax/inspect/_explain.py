@@ -84,7 +84,8 @@ class AttentionFact:
         module: the path of the module in the model.
         implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores; after
             `"FP8, "` if forward multiplies in FP8.
-        reason: what cuDNN does not support, or which inputs cuDNN reads as an array of that shape.
+        reason: what cuDNN does not support; otherwise, which inputs it reads as an array of that shape, or for which
+            lengths it computes in FP8.
     """
 
     module: str
@@ -249,9 +250,9 @@ def explain(
 
     Raises:
         TypeError: if `recipe` is not a recipe, or `model` is not an NNX module.
-        ValueError: if shards split the format's blocks or have rows shorter than a block, if the recipe names
-            something that the model does not have, if the model has nothing to quantize, or if `path` does not name
-            exactly one module whose weights are gathered.
+        ValueError: if the format's blocks do not fit a weight as ranks divide it, if the recipe names something that
+            the model does not have, if the recipe quantizes but the model has nothing to quantize, or if `path` does
+            not name exactly one such module or weight.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):

@@ -48,7 +48,7 @@ class FaultOptions:
     """The options of a plan after failures. `gtp-jax plan-faults --help` shows the help of each field.
 
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: if a value is not allowed.
     """
 
     preset: str = knob("8b", "model", f"one of {', '.join(PRESETS)}", kind=str)
@@ -67,7 +67,7 @@ class FaultOptions:
     grad_wire: str | None = knob(
         None,
         "training",
-        "format in which weight gradients are exchanged, as in training; of these, replicas use mxfp8",
+        "format in which weight gradients are exchanged, as in training; transfers after failures use only mxfp8",
         kind=str,
         choices=tuple(GRAD_WIRES),
     )
@@ -134,10 +134,10 @@ class FaultReport:
         unfold: for each replica, the moves that bring it its weights.
         fold: for each replica, the moves that bring its gradients to the core.
         memory: for each replica, the memory that each of its devices needs, row by row.
-        even_masters: the bytes of parameters and optimizer state that each device of the core would store if all of
-            them stored equal parts of the logical arrays.
+        even_masters: the bytes of parameters and optimizer state that each device of the core would store if all
+            devices that share them stored equal parts of the logical arrays.
         owners: for each weight that tp divides, the number of units that each rank owns, by tp degree.
-        transferred: the bytes that the busiest device transfers in each part of a step, one after another.
+        transferred: the bytes that the busiest device transfers in each part of a step.
     """
 
     plan: FaultPlan

@@ -34,7 +34,7 @@ class InspectOptions:
     """The options of an inspection. `gtp-jax inspect --help` shows the help of each field.
 
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: if a value is not allowed, or values do not fit together.
     """
 
     preset: str = knob("tiny", "model", f"one of {', '.join(PRESETS)}", kind=str)
@@ -114,8 +114,8 @@ class Parameter:
         dtype: the dtype of the stored array.
         partition: the mesh axes that shard each dimension.
         bytes_per_device: the bytes of the largest shard.
-        note: which axes store the weight whole, how it is padded in use, and what its output costs outside a chain;
-            empty if none of these applies.
+        note: which axes store the weight whole, how it is padded in storage and in use, and what its output costs
+            outside a chain; empty if none of these applies.
     """
 
     path: str
@@ -284,7 +284,8 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
 
 
 def _note(layout: Layout, degrees: dict[str, int]) -> str:
-    """Returns which axes store a weight whole, how it is padded in use, and what its output costs outside a chain."""
+    """Returns which axes store a weight whole, how it is padded in storage and in use, and what its output costs
+    outside a chain."""
     notes = []
     split = layout.split
     sharded = (*layout.axes, *layout.experts.axes)

@@ -74,8 +74,8 @@ def lives_of(
     """Returns the lives of the weights of one module, or of one sharded weight, given its path or the end of it.
 
     Raises:
-        ValueError: if `path` does not name exactly one module with gathered weights, or one such weight; the message
-            lists the nearest names.
+        ValueError: if `path` does not fit exactly one module with gathered weights, or one sharded weight; the message
+            lists those that it fits, or the nearest names.
     """
     lives: dict[str, list[WeightLife]] = defaultdict(list)
     for (at, layers), group in groups.items():

@@ -32,8 +32,8 @@ class OffloadFact:
         layers: the number of its layers.
         bytes: what one layer copies each way. If the ranks of tp do not divide the sequence between layers, all values
             other than the layer's input count as whole on each of these ranks, which makes this an upper bound.
-        flops: the floating-point operations of the matmuls and the attention of a layer's forward pass, if ranks share
-            them equally.
+        flops: the floating-point operations of a layer's forward pass in matmuls with gathered weights and in
+            self-attention, if ranks share them equally.
         chip: the chip of `hlo.CHIPS` that sets the rates.
     """
 
@@ -122,7 +122,7 @@ def _axes_of_dim(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
 
 
 def _flops(stack: Stack, shape: Sequence[int]) -> float:
-    """Returns the operations of a layer's forward pass over all devices, given the global shape of its input."""
+    """Returns the operations of `OffloadFact.flops` over all devices, given the global shape of the layer's input."""
     tokens = math.prod(shape[:-1])
     shares = {path: m.top_k / m.num_experts for path, m in nnx.iter_modules(stack.layers) if isinstance(m, MoE)}
     found = 0.0

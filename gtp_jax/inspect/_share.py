@@ -47,7 +47,8 @@ def share_of(model: nnx.Module) -> StateShare | None:
     """Returns the share of a model's state; `None` if the model has no parameters that are trained.
 
     Args:
-        model: the model, which may be abstract. Parameters that are on no mesh yet count as on the mesh in scope.
+        model: the model, which may be abstract. A parameter without a sharding counts as on the mesh in scope; an
+            array on a single device counts as whole.
     """
     variables = [v for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     own, sizes = 0, {}

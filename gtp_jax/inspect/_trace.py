@@ -60,7 +60,7 @@ class Op:
 
     @property
     def is_collective(self) -> bool:
-        """Returns whether the kernel communicates."""
+        """Whether the kernel communicates."""
         return self.kind in COLLECTIVES
 
 

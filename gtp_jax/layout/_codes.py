@@ -1,4 +1,4 @@
-"""Lays out weights that are stored as codes: in shards of whole blocks, padded where the ranks divide no dimension."""
+"""Lays out weights that are stored as codes: in shards of whole blocks, padded where needed and possible."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PaddedLayout]:
 
 
 def layouts_in_blocks(layouts: Sequence[Layout], form: Format) -> tuple[Layout, ...]:
-    """Returns layouts of the same kernels in which the shards of a gather are whole blocks of a format, and are not
-    divided over the axes of the optimizer.
+    """Returns layouts of the same kernels in which a gather divides rows or columns into whole blocks of a format, and
+    the axes of the optimizer do not divide shards.
 
-    Shards are the parts of rows or of columns, unpadded if the ranks divide either into whole blocks. Otherwise, the
-    dimension is padded where that adds least. The given layouts are returned, without the optimizer's axes, if neither
-    dimension can be divided in this way: if tensor ranks divide one, and cut the blocks of the other.
+    It divides columns only if the rows that a rank has of each kernel are whole blocks. A dimension is padded only if
+    the ranks divide neither; it is the one where that adds least, other than one that tensor ranks divide. If there is
+    none, the layouts keep their shards. Blocks that tensor ranks cut along the other dimension stay cut.
 
     Args:
         layouts: the layouts of kernels that are gathered together, over more than one rank.

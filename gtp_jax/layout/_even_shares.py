@@ -11,8 +11,8 @@ _scope = jax.make_user_context(default_value=False)
 
 def even_shares(pad: bool = True) -> contextlib.AbstractContextManager[None]:
     """Lets models that are created in this scope, or sharded by `gtp_jax.shard` in it, pad a weight if the mesh divides
-    none of its dimensions, instead of storing it whole on every rank. The padding is zeros at the end of one dimension,
-    so all ranks store equal shares.
+    none of its dimensions, instead of storing it whole over some axes. The padding is zeros at the end of one
+    dimension, so all ranks store equal shares.
 
     Make a `TrainState` of such a model. In a step, optimizers are given the logical arrays, unless updating the padded
     ones gives the same result; norms, checks and checkpoints read no padding. Code that does not know about the padding

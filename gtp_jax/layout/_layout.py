@@ -28,7 +28,7 @@ class Layout(Storage):
         roles: the roles of the mesh axes.
 
     Raises:
-        ValueError: if storage is sharded over a tensor axis that divides the weight unevenly.
+        ValueError: if `tensor` is given, but the tensor axis divides the weight unevenly.
     """
 
     rows: int
@@ -50,8 +50,8 @@ class Layout(Storage):
 
     @property
     def takes_part(self) -> bool:
-        """Whether each rank of the tensor axis takes its part of the gathered weight, because storage is not sharded
-        over that axis. All kernels of a gather do so if the split of any of them is uneven."""
+        """Whether the gathered weight has the parts of all ranks of the tensor axis, of which each rank takes its own.
+        This is so for all kernels of a gather if the split of any of them is uneven."""
         return self.split is not None and self.split.axis is not None and self.tensor.dim is None
 
     @property
@@ -136,7 +136,7 @@ class Layout(Storage):
 
     @property
     def matrices(self) -> int:
-        """The number of matrices of one rank: its experts, or 1 if the weight is a single matrix."""
+        """The number of matrices in a shard: the experts, or 1 if the weight is a single matrix."""
         return math.prod(self.shard_shape[:-2])
 
     def check_mesh(self, name: str) -> None:

@@ -23,13 +23,12 @@ class Target(NamedTuple):
 def choose_padding(
     shapes: Sequence[tuple[int, ...]], preferred: Sequence[Target], others: Sequence[Target]
 ) -> tuple[int | None, list[Padding]]:
-    """Returns the dimension to pad, and the padding of each kernel.
+    """Returns the dimension to pad, `None` if no target can be taken, and the padding of each kernel.
 
     Args:
         shapes: the logical shapes of the kernels.
         preferred: the targets to try first, in order; the first one that adds no more than `LITTLE` is taken.
-        others: the targets to choose from otherwise; the one that adds least is taken. If there are none, the dimension
-            is `None`.
+        others: the targets to choose from otherwise; the one that adds least is taken.
     """
     elements = sum(map(math.prod, shapes))
 

@@ -50,8 +50,8 @@ UNPADDED = Padding()
 class Storage:
     """A weight between steps.
 
-    Each dimension of the stored array is divided evenly by the axes that shard it. If these divide no dimension of the
-    weight, zeros are added at the end of one. A *shard* is what a rank sends when the weight is gathered: what it
+    Each dimension of the stored array is divided evenly by the axes that shard it; zeros at the end of one dimension
+    may make it longer. A *shard* is what a rank sends when the weight is gathered: what it
     stores, first gathered over the axes of `optimizer` if they divide storage further (ZeRO). Zeros in a dimension that
     only these axes divide are removed there, so that shards do not contain them.
 
@@ -59,7 +59,7 @@ class Storage:
         shape: the logical shape: a matrix, or matrices with leading dimensions (experts).
         gather: the axes that a gather runs over; `UNDIVIDED` if the weight is not sharded over any.
         optimizer: the axes that divide a shard in storage.
-        tensor: the tensor axis, if it shards storage.
+        tensor: the tensor axis, if it shards storage and the gather does not run over it.
         experts: the axis whose ranks each have the same number of experts of their own, in storage and in use: a
             contiguous run of the first dimension. Gathers and the tensor axis act within the experts of one rank.
         padding: the zeros at the end of a dimension of the stored array; `UNPADDED` if there are none.

@@ -1,4 +1,5 @@
-"""Keeps what comes with a Hugging Face model but is not computed with: the rest of config.json, and tokenizer files."""
+"""Keeps the files that come with a Hugging Face model's weights: config.json, tokenizer files and defaults for
+generation."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ class LlamaConfig:
             raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
 
     def architecture(self) -> dict[str, Any]:
-        """Returns the fields that determine which model the weights belong to; the others only affect computation."""
+        """Returns the fields that determine which model the weights belong to; the others only affect how it is
+        computed and trained."""
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
         fields |= {name: True for name in ("qk_norm", "qkv_bias") if getattr(self, name)}
         if self.window is not None:

@@ -59,7 +59,8 @@ class Kind:
         architecture: the entry of `architectures` in config.json.
         fields: the fields of config.json that the model determines: their name, our name.
         fixed: fields for which our Llama supports only one value: the value, and the reason.
-        defaults: the defaults of fields in transformers; no other field may be missing.
+        defaults: the defaults of fields in transformers. No other field may be missing, except `num_key_value_heads`
+            and `head_dim`, which follow from the query heads.
         also: other names that some versions of transformers write for fields: the usual name, the other name.
         experts: whether the model has experts.
         qk_norm: whether queries and keys are normalized.
