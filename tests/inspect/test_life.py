@@ -129,7 +129,7 @@ def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(reci
         everywhere = NamedSharding(jax.sharding.get_mesh(), PartitionSpec("gtp"))
         batch = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=everywhere)
         program = hlo.collectives(step.lower(state, batch).compile().as_text())
-        with pytest.raises(ValueError, match=r"`path` is 'kernel', which names several.*'blocks\.0\.kernel'"):
+        with pytest.raises(ValueError, match=r"`path` is 'kernel', which fits several.*'blocks\.0\.kernel'"):
             gtp.explain(model, chosen, path="kernel")
     states = {state.state: state for state in life.states}
     sizes = {hlo.quantity(c.operand_bytes, "B") for c in program if c.kind == "all-gather"}
