@@ -15,6 +15,7 @@ from ._attention_core import AttentionCore
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer, between_layers
 from ._options import DenseOptions
+from ._sizes import is_size
 
 
 class Attention(Layer):
@@ -81,8 +82,9 @@ class Attention(Layer):
         **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = _head_dim(features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor))
+        num_heads, num_kv_heads, head_dim = _heads(
+            features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor)
+        )
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
         sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
         group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
@@ -203,8 +205,9 @@ class CrossAttention(Layer):
         **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = _head_dim(features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor))
+        num_heads, num_kv_heads, head_dim = _heads(
+            features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor)
+        )
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
         group = num_heads // num_kv_heads * head_dim
         of_memory = {"key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
@@ -299,15 +302,23 @@ def _partition(layer: Layer, name: int | str, array: Any) -> PartitionSpec:
     return PartitionSpec() if alike.get(str(name)) else Layer.partition_of_input(layer, name, array)
 
 
-def _head_dim(features: int, num_heads: int, num_kv_heads: int, head_dim: int | None, tp: int) -> int:
+def _heads(
+    features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, tp: int
+) -> tuple[int, int, int]:
+    """Returns the numbers of query heads and of key-value heads, and the size of a head.
+
+    Raises:
+        ValueError: if `check_heads` refuses the numbers, or the size is not a whole number of at least 1.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_heads(num_heads, num_kv_heads, tp)
     if head_dim is None:
         if features % num_heads:
             raise ValueError(f"`num_heads` {num_heads} does not divide `features` {features}; pass `head_dim` as well.")
         head_dim = features // num_heads
-    if head_dim < 1:
-        raise ValueError(f"`head_dim` is {head_dim}; it must be at least 1.")
-    return head_dim
+    if not is_size(head_dim):
+        raise ValueError(f"`head_dim` is {head_dim}; it must be a whole number of at least 1.")
+    return int(num_heads), int(num_kv_heads), int(head_dim)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
@@ -315,9 +326,9 @@ def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     group.
 
     Raises:
-        ValueError: if not, or if a number is below 1. The message names the numbers.
+        ValueError: if not, or if a number is not a whole number of at least 1. The message names the numbers.
     """
-    if min(num_heads, num_kv_heads) < 1:
+    if not (is_size(num_heads) and is_size(num_kv_heads)):
         raise ValueError(
             f"`num_heads` is {num_heads} and `num_kv_heads` is {num_kv_heads}; both must be whole numbers of at "
             "least 1."

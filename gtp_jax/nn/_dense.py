@@ -32,6 +32,7 @@ from ..weights import GradReduce, split_features
 from ._adapter import Adapter
 from ._layer import between_layers, inside_layer
 from ._options import LayerNormDenseOptions
+from ._sizes import is_size
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 Parallel = Literal["column", "row"] | None
@@ -116,11 +117,12 @@ class Dense(WeightOwner):
         if parallel not in ("column", "row", None):
             raise ValueError(f"`parallel` is {parallel!r}; it must be 'column', 'row' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
-        if not sizes or min(in_features, *sizes.values()) < 1:
+        if not sizes or not all(map(is_size, (in_features, *sizes.values()))):
             raise ValueError(
                 f"Dense({in_features}, {out_features}): feature sizes must be whole numbers of at least 1, and a "
                 "mapping must have at least one name."
             )
+        in_features, sizes = int(in_features), {name: int(size) for name, size in sizes.items()}
         self.in_features = in_features
         self.names = tuple(sizes)
         self.parallel = parallel
@@ -331,12 +333,13 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
         raise ValueError(f"`units` has {unknown}, but there are no kernels of these names; there are {list(sizes)}.")
     for name, size in sizes.items():
         unit = by_name.get(name)
-        if not isinstance(unit, int) or unit < 1 or size % unit:
+        if not is_size(unit) or size % unit:
+            of_name = f"the {size} features of {name!r}" if name else f"{size}"
             raise ValueError(
-                f"`units` is {units!r}; it must be a whole number of features that divides {size}, or a dict with "
+                f"`units` is {units!r}; it must be a whole number of features that divides {of_name}, or a dict with "
                 "one number per name."
             )
-    return [by_name[name] for name in sizes]
+    return [int(by_name[name]) for name in sizes]
 
 
 def check_norm(norm: Any) -> Norm:

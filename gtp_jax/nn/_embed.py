@@ -28,6 +28,7 @@ from ..ops import (
 from ..weights import GradReduce, WeightGroup, split_features
 from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
+from ._sizes import is_size
 from ._weight import Initializer, WeightOwner, apply_gathered, make_vector, make_weight
 
 default_embedding_init = initializers.normal(0.02)
@@ -79,9 +80,9 @@ class Embed(WeightOwner):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, grad_reduce=grad_reduce)
-        if min(num_embeddings, features) < 1:
+        if not (is_size(num_embeddings) and is_size(features)):
             raise ValueError(f"Embed({num_embeddings}, {features}): sizes must be whole numbers of at least 1.")
-        (layout,) = layouts_of_kernels([(num_embeddings, features)], rows=0, split_dim=0)
+        (layout,) = layouts_of_kernels([(int(num_embeddings), int(features))], rows=0, split_dim=0)
         self.table = make_weight(layout, embedding_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ._dense import Dense
 from ._frozen import freeze
 from ._init import init
 from ._owners import stacks_of, weight_owners
+from ._sizes import is_size
 
 _SHOWN = 12
 
@@ -114,11 +116,11 @@ def _is_of_base(variable: Any) -> bool:
 
 
 def _check(rank: Any, alpha: Any, dropout: Any) -> None:
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    if not is_size(rank):
         raise ValueError(f"`rank` is {rank!r}; it must be a whole number of at least 1.")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-        raise ValueError(f"`alpha` is {alpha!r}; it must be a number above 0, such as twice the rank.")
-    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+    if not isinstance(alpha, numbers.Real) or isinstance(alpha, bool) or not 0 < float(alpha) < math.inf:
+        raise ValueError(f"`alpha` is {alpha!r}; it must be a finite number above 0, such as twice the rank.")
+    if not isinstance(dropout, numbers.Real) or isinstance(dropout, bool) or not 0 <= float(dropout) < 1:
         raise ValueError(f"`dropout` is {dropout!r}; it must be a number of at least 0 and below 1.")
 
 

@@ -18,6 +18,7 @@ from ._cache import Cache
 from ._frozen import Frozen
 from ._layer import Layer, sides_of, states_partitions
 from ._shared import SharedInputs
+from ._sizes import is_size
 from ._stages import Link, run_links
 from ._unstacked import Unstacked
 from ._weight import StackedLayers
@@ -64,9 +65,9 @@ class Stack(StackedLayers):
         length: the number of layers.
 
     Raises:
-        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer contains a `Stack` or
-            variables that `factory` did not make. A call raises it if a layer writes a parameter, or an array that is a
-            plain attribute; or if the weights were built for other mesh degrees.
+        ValueError: if `length` is not a whole number of at least 1, `remat` is not a known policy, or a layer contains
+            a `Stack` or variables that `factory` did not make. A call raises it if a layer writes a parameter, or an
+            array that is a plain attribute; or if the weights were built for other mesh degrees.
         TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """
 
@@ -80,12 +81,12 @@ class Stack(StackedLayers):
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
-        if length < 1:
-            raise ValueError(f"`length` is {length}; a stack must have at least one layer.")
+        if not is_size(length):
+            raise ValueError(f"`length` is {length}; it must be a whole number of at least 1.")
         with_remat(lambda x: x, remat)
         _check_schedule(schedule)
         super().__init__()
-        self.length = length
+        self.length = length = int(length)
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
         self.sequence_parallel = sequence_parallel

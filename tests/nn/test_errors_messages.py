@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -63,6 +64,30 @@ WITHOUT_A_MESH = {
         r"Attention takes \(batch, seq",
     ),
     "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes must be whole numbers"),
+    "heads in floats": (
+        lambda: gtp.Attention(16, num_heads=4.0, rngs=rngs()),  # type: ignore[arg-type]
+        "`num_heads` is 4.0 and `num_kv_heads` is 4.0; both must be whole numbers of at least 1",
+    ),
+    "head in floats": (
+        lambda: gtp.Attention(16, num_heads=2, head_dim=8.0, rngs=rngs()),  # type: ignore[arg-type]
+        "`head_dim` is 8.0; it must be a whole number of at least 1",
+    ),
+    "features in floats": (
+        lambda: gtp.Dense(8.0, 8, rngs=rngs()),  # type: ignore[arg-type]
+        r"Dense\(8.0, 8\): feature sizes must be whole numbers of at least 1",
+    ),
+    "table in floats": (
+        lambda: gtp.Embed(8.0, 8, rngs=rngs()),  # type: ignore[arg-type]
+        r"Embed\(8.0, 8\): sizes must be whole numbers of at least 1",
+    ),
+    "length in floats": (
+        lambda: gtp.Stack(lambda rngs: gtp.Dense(8, 8, rngs=rngs), 2.0, rngs=rngs()),  # type: ignore[arg-type]
+        "`length` is 2.0; it must be a whole number of at least 1",
+    ),
+    "no unit of a kernel": (
+        lambda: gtp.Dense(8, {"a": 8, "b": 4}, parallel="column", units={"a": 8}, rngs=rngs()),
+        "`units` is {'a': 8}; it must be a whole number of features that divides the 4 features of 'b', or a dict",
+    ),
     "units": (
         lambda: gtp.Dense(8, 8, units=3, rngs=rngs()),
         "`units` is 3; it must be a whole number of features that divides 8, or a dict with one number per name",
@@ -83,7 +108,7 @@ WITHOUT_A_MESH = {
     ),
     "length": (
         lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()),
-        "`length` is 0; a stack must have at least one layer",
+        "`length` is 0; it must be a whole number of at least 1",
     ),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
@@ -447,3 +472,14 @@ def test_a_variable_that_is_written_in_another_dtype_or_shape_is_named(held, wri
     step = gtp.train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.1), microbatches=microbatches)
     with pytest.raises(ValueError, match=message):
         step.lower(state, jnp.ones((4, 4)))
+
+
+def test_sizes_may_be_whole_numbers_of_numpy():
+    heads, units = np.int64(2), np.int32(4)
+    layer = gtp.Attention(16, num_heads=heads, num_kv_heads=heads, rngs=rngs())
+    assert layer(jnp.ones((1, 4, 16))).shape == (1, 4, 16)
+    assert gtp.Dense(8, 8, parallel="column", units=units, rngs=rngs())(jnp.ones((2, 8))).shape == (2, 8)
+    assert gtp.Stack(lambda rngs: gtp.Dense(8, 8, rngs=rngs), np.int64(2), rngs=rngs())(jnp.ones((2, 8))).shape == (
+        2,
+        8,
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import jax
@@ -284,7 +285,8 @@ def llama(config=CONFIG) -> Any:
     ("make", "options", "message"),
     [
         (llama, dict(rank=0), "`rank` is 0; it must be a whole number of at least 1"),
-        (llama, dict(alpha=0), "`alpha` is 0; it must be a number above 0, such as twice the rank"),
+        (llama, dict(alpha=0), "`alpha` is 0; it must be a finite number above 0, such as twice the rank"),
+        (llama, dict(alpha=math.inf), "`alpha` is inf; it must be a finite number above 0, such as twice the rank"),
         (llama, dict(dropout=1.0), "`dropout` is 1.0; it must be a number of at least 0 and below 1"),
         (llama, dict(targets="query"), "`targets` is 'query'; it must be a list of patterns, such as"),
         (
@@ -328,3 +330,17 @@ def test_targets_choose_projections_and_by_default_all_but_heads():
     }
     assert len(paths(gtp.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
     assert len(paths(gtp.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone
+
+
+def test_rank_alpha_and_dropout_may_be_numbers_of_numpy():
+    expected = gtp.lora(llama(), 2, 4, targets=["query"], dropout=0.5, rngs=nnx.Rngs(0))
+    found = gtp.lora(
+        llama(),
+        np.int64(2),
+        np.float32(4),
+        targets=["query"],
+        dropout=np.float32(0.5),
+        rngs=nnx.Rngs(0),  # type: ignore
+    )
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m, nnx.LoRAParam)) for m in (expected, found)), strict=True):
+        np.testing.assert_array_equal(one, other)
