@@ -187,6 +187,7 @@ def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
         first = shared.setdefault(id(layer), words)
         if first != words:
             others[words] = f"layer that is also {'.'.join(first)}"
+            others.setdefault(first, f"layer that is also {'.'.join(words)}")
     if not found:
         raise ValueError(
             f"the {type(model).__name__} contains no layer that supports adapters: no gtp_jax.Dense, nnx.Linear or "

@@ -138,7 +138,9 @@ class Mixed(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Shared, {}, "is a layer that is also one, so it cannot have an adapter of its own"),
+        (Shared, {}, "one is a layer that is also other, so it cannot have an adapter of its own"),
+        (Shared, dict(targets=["one"]), "`targets` has 'one', which matches one (layer that is also other)"),
+        (Shared, dict(targets=["other"]), "`targets` has 'other', which matches other (layer that is also one)"),
         (Scanned, {}, "layers is an nnx.Linear that has a kernel of shape (2, 8, 8), stacked by a scan or a `Stack`"),
         (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear contains no layer that supports adapters"),
         (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already has an adapter"),
