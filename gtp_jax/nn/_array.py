@@ -252,7 +252,7 @@ def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
 
 
 def _check_not_stacked(owner: ArrayWeight) -> None:
-    if owner.value.ndim != len(owner.array.shape):
+    if owner.value.ndim == len(owner.array.shape) + 1:
         raise ValueError(
             f"the {owner.name} of shape {owner.array.shape} to be gathered holds an array of shape "
             f"{owner.value.shape}, the weights of all layers of a `Stack`. Gather it inside a layer's call, or read "

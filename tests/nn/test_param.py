@@ -238,6 +238,10 @@ def test_errors_name_the_argument_and_the_remedy():
         ValueError, match=r"the Param of shape \(4, 4\) .* of shape \(3, 4, 4\), the weights of all layers"
     ):
         stack.layers.w.gather()
+    param = gtp.Param(jnp.ones((8, 4)))
+    param.set_value(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"the weight of shape \(8, 4\) of Param holds an array of shape \(3,\)"):
+        param.gather()
     with mesh_in_scope("gtp 8"):
         param = gtp.Param(jnp.ones((16, 16)))
     with mesh_in_scope("gtp 3"), pytest.raises(ValueError, match=r"shape \(16, 16\) of Param was built .* gtp 8; the"):
