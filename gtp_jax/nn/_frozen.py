@@ -198,11 +198,16 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:
-    if frozen == len(names):
+    if not names:
         raise ValueError(
-            f"`trained` is {trained!r}, which matches none of the model's parameters ({', '.join(names[:4])}, ...), "
-            "so there would be nothing to train. Give adapters the type `nnx.LoRAParam`, as `nnx.LoRA` does, or "
-            "pass a filter such as `nnx.PathContains('adapter')`."
+            "the model has no parameters, or all of them are frozen already, so there is nothing to freeze."
+        )
+    if frozen == len(names):
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        raise ValueError(
+            f"`trained` is {trained!r}, which matches none of the model's parameters ({shown}), so there "
+            "would be nothing to train. Give adapters the type `nnx.LoRAParam`, as `nnx.LoRA` does, or pass a filter "
+            "such as `nnx.PathContains('adapter')`."
         )
     if not frozen:
         raise ValueError(

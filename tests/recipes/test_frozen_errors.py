@@ -37,7 +37,15 @@ def one_device():
 REFUSED = {
     "nothing is trained": (
         lambda: frozen(trained=nnx.PathContains("adapter")),
-        r"`trained` is .*adapter.*, which matches none of the model's parameters \(blocks.*there would be nothing",
+        r"`trained` is .*adapter.*, which matches none of the model's parameters \(blocks.*\.\.\.\), so there would",
+    ),
+    "nothing of two is trained": (
+        lambda: gtp.freeze(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        r"which matches none of the model's parameters \(bias, kernel\), so there would be nothing to train",
+    ),
+    "no parameters": (
+        lambda: gtp.freeze(gtp.freeze(Model(nnx.Rngs(0)), trained=nnx.PathContains("pair")).blocks),
+        "the model has no parameters, or all of them are frozen already, so there is nothing to freeze",
     ),
     "nothing is frozen": (lambda: frozen(trained=nnx.Param), r"matches all of the model's parameters, so nothing"),
     "some of one gather": (
