@@ -384,7 +384,7 @@ class LayerNormDense(Dense):
         if parallel == "row":
             raise ValueError(
                 "`parallel` is 'row', so the input is sharded over tp and no rank has all the features that a norm "
-                "needs. Use `Dense`, and normalize before the column-parallel layer."
+                "needs. Use `Dense`, which has no norm, or pass `parallel=None`."
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
         self.norm = check_norm(norm)

@@ -137,7 +137,10 @@ class Embed(WeightOwner):
             ValueError: in global view.
         """
         if current_view() == "global":
-            raise ValueError("Embed.attend is called outside a shard_map on a mesh; call it through a `TiedHead`.")
+            raise ValueError(
+                "Embed.attend is called on global arrays of a mesh. Make a `TiedHead(embed, norm=None, rngs=rngs)` and "
+                "call it instead."
+            )
         sharded = self.shards_sequence(x.ndim)
         x = gather_sequence(x.astype(self.dtype), self.roles.tensor, sequence_parallel=sharded)
         logits = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]

@@ -45,11 +45,11 @@ class Frozen(GatheredOnUse):
         """Returns the value of the variable.
 
         Raises:
-            TypeError: if an index is given, as in `kernel[0]`, but the weight is stored as codes.
+            TypeError: if an index is given, as in `kernel[...]`, but the weight is stored as codes.
         """
         if "index" in index and isinstance(self.get_raw_value(), QuantizedArray):
             raise TypeError(
-                "an element of a frozen weight is read, but the weight is stored as "
+                "a frozen weight is read by index, as in `kernel[...]`, but it is stored as "
                 f"{self.get_raw_value().format.name} codes. Read its values with "
                 "`gtp_jax.dequantize(kernel.get_value())`, whose first dimension is the output features."
             )

@@ -85,9 +85,10 @@ def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
 def _refuse_rounded_read(variable: nnx.Variable, value: Any) -> Any:
     layout = variable.get_metadata()["layout"]
     raise ValueError(
-        f"the loss reads the array of a weight of shape {layout.shape} in a step over replicas of unequal degree, "
-        "where weights are sent in, and rounded to, the dtype of the matmuls. Let the optimizer apply such a term "
-        "(weight decay), or build the model with `dtype='float32'`."
+        f"the loss reads the array of a weight of shape {layout.shape} in a step over replicas of unequal degree. "
+        "Such a step rounds weights to the dtype of the matmuls before it sends them, so a loss cannot read the stored "
+        "values. Replace a penalty on weights by the optimizer's weight decay, or build the model with "
+        "`dtype='float32'`."
     )
 
 
@@ -338,7 +339,7 @@ def in_shard_map(
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
-    _check_input(x, into, roles, module.title, module.fewest_dims)
+    _check_input(x, into, roles, f"the input of {module.title}", module.fewest_dims)
     graph, state = nnx.split(module)
     caches = _caches(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -443,17 +444,16 @@ def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str, few
     fewest = max(1, len(into), fewest if batch > 1 else 1)
     if x.ndim < fewest:
         raise ValueError(
-            f"the input of {name} has shape {x.shape}; on this mesh it needs a batch as dimension 0, and at least "
+            f"{name} has shape {x.shape}; on this mesh it needs a batch as dimension 0, and at least "
             f"{fewest} dimensions in all. Add a batch dimension."
         )
     if x.shape[0] % batch:
         raise ValueError(
-            f"the input of {name} has shape {x.shape}; its first dimension is the batch and must be a multiple of "
+            f"{name} has shape {x.shape}; its first dimension is the batch and must be a multiple of "
             f"{' * '.join(roles.batch)} = {batch}. Pad the batch, or choose other degrees."
         )
     if len(into) > 1 and tensor is not None and into[1] == tensor and x.ndim > 2 and x.shape[1] % degree(tensor):
         raise ValueError(
-            f"{name} is sequence parallel over {tensor} = {degree(tensor)}, and its input has shape {x.shape}; "
-            f"dimension 1 is the sequence and must be a multiple of {tensor}. Pad the sequence, or pass "
-            "`sequence_parallel=False`."
+            f"{name} has shape {x.shape}; dimension 1 is the sharded sequence and must be a multiple of "
+            f"{tensor} = {degree(tensor)}. Pad the sequence, or pass `sequence_parallel=False`."
         )

@@ -85,7 +85,8 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
     if current_view() != "local" or tp == 1:
         if vocab_size not in (None, width):
             raise ValueError(
-                f"`vocab_size` is {vocab_size}, but the last dimension of the logits is {width}. Remove `vocab_size`."
+                f"`vocab_size` is {vocab_size}, but the last dimension of the logits, here the whole vocabulary, is "
+                f"{width}. Pass logits of {vocab_size} tokens, or remove `vocab_size`."
             )
         # the vocabulary of a global array is sharded over tp if tp divides it; otherwise it is whole
         return tp > 1 and width % tp == 0, width

@@ -121,8 +121,8 @@ def _padded_to(layout: AnyLayout) -> str:
 def _not_updated(layout: AnyLayout) -> ValueError:
     return ValueError(
         f"{_padded_to(layout)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
-        "padding. Train with `gtp_jax.TrainState` and `train_step`, or create the model outside of "
-        "`gtp_jax.even_shares()`."
+        "padding. Train with `gtp_jax.TrainState` and `train_step`; pass `nnx.update` an array of the weight's own "
+        "shape; or create the model outside of `gtp_jax.even_shares()`."
     )
 
 

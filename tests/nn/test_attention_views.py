@@ -214,7 +214,7 @@ ON_A_MESH = {
     ),
     "memory": (
         lambda: attend(gtp.CrossAttention, (jnp.ones((8, 3, 16)),)),
-        r"the input 'memory' of CrossAttention is sequence parallel over tp = 2, and its input has shape \(8, 3, 16\)",
+        r"the input 'memory' of CrossAttention has shape \(8, 3, 16\); dimension 1 .* must be a multiple of tp = 2",
     ),
     "one key-value head": (lambda: attend(num_kv_heads=1), "tp 2 exceeds the number of key-value heads, 1"),
 }

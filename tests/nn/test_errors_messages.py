@@ -226,13 +226,16 @@ ON_A_MESH = {
     "batch": (lambda: dense()(jnp.ones((6, 32))), r"input of Dense has shape \(6, 32\).* multiple of dp \* gtp = 4"),
     "sequence": (
         lambda: dense(parallel="column")(jnp.ones((4, 3, 32))),
-        r"Dense is sequence parallel over tp = 2, .*\(4, 3, 32\).* pass `sequence_parallel=False`",
+        r"the input of Dense has shape \(4, 3, 32\); .* multiple of tp = 2.* pass `sequence_parallel=False`",
     ),
     "dimensions": (
         lambda: dense(parallel="row")(jnp.ones(32)),
         r"input of Dense has shape \(32,\); on this mesh it needs a batch as dimension 0, and at least 2 dimensions",
     ),
-    "attend": (lambda: gtp.Embed(32, 8, rngs=rngs()).attend(jnp.ones((4, 2, 8))), "call it through a `TiedHead`"),
+    "attend": (
+        lambda: gtp.Embed(32, 8, rngs=rngs()).attend(jnp.ones((4, 2, 8))),
+        r"Embed.attend is called on global .* `TiedHead\(embed, norm=None, rngs=rngs\)`",
+    ),
 }
 
 

@@ -116,6 +116,6 @@ def test_a_loss_that_reads_a_rounded_array_is_refused_by_message():
     mesh, state, step = begin(factory(), loss=decayed)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="the loss reads the array of a weight of shape .* rounded"),
+        pytest.raises(ValueError, match="the loss reads the array of a weight of shape .* rounds weights"),
     ):
         step(state, next(data(1)))
