@@ -36,7 +36,8 @@ class Adapter(nnx.Module):
 
     For a column-parallel kernel, tp shards `b` like the kernel's output features, and `a` is whole. For a row-parallel
     kernel, tp shards `a` like the kernel's input features, and `b` is whole. If tp divides the features unevenly, both
-    are stored whole on every rank, and each rank slices out its own part in the call. gtp shards neither matrix.
+    are stored whole on every rank, and each rank slices out its own part in the call. For other kernels, both are
+    whole. gtp shards neither matrix.
 
     Args:
         layout: the layout of the kernel.

@@ -147,8 +147,8 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
-    """Returns an array padded for storage. In global view, unless JAX traces a program, also moves it to the devices of
-    the mesh in scope. A pretrained array, for example, may have been made elsewhere."""
+    """Returns an array padded for storage. In global view, unless JAX traces a program, the result is on the devices of
+    the mesh in scope, even if the array, such as a pretrained one, was made elsewhere."""
     value = pad(value, array)
     if current_view() != "global":
         return jnp.asarray(value)

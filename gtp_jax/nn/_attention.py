@@ -287,7 +287,7 @@ class CrossAttention(Layer):
 
 
 def _in_fp8(out: Dense) -> bool:
-    """Returns whether the recipe of the projection behind attention asks for attention in FP8."""
+    """Returns whether the recipe of the output projection asks for attention in FP8."""
     return out.operands is not None and out.operands.attention
 
 

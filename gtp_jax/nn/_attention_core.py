@@ -144,7 +144,7 @@ class AttentionCore(nnx.Module):
         """Returns the outputs of the heads, in the shape of the queries, given queries, keys and values, each `(batch,
         sequence, heads, head_dim)`. Keys and values may have fewer heads, and another sequence length.
 
-        With `fp8`, forward multiplies in FP8, unless queries attend to cached keys.
+        With `fp8`, attention multiplies in FP8 in forward, unless queries attend to cached keys.
 
         Raises:
             ValueError: if shapes are not consistent with each other; if `mask` has four dimensions and dimension 1 is

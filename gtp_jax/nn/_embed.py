@@ -39,12 +39,12 @@ class Embed(WeightOwner):
     tp, then gtp.
 
     A token outside the vocabulary, such as a negative one, raises an error if its value is concrete (not traced), as in
-    a call outside of `jax.jit`. In a traced program, its vector is NaN, and so is the loss; `gtp_jax.check_ids` finds
-    the token.
+    a call outside of `jax.jit`. In a traced program, its vector is NaN, and so is every loss that depends on it;
+    `gtp_jax.check_ids` finds the token.
 
     If gtp does not divide the rows of each tp rank evenly, or if only shards along the features are whole blocks, gtp
-    shards the features instead. If tp does not divide the vocabulary evenly, both tp and gtp shard the features in
-    storage. See `gtp_jax.layout.layouts_of_kernels`.
+    shards the features instead, if it divides them. If tp does not divide the vocabulary evenly, both tp and gtp shard
+    the features in storage. See `gtp_jax.layout.layouts_of_kernels`.
 
     A lookup usually gathers the table, or its codes, over gtp. If the gtp ranks together look up fewer tokens than the
     table has rows on a tp rank, they exchange the tokens and the rows instead, which takes fewer bytes: the ranks
@@ -134,7 +134,7 @@ class Embed(WeightOwner):
         If tp divides the vocabulary unevenly, the padding after a rank's last logit is -inf.
 
         Raises:
-            ValueError: in global view.
+            ValueError: in global view; or if the table was built for other mesh degrees.
         """
         if current_view() == "global":
             raise ValueError(

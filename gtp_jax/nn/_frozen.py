@@ -81,8 +81,8 @@ def padded_codes(variable: nnx.Variable) -> dict[str, PaddedLayout]:
 
 
 def _logical(array: Any, layout: PaddedLayout) -> Any:
-    """Returns an array without its padding, or the shape of an abstract one without a sharding, because JAX has no
-    uneven ones."""
+    """Returns an array without its padding. An abstract array loses its sharding, because JAX cannot shard the logical
+    shape unevenly."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*array.shape[: array.ndim - len(layout.shape)], *layout.shape), array.dtype)
     return cut(array, layout)

@@ -1,4 +1,4 @@
-"""The arguments that `Attention`, `CrossAttention`, `MLP` and `LayerNormDense` pass on to `Dense`."""
+"""Declares the arguments that `Attention`, `CrossAttention`, `MLP` and `LayerNormDense` pass on to `Dense`."""
 
 from __future__ import annotations
 

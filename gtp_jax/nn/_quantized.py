@@ -78,11 +78,11 @@ def with_groups(
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
-    """Quantizes the weights of a stack's layers, all layers at once, and returns the layers with them.
+    """Returns a stack's layers with quantized weights. All layers are quantized at once.
 
-    If a step has already decided about the weights (`Stored`), quantizes them again if one has been replaced since, and
-    otherwise returns the layers unchanged. If no step has, also returns the layers unchanged if no recipe is in scope,
-    or if recipes apply to none of the weights.
+    If a step has decided about the weights (`Stored`), they are quantized only if one has been replaced since. If no
+    step has, they are quantized only if a recipe is in scope and recipes apply to at least one of them. In all other
+    cases, the layers are returned unchanged.
     """
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}

@@ -271,10 +271,10 @@ class Chain(Layer):
         return sides[0][0], sides[-1][1]
 
     def linked(self, ndim: int) -> bool:
-        """Returns whether each module's output has exactly the partition of the next module's input, so that the chain
-        needs no global arrays between modules.
+        """Returns whether each module's output can be the next module's input without a conversion: both have the same
+        partition, and neither is converted. Each `Stack` must also be `linked` in itself.
 
-        Otherwise, as with two column-parallel layers in sequence, each module opens its own `shard_map` in global view.
+        If not, as with two column-parallel layers in sequence, each layer opens its own `shard_map` in global view.
 
         Args:
             ndim: the number of dimensions of the chain's input.

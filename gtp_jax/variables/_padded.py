@@ -22,8 +22,8 @@ class Padded(nnx.Variable):
 
     `param[...]`, `param.shape` and `get_value` show the logical array. `param[...] = array`, `set_value` and
     `nnx.update` accept an array of logical shape, and pad it. `nnx.state` and `get_raw_value` return the stored array,
-    whose padding is zero. `nnx.update` refuses an array of the stored shape: `nnx.Optimizer` would otherwise store
-    updates that it computed from the padded array.
+    whose padding is zero. `nnx.update` accepts a state from `nnx.state`, but refuses a bare array of the stored shape:
+    `nnx.Optimizer` would otherwise store updates that it computed from the padded array.
 
     In local view, variables hold this rank's part, which is read and set unchanged.
     """
@@ -69,12 +69,13 @@ class Padded(nnx.Variable):
 
 
 class _RefuseOptimizer:
-    """A hook for `on_create_value` that raises an error when an `nnx.Optimizer` creates a variable with the metadata of
-    a padded parameter. Its truth value is false, because NNX warns if a new variable has a hook whose truth value is
-    true.
+    """A hook for `on_create_value` that raises an error when an `nnx.Optimizer` creates a variable with the metadata
+    and the shape of a padded parameter. Its truth value is false, because NNX warns if a new variable has a hook whose
+    truth value is true.
 
     Raises:
-        ValueError: if the variable belongs to an `nnx.Optimizer`.
+        ValueError: if the variable belongs to an `nnx.Optimizer`, and has the logical or the stored shape of the
+            parameter.
     """
 
     def __bool__(self) -> bool:
@@ -131,7 +132,7 @@ class PaddedParam(Padded, nnx.Param):
 
 
 def make_padded(param: nnx.Variable, layout: PaddedLayout) -> None:
-    """Makes a parameter one that is stored padded, by changing its class. Does not change its value.
+    """Declares that a parameter is stored padded: changes its class and metadata, but not its value.
 
     Args:
         param: a parameter of the class `nnx.Param` or `PaddedParam`.
@@ -171,8 +172,9 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _stored(value: Any, layout: AnyLayout | None) -> Any:
-    """Returns what a variable stores when `value` is put into it. An array of logical shape is padded, and sharded on
-    the mesh in scope. Other values, and all values in local view, are returned unchanged."""
+    """Returns what a variable stores when `value` is put into it. An array of logical shape is padded, and, unless JAX
+    traces a program, sharded on the mesh in scope. Other values, abstract arrays, and all values in local view are
+    returned unchanged."""
     if layout is None or current_view() == "local" or not _has_shape(value, layout.shape):
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
