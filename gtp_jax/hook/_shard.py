@@ -190,8 +190,8 @@ def _check_methods(model: nnx.Module, methods: Any) -> None:
         if name not in (*_METHODS, *known):
             near = difflib.get_close_matches(name, {*_METHODS, *known}, n=3, cutoff=0.0)
             raise ValueError(
-                f"`methods` has {name!r}, which no module of the model defines as a public method (a plain function, "
-                f"not a generator, a property, or a static or class method); the nearest names are {', '.join(near)}."
+                f"`methods` has {name!r}, which no module of the model defines as a public method (not a "
+                f"generator, a property, or a static or class method); the nearest names are {', '.join(near)}."
             )
 
 

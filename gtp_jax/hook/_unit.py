@@ -84,8 +84,8 @@ def unmade(modules: Iterable[nnx.Module]) -> Iterator[None]:
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns, by name, a class's public methods and `__call__`, except those that it inherits from `nnx.Module`. Only
-    plain functions count: generator functions, properties, and static and class methods are left out. If `names` is
+    """Returns, by name, a class's public methods and `__call__`, except those that it inherits from `nnx.Module`. Generator
+    functions, properties, and static and class methods are left out. If `names` is
     given, only methods with these names are returned."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
@@ -93,12 +93,18 @@ def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Calla
             continue
         for name, member in vars(base).items():
             public = not name.startswith("_") or name == "__call__"
-            plain = inspect.isfunction(member) and not inspect.isgeneratorfunction(member)
-            if public and plain and (names is None or name in names):
+            if public and _is_method(member) and (names is None or name in names):
                 found[name] = member
             elif name in found:
                 del found[name]
     return found
+
+
+def _is_method(member: Any) -> bool:
+    """Returns whether a member of a class is a function, or what a decorator such as `nnx.jit` makes of one."""
+    if isinstance(member, staticmethod | classmethod | type) or inspect.isgeneratorfunction(member):
+        return False
+    return callable(member) and hasattr(type(member), "__get__")
 
 
 class _Hooked(type(nnx.Module)):

@@ -114,3 +114,34 @@ def test_no_tracer_outlives_its_trace(x64):
         for way in ("plain", "nnx.remat", "jax.checkpoint", "cond", "vmap"):
             model = gtp.shard(make(way, depth=2)(), min_size=64)
             nnx.jit(nnx.grad(mean_of(way))).lower(model, tokens())
+
+
+@pytest.mark.parametrize("decorator", [nnx.jit, nnx.remat])
+def test_a_block_whose_method_is_decorated_gathers_and_quantizes_as_others_do(decorator, x64):
+    def stacked(decorated):
+        class Block(nnx.Module):
+            def __init__(self, rngs):
+                self.linear = nnx.Linear(16, 16, rngs=rngs, param_dtype="float64")
+
+            @(decorator if decorated else lambda method: method)
+            def __call__(self, x):
+                return x + self.linear(x)
+
+        def make():
+            rngs = nnx.Rngs(0)
+            return nnx.Sequential(*[Block(rngs) for _ in range(2)])
+
+        return make
+
+    x = jax.random.normal(jax.random.key(1), (8, 16), "float64")
+    found, wanted = together(stacked(True), lambda model, x: (model(x) ** 2).mean(), x, MESHES["gtp 8"])
+    assert_equal(found, wanted)
+    outputs = []
+    for decorated in (True, False):
+        with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.FP8()):
+            model = gtp.shard(stacked(decorated)(), min_size=64)
+            calls = hook.calls_of(model, lambda model, x: model(x), x)
+            assert [call.module for call in calls] == ["layers.0", "layers.1"]
+            outputs.append(nnx.jit(lambda model, x: model(x))(model, x))
+    np.testing.assert_allclose(*outputs, rtol=1e-12)
+    assert abs(outputs[0] - stacked(False)()(x)).max() > 1e-3  # codes were multiplied
