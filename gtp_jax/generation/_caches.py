@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..mesh import degree
-from ..nn import AttentionCore, Cache, Calls, stacks_of
+from ..nn import AttentionCore, Cache, stacks_of
 
 
 class KeyValues(NamedTuple):
@@ -20,10 +20,12 @@ class KeyValues(NamedTuple):
     Attributes:
         keys: the cached keys, `([layers,] batch, slots, kv_heads, head_dim)`, sharded over the batch and tensor axes.
         values: the cached values, with the same shape and sharding.
+        fills: how often the caches have been filled, int32 `([layers])`.
     """
 
     keys: jax.Array
     values: jax.Array
+    fills: jax.Array
 
 
 # One entry per attention module, in the order in which NNX finds the modules.
@@ -36,7 +38,7 @@ def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
     for layers, core in _cores(model):
         slots = length if core.window is None else min(length, core.window)
         empty = jnp.zeros((*layers, batch, slots, core.kv_heads, core.head_dim), core.dtype)
-        found.append(KeyValues(empty, empty))
+        found.append(KeyValues(empty, empty, jnp.zeros(layers, jnp.int32)))
     return placed(model, tuple(found))
 
 
@@ -44,10 +46,9 @@ def placed(model: nnx.Module, caches: Caches) -> Caches:
     """Returns a model's caches, sharded over the mesh in scope if there is one."""
     if jax.sharding.get_abstract_mesh().empty:
         return caches
-    specs = [_spec(layers, core) for layers, core in _cores(model)]
+    specs = [_specs(layers, core) for layers, core in _cores(model)]
     return tuple(
-        KeyValues(*(lax.with_sharding_constraint(array, spec) for array in pair))
-        for pair, spec in zip(caches, specs, strict=True)
+        KeyValues(*map(lax.with_sharding_constraint, own, spec)) for own, spec in zip(caches, specs, strict=True)
     )
 
 
@@ -59,26 +60,33 @@ def put_caches(model: nnx.Module, caches: Caches, *, filled: bool) -> None:
         caches: the caches, in the order of `make_caches`.
         filled: whether the caches hold tokens; otherwise the next call of the model fills them.
     """
-    for (layers, core), (keys, values) in zip(_cores(model), caches, strict=True):
-        metadata: dict[str, Any] = {"filled": filled, "calls": Calls(), "out_sharding": tuple(_spec(layers, core))}
-        core.cached_keys = Cache(keys, eager_sharding=False, **metadata)
-        core.cached_values = Cache(values, eager_sharding=False, **metadata)
+    for (layers, core), own in zip(_cores(model), caches, strict=True):
+        core.cached_keys, core.cached_values, core.cache_fills = (
+            Cache(array, eager_sharding=False, filled=filled, out_sharding=tuple(spec))
+            for array, spec in zip(own, _specs(layers, core), strict=True)
+        )
 
 
 def taken_caches(model: nnx.Module) -> Caches:
-    """Returns the caches of a model's attention modules, as its last call left them.
+    """Returns the caches of a model's attention modules, as its last call left them."""
+    found = []
+    for _, core in _cores(model):
+        variables = core.cached_keys, core.cached_values, core.cache_fills
+        found.append(KeyValues(*(variable.get_value() for variable in variables)))
+    return placed(model, tuple(found))
+
+
+def check_filled_once(caches: Caches) -> None:
+    """Checks the caches that a forward pass has filled.
 
     Raises:
-        ValueError: if a module was called more than once in a forward pass, because it has a cache for only one call.
+        ValueError: if the pass called an attention module more than once, because it has a cache for only one call.
     """
-    for layers, core in _cores(model):
-        if not layers and core.cached_keys.get_metadata()["calls"].count > 1:
-            raise ValueError(
-                "a `gtp_jax.Attention` is called more than once in a forward pass, but `gtp_jax.generate` gives it a "
-                "cache for only one call. Build a module for each call."
-            )
-    pairs = [KeyValues(core.cached_keys.get_value(), core.cached_values.get_value()) for _, core in _cores(model)]
-    return placed(model, tuple(pairs))
+    if any((fills > 1).any() for fills in jax.device_get([own.fills for own in caches])):
+        raise ValueError(
+            "a `gtp_jax.Attention` is called more than once in a forward pass, but `gtp_jax.generate` gives it a cache "
+            "for only one call. Build a module for each call."
+        )
 
 
 def _cores(model: nnx.Module) -> list[tuple[tuple[int, ...], AttentionCore]]:
@@ -93,7 +101,11 @@ def _cores(model: nnx.Module) -> list[tuple[tuple[int, ...], AttentionCore]]:
     return found
 
 
-def _spec(layers: tuple[int, ...], core: AttentionCore) -> PartitionSpec:
+def _specs(layers: tuple[int, ...], core: AttentionCore) -> KeyValues:
+    """Returns the partitions of an attention module's caches."""
     tensor = core.roles.tensor if degree(core.roles.tensor) > 1 else None
     batch = tuple(axis for axis in core.roles.batch if degree(axis) > 1)
-    return PartitionSpec(*(None for _ in layers), batch or None, None, tensor, None)
+    each = [None for _ in layers]
+    of_tokens: Any = PartitionSpec(*each, batch or None, None, tensor, None)
+    of_fills: Any = PartitionSpec(*each)
+    return KeyValues(of_tokens, of_tokens, of_fills)

@@ -13,6 +13,7 @@ from .._foreign import brief
 from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
 from ..nn import Layer
 from ..recipes import use_recipe
+from ._caches import check_filled_once
 from ._checks import check_model
 from ._programs import NO_TOKEN, Request, decode, prefill, with_ended
 from ._sampling import sampling_of, whole
@@ -199,6 +200,7 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
         request = Request(graph, tree, choice, _power_of_two(int(last.max())), gathers)
         with use_recipe(None):
             rows, caches = prefill(request, arrays, prompts.tokens, prompts.lengths, last, stops, sampling)
+        check_filled_once(caches)
         tokens, done, broken = jax.device_get((rows.tokens, rows.done, rows.broken))
         made = np.where(prompts.lengths > 0, tokens, NO_TOKEN)[:, None]
         while True:

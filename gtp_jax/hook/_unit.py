@@ -84,9 +84,9 @@ def unmade(modules: Iterable[nnx.Module]) -> Iterator[None]:
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns, by name, a class's public methods and `__call__`, except those that it inherits from `nnx.Module`. Generator
-    functions, properties, and static and class methods are left out. If `names` is
-    given, only methods with these names are returned."""
+    """Returns, by name, a class's public methods and `__call__`, except those that it inherits from `nnx.Module`.
+    Generator functions, properties, and static and class methods are left out. If `names` is given, only methods with
+    these names are returned."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in nnx.Module.__mro__:

@@ -43,7 +43,6 @@ from ._attention import CrossAttention as CrossAttention
 from ._attention import check_heads as check_heads
 from ._attention_core import AttentionCore as AttentionCore
 from ._cache import Cache as Cache
-from ._cache import Calls as Calls
 from ._conv import Conv as Conv
 from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense

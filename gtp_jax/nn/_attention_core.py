@@ -49,8 +49,8 @@ class AttentionCore(nnx.Module):
         param_dtype: the dtype of the stored parameters.
 
     Attributes:
-        cached_keys, cached_values: the `Cache`s, in the copy of a model that `gtp_jax.generate` calls; otherwise
-            `None`.
+        cached_keys, cached_values, cache_fills: the `Cache`s, in the copy of a model that `gtp_jax.generate` calls;
+            otherwise `None`.
         kv_heads: the number of key-value heads of all ranks together, including the heads of padding on ranks that own
             fewer.
         deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
@@ -101,6 +101,7 @@ class AttentionCore(nnx.Module):
         self.kv_heads = keys.split.width * len(keys.split.owners) // head_dim
         self.cached_keys: Any = nnx.data(None)
         self.cached_values: Any = nnx.data(None)
+        self.cache_fills: Any = nnx.data(None)
 
         def scale_of_heads() -> Any:
             return make_vector(head_dim, initializers.ones, rngs.params(), param_dtype) if qk_norm else nnx.data(None)
@@ -164,7 +165,6 @@ class AttentionCore(nnx.Module):
             q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))
         options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self._sinks()}
         if self.cached_keys is not None:
-            self.cached_keys.get_metadata()["calls"].count += 1
             if mask is not None or segment_ids is not None:
                 raise ValueError(_CACHED.format("the model passes a mask or segments to attention"))
             if positions is None:
@@ -199,6 +199,7 @@ class AttentionCore(nnx.Module):
 
     def _fill(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
         """Fills the caches with the keys and values of a call in which all sequences begin."""
+        self.cache_fills.set_value(self.cache_fills.get_value() + 1)
         places = jnp.broadcast_to(positions, k.shape[:2])
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
             cache.set_value(filled_from(x, places, cache.get_value().shape[1]))

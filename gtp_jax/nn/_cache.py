@@ -12,25 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-class Calls:
-    """Counts the calls of a module while a program is traced. A counter is static metadata of a `Cache`. Counters are
-    compared by identity.
-
-    Attributes:
-        count: the number of calls so far.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class Cache(nnx.Variable):
-    """The cached keys, or values, of one attention layer: `(batch, slots, kv_heads, head_dim)`. In a `Stack`, there is
-    a leading dimension of layers. The batch axes shard the batch, and the tensor axis shards the heads.
+    """The cached keys, or values, of one attention layer, `(batch, slots, kv_heads, head_dim)`, or the number of calls
+    that filled them, int32 `()`. In a `Stack`, there is a leading dimension of layers. The batch axes shard the batch,
+    and the tensor axis shards the heads.
 
     `gtp_jax.generate` gives caches to a copy of a model, and reads what its calls have written. The metadata `filled`
-    states whether the cache already holds tokens. If it does, a call adds one token to each sequence; otherwise, the
-    sequences begin with the call. The metadata `calls` is a `Calls`, which counts the calls of the layer.
+    states whether the caches already hold tokens. If they do, a call adds one token to each sequence; otherwise, the
+    sequences begin with the call.
     """
 
 

@@ -1,5 +1,6 @@
 """Invalid arguments and unsupported models are refused, with a message that names the remedy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,6 +75,36 @@ def test_a_model_that_cannot_go_on_token_by_token_is_refused(name):
     make, message = MODELS[name]
     with pytest.raises(ValueError, match=message):
         gtp.generate(make(), [[1, 2]], max_new_tokens=3)
+
+
+class TwiceInLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = gtp.Attention(16, num_heads=2, rngs=rngs, **SHARED)
+
+    def __call__(self, x, *, positions=None):
+        return self.attention(x + self.attention(x, positions=positions), positions=positions)
+
+
+class Looped(Model):
+    """Calls its stack twice."""
+
+    __call__ = Twice.__call__
+
+
+IN_STACKS = {
+    "a layer of a stack": lambda: Model(lambda rngs: gtp.Stack(TwiceInLayer, 2, rngs=rngs)),
+    "a stack": lambda: Looped(lambda rngs: gtp.Stack(attention(), 2, rngs=rngs)),
+}
+
+
+@pytest.mark.parametrize("gather", ["each_token", "once"])
+@pytest.mark.parametrize("name", IN_STACKS)
+def test_attention_that_a_stack_calls_twice_is_refused_however_weights_are_gathered(name, gather):
+    message = "is called more than once in a forward pass, but `gtp_jax.generate`"
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        model = gtp.init(lambda rngs: IN_STACKS[name](), nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            gtp.generate(model, [[1, 2]], max_new_tokens=3, gather=gather)
 
 
 ARGUMENTS = {
