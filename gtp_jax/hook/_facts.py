@@ -220,9 +220,9 @@ def roles_of(model: nnx.Module) -> Roles | None:
 
 
 def largest_unit(model: nnx.Module) -> int:
-    """Returns an estimate of the bytes that the reduced gradients of the largest unit take on one rank; 0 if no unit
-    has weights to gather. Counts 4 bytes per element if the model was sharded with `grad_reduce="float32"`, and
-    otherwise 2, as in a model that computes in 16 bits."""
+    """Returns an estimate of the bytes that the reduced gradients of the largest unit take on one rank if none of its
+    weights is frozen; 0 if no unit has weights to gather. Counts 4 bytes per element if the model was sharded with
+    `grad_reduce="float32"`, and otherwise 2, as in a model that computes in 16 bits."""
     units = [(module, kind) for _, module in nnx.iter_modules(model) if isinstance(kind := kind_of(module), Unit)]
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 

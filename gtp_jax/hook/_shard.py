@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -164,7 +165,7 @@ def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
 def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
-    if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 1:
+    if not isinstance(min_size, int | np.integer) or isinstance(min_size, bool) or min_size < 1:
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
     if not isinstance(remat, str) or remat not in REMAT:
         allowed = [name for name in REMAT if name not in OFFLOADED]
@@ -200,10 +201,11 @@ def _check_roles(roles: Any) -> None:
         raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
     names = jax.sharding.get_abstract_mesh().axis_names
     if not {*roles.weights, *roles.over_optimizer} & set(names):
-        tensor = next((axis for axis in names[1:] if axis in _TENSOR), None)
+        tensor = next((axis for axis in names if axis in _TENSOR), None) if len(names) > 1 else None
+        others = tuple(axis for axis in names if axis != tensor)
         raise ValueError(
             f"the mesh in scope has the axes {names}, but the roles shard weights over {roles.weights!r}. Pass the "
-            f"roles of its axes, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), "
+            f"roles of its axes, such as `roles=gtp_jax.Roles(batch={others!r}, weights={others!r}, "
             f"tensor={tensor!r})`."
         )
     if roles.batch and not {*roles.batch} & set(names):

@@ -1,6 +1,7 @@
 """Meshes with other axis names, and weights that a model's author has annotated, also for tensor parallelism."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -230,3 +231,22 @@ def test_an_annotation_may_be_a_named_sharding(x64):
         block = gtp.shard(model, min_size=64, roles=ROLES).blocks[0]
         assert block.up.kernel.get_value().sharding.spec == P(("data", "fsdp"), "tp")
         assert block.out.bias.get_value().sharding.spec == P("tp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "advised"),
+    [
+        (dict(replica=2, fsdp=2, tensor=2), (("replica", "fsdp"), "tensor")),
+        (dict(model=2, data=4), (("data",), "model")),
+        (dict(model=8), (("model",), None)),
+    ],
+)
+def test_roles_that_fit_no_axis_are_refused_with_roles_that_fit_all(axes, advised):
+    others, tensor = advised
+    advice = f"batch={others!r}, weights={others!r}, tensor={tensor!r}"
+    with jax.set_mesh(mesh_of(**axes)):
+        with pytest.raises(ValueError, match=re.escape(f"such as `roles=gtp_jax.Roles({advice})`.")):
+            gtp.shard(Model(False, **F64), min_size=64)
+        assert gtp.shard(
+            Model(False, **F64), min_size=np.int64(64), roles=gtp.Roles(batch=others, weights=others, tensor=tensor)
+        )
