@@ -44,8 +44,8 @@ class GatheredOnUse(Padded):
         return gather_array(self)
 
     def get_value(self, **index: Any) -> Any:
-        """Returns the value of the variable. In a layer of a chain, such as a `Stack`, the variable holds the gathered
-        weight, and this method returns what `gather` returns.
+        """Returns the value of the variable. In a layer of a chain, such as a `Stack`, the variable of a weight of any
+        shape holds the gathered weight, and this method returns what `gather` returns.
 
         Without a mesh and in global view, reads such as `param[...]` and `param * x` thus give the logical array in a
         chain too. In local view, they give what `gather` returns in a chain, and this rank's shard elsewhere.
@@ -62,10 +62,11 @@ class Param(GatheredOnUse, nnx.Param):
         self.queries = gtp_jax.Param(nnx.initializers.normal(0.02)(rngs.params(), (16, 4, 64)))    # in `__init__`
         scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
 
-    It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. gtp shards the longest
-    dimension other than `tensor_dim` that it divides evenly; if there is none, `tensor_dim`. If it divides no
-    dimension, fewer axes or none shard the array, and a warning is issued; under `gtp_jax.even_shares`, the array is
-    stored padded instead. See `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+    It is an `nnx.Param`. Outside a `shard_map`, `param[...]` is the logical array; checkpoints store the logical array
+    too. gtp shards the longest dimension other than `tensor_dim` that it divides evenly; if there is none,
+    `tensor_dim`. If it divides no dimension, fewer axes or none shard the array, and a warning is issued; under
+    `gtp_jax.even_shares`, the array is stored padded instead. See `gtp_jax.layout.layout_of_array`. No recipe quantizes
+    it.
 
     Args:
         value: the logical array, of floating-point numbers.

@@ -147,7 +147,8 @@ class Attention(Layer):
             dropout_key: the key for dropout; by default, the next key of the stream that the module keeps.
 
         Raises:
-            ValueError: if the shapes are not consistent with each other.
+            ValueError: if the shapes are not consistent with each other; or if the recipe asks for attention in FP8,
+                which does not support an option or an input.
         """
         if x.ndim != 3:
             raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
@@ -176,7 +177,7 @@ class CrossAttention(Layer):
 
     Args:
         features: the size of the input and of the output.
-        memory_features: the size of the memory; `features` by default.
+        memory_features: the number of features of the memory; `features` by default.
 
     The other arguments are as in `Attention`. `CrossAttention` has no arguments for causal attention, windows, rotary
     embeddings or separate biases of queries, keys and values.
@@ -261,7 +262,8 @@ class CrossAttention(Layer):
             deterministic, dropout_key: as in `Attention`.
 
         Raises:
-            ValueError: if the shapes are not consistent with each other.
+            ValueError: if the shapes are not consistent with each other; or if the recipe asks for attention in FP8,
+                which does not support an option or an input.
         """
         if x.ndim != 3 or memory.ndim != 3:
             raise ValueError(
@@ -322,8 +324,8 @@ def _heads(
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Checks that the query heads can be divided into groups of equal size, and that every tp rank gets at least one
-    group.
+    """Checks that the query heads can be divided into groups of equal size, and that there are at least as many groups
+    as tp ranks.
 
     Raises:
         ValueError: if not, or if a number is not a whole number of at least 1. The message names the numbers.

@@ -238,8 +238,8 @@ class AttentionCore(nnx.Module):
         )
 
     def lacks_fp8(self) -> str:
-        """Returns why cuDNN does not support this attention in FP8 on the current devices; an empty string if it does,
-        for sequences of a multiple of 128. See `ops.attention_fp8_lacks`."""
+        """Returns why cuDNN does not support heads of this size and dtype in FP8 on the current devices; an empty
+        string if it does, for sequences of a multiple of 128. See `ops.attention_fp8_lacks`."""
         one = jax.ShapeDtypeStruct((1, 128, 1, self.head_dim), self.dtype)
         return attention_fp8_lacks(one, one)
 

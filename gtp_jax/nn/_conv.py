@@ -15,10 +15,9 @@ from ._array import array_weight, over_batch, refuse_options
 class Conv(nnx.Conv):
     """`nnx.Conv` with a kernel that is sharded over gtp and gathered for each call.
 
-    On every mesh, the result for each example equals that of `nnx.Conv` bit for bit, because no example is split: each
-    rank convolves whole examples of its own. If the batch cannot be divided evenly among the ranks, every rank computes
-    the whole batch. In a `Stack`, the chain gathers the kernel with the layer's other weights. No recipe
-    quantizes the kernel.
+    On every mesh, each example is convolved whole, as by `nnx.Conv`. In global view, each rank convolves examples of
+    its own; if the batch cannot be divided evenly among the ranks, every rank computes the whole batch. In a `Stack`,
+    the chain gathers the kernel with the layer's other weights. No recipe quantizes the kernel.
 
     Args:
         in_features: the size of the last dimension of the input.

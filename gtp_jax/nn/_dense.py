@@ -69,7 +69,7 @@ class Dense(WeightOwner):
             outputs.
         parallel: how tp divides the layer; see the table.
         use_bias: whether to add a bias. The bias is whole on every rank, with one exception: in a column-parallel
-            layer, it is sharded over tp if tp divides the features evenly.
+            layer, it is sharded over tp if tp divides the `units` of all kernels evenly.
         units: the number of consecutive features that stay together on a tp rank, such as the features of a head: one
             number, or one for each name of `out_features`. These are output features of a column-parallel layer, and
             otherwise input features.
@@ -78,7 +78,7 @@ class Dense(WeightOwner):
             their input, whatever its values.
         sequence_parallel: whether to shard activations between parallel layers over tp, along the sequence.
         dtype: the compute dtype, to which input and weight are cast.
-        param_dtype: the dtype of the stored shards.
+        param_dtype: the dtype in which kernels and biases are stored.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
         kernel_init: the initializer, called with the key, the logical shape and `param_dtype`.
@@ -89,9 +89,9 @@ class Dense(WeightOwner):
             adapters.
 
     Raises:
-        ValueError: if a size is not positive, or `out_features` is an empty mapping; if `units` does not divide the
-            features, or its names are not those of `out_features`; or if `parallel` or `grad_reduce` is not one of its
-            names.
+        ValueError: if a size is not a positive integer, or `out_features` is an empty mapping; if `units` does not
+            divide the features, or its names are not those of `out_features`; or if `parallel` or `grad_reduce` is not
+            one of its names.
     """
 
     codes_multiply = True

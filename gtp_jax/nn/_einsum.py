@@ -15,7 +15,7 @@ from ._array import array_weight, over_batch, refuse_options
 class Einsum(nnx.Einsum):
     """`nnx.Einsum` with a kernel that is sharded over gtp and gathered for each call.
 
-    On every mesh, the result for each example equals that of `nnx.Einsum` bit for bit. Each rank multiplies its own
+    On every mesh, each example is computed whole, as by `nnx.Einsum`. In global view, each rank multiplies its own
     examples if input and output begin with the same letter, which is then the batch, such as `b` in
     `"bte,ehd->bthd"`. The letter must occur once in the input, and not in the kernel. Input and output may also both
     begin with `...`, if the kernel does not contain it. Otherwise, or if the batch cannot be divided evenly among the

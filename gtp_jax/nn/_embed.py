@@ -44,7 +44,7 @@ class Embed(WeightOwner):
 
     If gtp does not divide the rows of each tp rank evenly, or if only shards along the features are whole blocks, gtp
     shards the features instead, if it divides them. If tp does not divide the vocabulary evenly, both tp and gtp shard
-    the features in storage. See `gtp_jax.layout.layouts_of_kernels`.
+    the features in storage, if they divide them. See `gtp_jax.layout.layouts_of_kernels`.
 
     A lookup usually gathers the table, or its codes, over gtp. If the gtp ranks together look up fewer tokens than the
     table has rows on a tp rank, they exchange the tokens and the rows instead, which takes fewer bytes: the ranks
@@ -64,7 +64,7 @@ class Embed(WeightOwner):
         rngs: the random streams; only the stream `params` is used.
 
     Raises:
-        ValueError: if a size is not positive, or `grad_reduce` is not one of its names.
+        ValueError: if a size is not a positive integer, or `grad_reduce` is not one of its names.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Embed(WeightOwner):
         Raises:
             TypeError: if tokens are not integers.
             ValueError: if tokens are concrete (not traced), and at least one is outside the vocabulary; or if the mesh
-                cannot divide the batch evenly, or the table was built for other mesh degrees.
+                cannot divide the batch or the sequence evenly, or the table was built for other mesh degrees.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
@@ -176,8 +176,8 @@ class TiedHead(Layer):
     """Applies the final norm, and projects to the vocabulary with the table of an embedding. For a head with a weight
     of its own, use a `LayerNormDense`.
 
-    The embedding and the head each gather the table, and each reduce-scatter its gradient. (A lookup of few tokens does
-    not gather it; see `Embed`.)
+    The embedding and the head each gather the table, and each sum its gradient over the ranks. (A lookup of few tokens
+    does not gather the table; see `Embed`.)
 
     Args:
         embed: the embedding whose table is used.

@@ -92,16 +92,16 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     """Returns a copy of the model in which all parameters are constant, except those that `trained` matches, such as
     LoRA adapters.
 
-    Weights that are gathered are stored in the form in which they are sent: as codes and scales if the recipe quantizes
-    them, otherwise as arrays in the module's dtype. They have no master copy, gradient or optimizer state. No step
-    quantizes them again. The codes equal, bit for bit, those that `train_step(recipe=...)` would compute in every step
-    from the same master weights. Other constant parameters, such as norms and biases, keep their values and dtypes.
+    Weights that gtp_jax's layers gather are stored in the form in which they are sent: as codes and scales if the
+    recipe quantizes them, otherwise as arrays in the module's dtype. They have no master copy, gradient or optimizer
+    state. No step quantizes them again. The codes equal, bit for bit, those that `train_step(recipe=...)` would compute
+    in every step from the same master weights. Other constant parameters, such as norms, biases and the parameters of a
+    model that `gtp_jax.shard` sharded, keep their values and dtypes.
 
-    The stored arrays have logical shapes, so that a checkpoint can be restored on any mesh. Each rank stores the shard
-    that it sends. The optimizer's axes (dp) do not divide shards further, because there is no master copy or optimizer
-    state. Under `gtp_jax.even_shares`, arrays may be padded: codes to shards of whole blocks, so that the codes of the
-    weight are those of one device. Shards may cut the tiles of `gtp_jax.FP8Blocks`, whose scales every rank stores.
-    Checkpoints contain no padding.
+    Each rank stores the shard that it sends. The optimizer's axes (dp) do not divide shards further, because there is
+    no master copy or optimizer state. Under `gtp_jax.even_shares`, arrays may be padded: codes to shards of whole
+    blocks, so that the codes of the weight are those of one device. Shards may cut the tiles of `gtp_jax.FP8Blocks`,
+    whose scales every rank stores. Checkpoints contain no padding, and can be restored on another mesh.
 
     Inside `gtp_jax.init`, master weights never leave the program that computes them:
 
@@ -119,8 +119,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
         ValueError: if no parameter would be trained, or none would be frozen; if only some of the kernels of one module
             would be trained; if the recipe rounds gradients stochastically, has delayed scaling, sends weights in a
             format that cannot be stored, or gives layers of one `Stack` different formats; if the shards of a weight to
-            be stored as codes are not whole blocks of the format, and are not padded; if the recipe names modules or
-            layers that the model does not have; or if the model is abstract, or the call is inside a `shard_map`.
+            be stored as codes are not whole blocks of the format, and are not padded; if the recipe cannot apply to the
+            model (see `gtp_jax.weights.resolve`); if the model was built for other mesh degrees; or if the model is
+            abstract, or the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()

@@ -18,9 +18,8 @@ from ._owners import name_weights
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     """Builds a model on the mesh in scope, with every array sharded from the start.
 
-    The program that computes the values is compiled with the shardings of its outputs, so that no device ever holds
-    more than its own part of the model. Initializers compute the logical arrays, so that models on different meshes
-    start with equal values.
+    The program that computes the values is compiled with the shardings of its outputs, so that no device holds the
+    whole model. Initializers compute the logical arrays, so that models on different meshes start with equal values.
 
     Args:
         factory: a function that makes the model, such as its class. It is traced once to find the shapes, and once
@@ -35,7 +34,8 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if this function is
             called while JAX traces a program.
-        TypeError: if a module keeps an array in a plain attribute; the message names both.
+        TypeError: if a plain attribute of a module is a JAX array that the factory computed, or a list, tuple or dict
+            with a JAX array. The message names the module and the attribute.
     """
     check_mesh_in_scope(creates=True)
     graph, make, keys = _birth(factory, rngs)
@@ -72,7 +72,8 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; or if this function is
             called while JAX traces a program.
-        TypeError: if a module keeps an array in a plain attribute; the message names both.
+        TypeError: if a plain attribute of a module is a JAX array that the factory computed, or a list, tuple or dict
+            with a JAX array. The message names the module and the attribute.
     """
     model = _abstract(factory)
     name_weights(model)

@@ -27,7 +27,8 @@ Leaf = Any
 
 
 def layout_of(leaf: Leaf) -> Layout | None:
-    """Returns the layout of a weight that is gathered, from its metadata; `None` for any other leaf.
+    """Returns the layout of a weight that is gathered, from its metadata; `None` for any other leaf, and for the
+    parameters that `gtp_jax.shard` gathers.
 
     Weights are recognized by this metadata and not by their type: most kernels are plain `nnx.Param`s, so that Flax,
     especially its Linen bridge, treats them as such.
@@ -53,8 +54,8 @@ def partition_of(leaf: Leaf) -> Any:
 
 def value_of(leaf: Leaf) -> Any:
     """Returns the value of a leaf. The value of a variable is usually an array. It is a `Stored` if decisions about a
-    weight are kept with its array, and a `Gathered` if a chain has gathered the weight. A leaf that is an array is
-    returned unchanged."""
+    weight are kept with its array, and a `Gathered` if the weight has been gathered already, as in a chain. A leaf that
+    is an array is returned unchanged."""
     if not isinstance(leaf, nnx.Variable):
         return leaf
     value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
@@ -112,7 +113,7 @@ class _Method:
 
 def check_shape(variable: Leaf, owner: str) -> None:
     """Checks that a weight holds an array of the shape that it was built with. Checks nothing in local view, where a
-    rank sees only its part, and nothing about codes, which cannot be set.
+    rank sees only its part, and nothing about codes, which cannot be set, or leaves that are not weights.
 
     Args:
         variable: the variable of the weight, possibly with a leading dimension of layers.
@@ -150,7 +151,8 @@ class _RefuseBroadcast:
     whose truth value is true.
 
     Raises:
-        ValueError: if an array would be broadcast. The message names both shapes.
+        ValueError: if the array has another shape than the weight, but could be broadcast to it. The message names both
+            shapes.
     """
 
     def __bool__(self) -> bool:

@@ -34,22 +34,21 @@ class ModelDef:
         graph: the graph definition of the modules.
         variables: an NNX state of the model's variables and arrays, without their values.
         specs: a nested dict of the parameters' partitions.
-        layouts: a nested dict with the `Layout` of each parameter, or `None` for a parameter that is not gathered.
+        layouts: a nested dict with the `Layout` of each parameter, or `None`; see `layout_of`.
         state_specs: a nested dict of the partitions of the variables that are neither parameters nor frozen, and of the
             arrays that are plain attributes.
         key_impls: the implementation of the random generator of each variable that holds random keys, by path.
             `Split.model_state` holds the words of these keys, not the keys.
         roles: the roles of the mesh axes.
-        frozen_specs: a nested dict of the partitions of the variables that are frozen (`Frozen`): weights, and the
-            seeds of adapters' dropout. For a weight stored as codes, those of its codes and scales.
+        frozen_specs: a nested dict of the partitions of the variables that are frozen (`Frozen`), including the seeds
+            of adapters' dropout. For a weight stored as codes, those of its codes and scales.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         padded: the layouts of the stored arrays of parameters and frozen weights that are padded, by path. A weight
             that is frozen as codes has a `PaddedLayout` for each of its arrays.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
-        largest_unit: for the largest unit of `gtp_jax.shard` (a module whose weights are gathered together), the size
-            in bytes of one rank's part of the reduced gradients, assuming that the model computes in 16 bits; 0 without
-            units.
+        largest_unit: for the largest unit of `gtp_jax.shard` (a module whose weights are gathered together), an
+            estimate of the bytes of one rank's part of the reduced gradients; 0 without units.
     """
 
     graph: Any
@@ -69,8 +68,8 @@ class ModelDef:
         """Checks that the trained weights were laid out for the degrees of the mesh in scope.
 
         Raises:
-            ValueError: if they were laid out for other degrees; the message names both. Also if gtp_jax cannot use the
-                mesh in scope; see `check_mesh_in_scope`.
+            ValueError: if they were laid out for other degrees; or if gtp_jax cannot use the mesh in scope (see
+                `check_mesh_in_scope`).
         """
         check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):

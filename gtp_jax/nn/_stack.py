@@ -47,7 +47,7 @@ class Stack(StackedLayers):
     `nnx.Dropout` are the same as without a mesh. Layers that derive from `gtp_jax.nn.Layer` are an exception: each of
     their calls opens a `shard_map`, in which `local` computes on a rank's own part. All layers share one `shard_map` if
     they have no variables other than parameters, frozen weights and caches, if no shared input contains an array, and
-    if the output of a layer is partitioned like its input and is not converted (`Layer.converts`).
+    if the output of a layer is partitioned like its input and neither is converted (`Layer.converts`).
 
     Args:
         factory: a function that makes one layer, called as `factory(rngs=...)`. The layer maps activations to
@@ -67,7 +67,8 @@ class Stack(StackedLayers):
     Raises:
         ValueError: if `length` is not a whole number of at least 1, `remat` is not a known policy, or a layer contains
             a `Stack` or variables that `factory` did not make. A call raises it if a layer writes a parameter, or an
-            array that is a plain attribute; or if the weights were built for other mesh degrees.
+            array that is a plain attribute; if, in global view, a `gtp_jax.nn.Layer` writes a variable that is neither
+            a parameter nor a cache; or if the weights were built for other mesh degrees.
         TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """
 
@@ -154,7 +155,8 @@ def run_chain(
 
     Raises:
         ValueError: if there are no modules; if `Stack`s have different schedules and `schedule` is not given; if a
-            module that is not a `Stack` contains a `Stack`; or if there are shared inputs but no `Stack`.
+            module that is not a `Stack` contains a `Stack`; if there are shared inputs but no `Stack`; or if `remat` is
+            not a known policy.
         TypeError: if a module is not a `gtp_jax.nn.Layer`, `schedule` is not a `Schedule`, `shared` is not a tuple,
             list or mapping, or an NNX object is among the shared inputs.
     """
@@ -199,8 +201,7 @@ def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
 
 def _call(links: tuple[Link, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Calls a chain in the view in scope. In global view, the chain runs within one `shard_map` if `_is_local` is true
-    of all modules, no shared input contains an array, and each module's output has the partition of the next module's
-    input."""
+    of all modules, no shared input contains an array, and the modules are linked (`Chain.linked`)."""
     check_mesh_in_scope()
     if current_view() == "global" and not shared.arrays and all(_is_local(link.module) for link in links):
         ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # an embedding turns ids into vectors

@@ -64,8 +64,7 @@ def make_vector(
         key: the random key.
         dtype: the dtype of the vector.
         behind: for a vector that is applied to the output of a column-parallel kernel, the layout of that kernel. If
-            the tensor axis divides the kernel's features evenly, the vector is sharded over that axis, but not over
-            gtp.
+            `behind.takes_part`, the vector is whole; otherwise, it is sharded over tp, but not over gtp.
     """
     split = None if behind is None or behind.takes_part else behind.split
     axis = None if split is None else split.axis
@@ -135,8 +134,9 @@ class StackedLayers(Layer):
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
-    Outside a chain, the variables hold what is stored, possibly with the decisions about it (`Stored`). In a chain, the
-    first variable holds the fused weight (`Gathered`), and the others hold `None`.
+    Outside a chain, the variables hold what is stored, possibly with the decisions about it (`Stored`). In a chain, and
+    in a model that `with_gathered_weights` returned, the first variable holds the fused weight (`Gathered`), and the
+    others hold `None`.
 
     Attributes:
         dtype: the dtype in which the weight is sent and used, unless a recipe sets a format.
@@ -185,13 +185,14 @@ class Weight(abc.ABC):
         return self.weights()[0].get_metadata().get("frozen")
 
     def stored(self) -> tuple[Any, ...]:
-        """Returns what is stored of each kernel: an array, or codes if the kernel was frozen as codes. In local view,
-        these are this rank's parts; otherwise, they are global arrays."""
+        """Returns what each variable holds outside a chain: an array, or codes if the kernel was frozen as codes. For a
+        weight of any shape, returns its matrix. In local view, these are this rank's parts; otherwise, they are global
+        arrays."""
         return tuple(w.get_raw_value() for w in self.weights())
 
     def shards(self) -> Shards:
-        """Returns what is stored of each kernel, as `stored` does. Gradients are taken with respect to these arrays.
-        Returns an empty tuple if the weight is frozen."""
+        """Returns what `stored` returns: the arrays with respect to which gradients are taken. Returns an empty tuple
+        if the weight is frozen."""
         return () if self.frozen else self.stored()
 
     @property
@@ -216,7 +217,8 @@ class Weight(abc.ABC):
             length: the number of layers of the stack that contains the weight; `None` outside stacks.
 
         Raises:
-            ValueError: if the recipe in scope has patterns, but the weight's path in the model is unknown.
+            ValueError: if the recipe in scope has patterns, but the weight's path in the model is unknown; or if that
+                recipe cannot apply to the weight (see `of_layers`).
         """
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
@@ -313,8 +315,8 @@ class Weight(abc.ABC):
         return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
 
     def call_key(self) -> jax.Array:
-        """Returns the key for the stochastic rounding of the current call, uint32 `(2,)`; zeros if nothing is rounded
-        stochastically."""
+        """Returns the key for the stochastic rounding of the current call, uint32 `(2,)`; zeros if there are no
+        `keys`."""
         return jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
 
     def in_blocks(
@@ -338,11 +340,11 @@ class Weight(abc.ABC):
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Checks that the kernels were laid out for the degrees of the mesh in scope, and, except in local view, that
-        their variables hold arrays of the shapes that they were built with.
+        """Checks that the kernels were laid out for the degrees of the mesh in scope, and that their variables hold
+        arrays of the shapes that they were built with (see `check_shape`).
 
         Raises:
-            ValueError: if not. The message names both degrees or shapes, and the remedy.
+            ValueError: if not.
         """
         for variable in self.weights():
             check_shape(variable, self.name)
