@@ -35,8 +35,8 @@ class Frozen(GatheredOnUse):
     """A parameter that `freeze` made constant. It is not an `nnx.Param`: it has no gradient, and no optimizer sees it.
 
     A weight that was frozen as codes is stored as a `QuantizedArray` of its matrix, whose rows are the output features.
-    `gtp_jax.dequantize(kernel.get_value())` returns its values. If the codes are stored padded, `get_value` returns
-    those of the logical matrix, and `get_raw_value` the stored ones.
+    `gtp_jax.dequantize(kernel.get_value())` returns its values. If the codes are stored padded, `get_value` removes the
+    padding, except in local view; `get_raw_value` does not.
     """
 
     constant = True  # `gtp_jax.shard` recognizes frozen weights by this

@@ -45,9 +45,9 @@ def lora[M: nnx.Module](
 
     `x @ kernel` becomes `x @ kernel + alpha / rank * dropout(x) @ a @ b`. Each projection has its own adapter, even if
     several projections share a matmul (query, key and value; gate and up). Initially, `a` is Kaiming-uniform and `b` is
-    zero, so that the model at first computes the same as before. Both are `nnx.LoRAParam`s of dtype float32, or of the
-    projection's dtype if that is wider. gtp does not shard them. If tp divides the kernel, it also shards one of them;
-    see `Adapter`. A step computes and sums gradients of the adapters only.
+    zero, so that adapters at first add nothing. Both are `nnx.LoRAParam`s of dtype float32, or of the projection's
+    dtype if that is wider. gtp does not shard them. If tp divides the kernel evenly, tp shards one of them; see
+    `Adapter`. A step computes and sums gradients of the adapters only.
 
         model = gtp_jax.lora(gtp_jax.models.load("llama"), 8, 16, rngs=nnx.Rngs(0))
 
