@@ -55,7 +55,8 @@ def with_groups(
             its weights in each call.
         keys: the keys of stochastic rounding, by path; see `keys_of`. Not needed if no gradients are taken.
         scaling: the scaling by amaxes of earlier steps, by path of each module that is scaled this way.
-        placeholders: whether the model's weights are placeholders: arrays of NaN with the shapes of whole shards.
+        placeholders: whether the weights that the optimizer's axes divide are placeholders: arrays of NaN with the
+            shapes of whole shards. If so, reading any weight's array raises an error.
         rounded: the paths of modules whose weights have been rounded to the dtype in which they are sent.
     """
     keys, scaling = keys or {}, scaling or {}
