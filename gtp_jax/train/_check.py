@@ -60,7 +60,8 @@ def check(
 
     Returns:
         The relative difference of each tensor, by name: the loss, the tensors in `aux`, the gradients, and the model's
-        variables other than parameters. For a tensor of integers or booleans, 0 if all elements are equal, otherwise 1.
+        variables that are neither parameters nor frozen. For a tensor that is not floating-point, 0 if all elements
+        are equal, otherwise 1.
 
     Raises:
         TypeError: if `loss` is not callable, or `recipe` is not a recipe.
@@ -125,7 +126,8 @@ def check(
 
 
 def _copied(leaf: Any) -> Callable[[], Any]:
-    """Returns a function that copies an array to the devices in scope at its call; it returns a plain number as is."""
+    """Returns a function that makes a copy of an array on the devices in scope when it is called. For a plain number,
+    the function returns the number."""
     if not hasattr(leaf, "dtype"):
         return lambda: leaf
     if not is_key(leaf):
@@ -143,9 +145,9 @@ def _difference(one: np.ndarray, other: np.ndarray) -> float:
     """Returns the largest difference between two arrays, relative to the largest magnitude in `other`.
 
     Positions where both arrays are NaN count as equal. If only one of them is NaN at a position, returns infinity. For
-    integers and booleans, returns 0 if the arrays are equal, otherwise 1.
+    arrays that are not floating-point, returns 0 if they are equal, otherwise 1.
     """
-    if not jnp.issubdtype(one.dtype, jnp.floating):  # which bfloat16 is
+    if not jnp.issubdtype(one.dtype, jnp.floating):  # `np.issubdtype` does not count bfloat16
         return float(not np.array_equal(one, other))
     if not np.array_equal(np.isnan(one), np.isnan(other)):
         return float("inf")

@@ -31,15 +31,16 @@ class Diagnosis:
     Attributes:
         parameter: the path of the first parameter that is not finite itself; `None` if all are finite. If it is set,
             no other attribute is.
-        sample: the first row of the batch whose loss or gradients are not finite when it is run alone; `None` if there
-            is none.
+        sample: the first row of the batch that was found to make the loss or a gradient not finite; `None` if none was
+            found.
         rank: the coordinates, on the mesh axes that shard the batch, of the ranks that hold the sample; `None` without
             a sample, and empty without a mesh.
         devices: the ids of these ranks' devices; empty without a sample or a mesh.
         layer: the path of the first called module whose output or gradient is not finite, with the layer's number in a
             `Stack`; empty for the model itself. The model's own output, in which logits may be masked with `-inf`, is
             named only if its gradient is not finite either, or if everything else is finite. `None` without a sample,
-            or if the outputs and gradients of all modules are finite; the cause is then in the loss function.
+            or if the outputs of all modules and the gradients of these outputs are finite; the cause is then elsewhere,
+            such as in the loss function or in the gradient of a parameter.
         kind: what is not finite in `layer`: `output`, or `gradient` for the gradient of the loss with respect to the
             module's output; `None` if `layer` is.
     """
@@ -93,8 +94,8 @@ def diagnose(
     Raises:
         ValueError: if `view` is neither 'global' nor 'local', or `has_aux` is used in local view; if the state's arrays
             were donated to a step, or the state has no values; if the number of rows is not a multiple of the number of
-            parts, or differs between leaves; if the batch holds an empty array, a list of numbers or no array with
-            rows; or if a step would refuse the state. The batch is not checked if a parameter is not finite.
+            parts, or differs between leaves; or if the batch holds an empty array, a list of numbers or no array with
+            rows. The batch is not checked if a parameter is not finite. Errors of the step pass through.
         TypeError: if `loss` is not callable, or returns anything other than `train_step` allows.
     """
     check_loss(loss)

@@ -52,8 +52,8 @@ class Computed(NamedTuple):
             them again. Both sums grow by the same factor, so `total / tokens` is still the mean.
         gradients: the gradients of `total` with respect to the parameters. Each has the dtype of its parameter, or a
             narrower one that holds the same values (see `uncast`). `()` if only the loss was computed.
-        model_state: the model's variables other than parameters, after the last microbatch; empty in local view, which
-            supports no such variables, and if only the loss was computed.
+        model_state: the model's variables that are neither parameters nor frozen, after the last microbatch; empty in
+            local view, which supports no such variables, and if only the loss was computed.
         aux: the `aux` of the loss function; `()` if there is none.
         amaxes: for each module with delayed scaling, by path: the amaxes of its input and of the gradient of its
             output, `(*layers, 2)`. Empty if only the loss was computed.
@@ -84,10 +84,10 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     Raises:
         ValueError: if an array in the batch is empty; if the batch cannot be split as requested; if the model was built
             for other mesh degrees; if layers are to be gathered in advance without a recipe, or more layers than any
-            stack sends as codes; if the state lacks the amaxes that delayed scaling needs; if a `MoE` of the model was
-            built for the other kind of loss; if there are several microbatches, and the loss changes the shapes or
-            dtypes of the model's variables; or if in local view the model has variables that are
-            neither parameters nor frozen.
+            stack sends as codes; if the recipe does not fit the model; if the state lacks the amaxes that delayed
+            scaling needs; if a `MoE` of the model was built for the other kind of loss; if the loss sets a parameter;
+            if there are several microbatches, and the loss changes the shapes or dtypes of the model's variables; or if
+            in local view the model has variables that are neither parameters nor frozen.
         TypeError: if a parameter is an integer or boolean array, or if the loss function returns the wrong kind of
             result.
     """
@@ -102,10 +102,10 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss of a batch, without gradients. Discards what the model writes to its variables.
 
     Raises:
-        ValueError: if an array in the batch is empty; if the model was built for other mesh degrees; if the state lacks
-            the amaxes that delayed scaling needs; or, in local view, if the batch holds a scalar or a list of numbers,
-            or cannot be divided among ranks, or if the model has variables that are neither parameters
-            nor frozen.
+        ValueError: if an array in the batch is empty; if the model was built for other mesh degrees; if the recipe does
+            not fit the model; if the state lacks the amaxes that delayed scaling needs; if the loss sets a parameter;
+            or, in local view, if the batch holds a scalar or a list of numbers, or cannot be divided among ranks, or if
+            the model has variables that are neither parameters nor frozen.
         TypeError: if the loss function returns the wrong kind of result.
     """
     check_filled(batch)
@@ -295,8 +295,8 @@ class _ModelOf(NamedTuple):
 def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = False) -> _ModelOf:
     """Returns a function that makes the model of a microbatch.
 
-    Before it returns, quantizes the weights that the recipe quantizes, and gathers those that the optimizer's axes
-    divide, so that all microbatches share the results.
+    First quantizes the weights that the recipe quantizes, and gathers those that the optimizer's axes divide, so that
+    all microbatches share the results.
 
     Args:
         request: the request, with or without a recipe.

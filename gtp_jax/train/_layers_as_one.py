@@ -26,7 +26,7 @@ def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: Mo
     """Warns if an optimizer treats the layers of a `Stack` as one tensor; see `layers_as_one`.
 
     Raises:
-        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
+        NotPerLayer: if a `per_layer` in the optimizer raises it.
     """
     counts = model_def.layer_counts
     found = layers_as_one(optimizer, params, counts)
@@ -51,7 +51,7 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
     of a single layer. A stacked parameter is reported if the two traces compute different functions. It is also
     reported if the update of a single layer uses a reduction over the layer's array, or another operation on it that is
     not elementwise; see [Note: layers in a list and layers in one array]. Returns an empty list if no parameter is
-    stacked, or if the update cannot be traced; in the latter case, a step traces it too and raises the error.
+    stacked, or if a trace fails.
 
     Args:
         optimizer: any optax optimizer.
@@ -59,7 +59,7 @@ def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts:
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
 
     Raises:
-        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
+        NotPerLayer: if a `per_layer` in the optimizer raises it.
     """
     stacked = {path for path, count in counts.items() if count}
     if not stacked:
@@ -115,8 +115,8 @@ def traced_update(
         optimizer: any optax optimizer.
         like: the shapes and dtypes of the parameters.
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
-        examined: whether a `per_layer` in the optimizer only checks its own update, and then returns the gradients and
-            its state unchanged (see `layers_in_scope`).
+        examined: whether a `per_layer` in the optimizer only checks its own update, and then returns the updates and
+            the state that it got (see `layers_in_scope`).
 
     Returns:
         The closed jaxpr; the shapes and dtypes of its arguments, `(gradients, state, parameters, loss)`; and the shapes

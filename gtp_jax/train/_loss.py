@@ -48,8 +48,8 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
     function returns a pair (loss, aux), where `aux` is a pytree of arrays and numbers.
 
     Raises:
-        TypeError: if the function returns anything else; when the result is differentiated, if the number of tokens has
-            a gradient. Errors of the function itself pass through, some with a note.
+        TypeError: if the function returns anything else. Differentiating the result also raises it if the number of
+            tokens has a gradient. Errors of the function itself pass through, some with a note.
     """
     returned, aux = _called(loss, model, batch), ()
     if has_aux:

@@ -66,7 +66,7 @@ def left_in_padding(
         `(updates, new state)`, whether the update may leave values other than zero in the padding.
 
     Raises:
-        NotPerLayer: if a `per_layer` in the optimizer refuses its update.
+        NotPerLayer: if a `per_layer` in the optimizer raises it.
     """
     if not paddings.known:
         return None
@@ -87,7 +87,7 @@ def _found(
         kinds = kinds_of(one, other, [Kind.NONE if a.shape == b.shape else Kind.ZERO for a, b in pairs])
     except NotPerLayer:
         raise
-    except Exception:  # an optimizer of other authors may raise any error; a step raises it again
+    except Exception:  # `ReadsPadding`, or any error of an optimizer of other authors
         return None
     return tuple(kind is Kind.ANY for kind in kinds)
 

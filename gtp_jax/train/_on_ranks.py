@@ -28,10 +28,10 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
         out: the partitions of the result, a pytree prefix.
 
     Raises:
-        ValueError: if the model has variables other than parameters. By the function, if the batch contains a list of
-            numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot divide evenly; if the
-            batch is split and its arrays have different numbers of rows; or if the model was built for other mesh
-            degrees.
+        ValueError: if the model has variables that are neither parameters nor frozen. By the function, if the batch
+            contains a list of numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot
+            divide evenly; if the batch is split and its arrays have different numbers of rows; or if the model was
+            built for other mesh degrees.
     """
     model_def = state.model_def
     _check_model_state(state)

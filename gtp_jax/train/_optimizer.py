@@ -35,11 +35,11 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
     The wrapper takes and returns stored arrays, some of which may be padded. It gives the optimizer the logical arrays,
     without padding, unless the optimizer can update the padded arrays with the same result; see [Note: optimizers on
     padding]. While it calls the optimizer, a `per_layer` inside knows which parameters hold the layers of a `Stack`.
-    Its update accepts any extra arguments, and passes on those that the optimizer's update accepts.
+    The wrapper's update accepts any extra arguments, and passes on those that the optimizer's update accepts.
 
     Raises:
         TypeError: by `update`, if the optimizer's update requires an extra argument that was not passed.
-        NotPerLayer: by `init` and `update`, if a `per_layer` in the optimizer refuses.
+        ValueError: by `init` and `update`, if a `per_layer` in the optimizer raises it.
     """
     names = _extra_names(optimizer)
 

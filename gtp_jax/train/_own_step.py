@@ -30,7 +30,7 @@ class BringsStep(Protocol):
             optimizer: any optax optimizer.
             max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
             skip_nonfinite: whether to skip an update if the loss or the norm of the gradients is not finite.
-            options: a function that returns the XLA options for the mesh and the recipe in scope.
+            options: a function that returns the XLA options for the mesh in scope and the recipe of the call.
 
         Raises:
             ValueError: if these devices cannot compute what is requested.

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A parameter, a frozen weight, or one of the arrays of codes, that is stored padded.
+    """An array that is stored padded: a parameter, a frozen weight, or an array of a weight that is frozen as codes.
 
     Attributes:
         layout: the layout of one layer's array.
@@ -46,11 +46,12 @@ class Padded:
 class Paddings:
     """Converts trees between stored and logical arrays.
 
-    The methods take the parameters, and trees whose paths end with those of the parameters, such as an optimizer's
-    state. They change only arrays that belong to a padded parameter and whose last dimensions have its shape.
+    The methods take the parameters or the frozen weights, and trees with arrays that belong to parameters, such as an
+    optimizer's state (see `of_parameter`). They change only arrays that belong to one of `known` and whose last
+    dimensions have its shape.
 
     Attributes:
-        known: the padded parameters, with their paths.
+        known: the padded parameters or frozen weights, with their paths.
     """
 
     known: tuple[tuple[Path, Padded], ...] = ()

@@ -41,8 +41,8 @@ def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> It
 
     Args:
         counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
-        examined: whether `per_layer` checks its optimizer's update, and then returns the gradients and the state
-            unchanged. A trace of the update then shows only the transformations around `per_layer`.
+        examined: whether `per_layer` only checks its optimizer's update, and then returns the updates and the state
+            that it got. A trace of the update then shows only the transformations around `per_layer`.
     """
     token = _scope.set(_Scope(counts, examined))
     try:
@@ -54,7 +54,7 @@ def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> It
 def per_layer(
     optimizer: optax.GradientTransformation, model: nnx.Module | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that updates every layer of a `Stack` as it would in a list of layers.
+    """Returns an optimizer that updates every layer of a `Stack` as `optimizer` would in a list of layers.
 
     A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. Other optimizers
     treat the layers as one tensor: those that compute norms, factors or products of whole arrays (Muon, LAMB, LARS,
@@ -116,7 +116,7 @@ def _mapped(function: Callable[..., Tree], args: tuple[Tree, ...], like: Tree, c
 
     Args:
         function: the function. It gets `args`, in which arrays of stacked parameters lack the dimension of layers.
-        args: trees of arrays. The path of an array that belongs to a parameter ends with the path of the parameter.
+        args: trees of arrays, some of which belong to parameters (see `of_parameter`).
         like: the shapes and dtypes of what the function returns for one layer.
         counts: the number of layers of each parameter, by path. Stacks of the same length are mapped together.
     """

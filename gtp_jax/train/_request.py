@@ -25,7 +25,7 @@ def check_view(view: Any, *, has_aux: bool) -> None:
 
 
 def check_microbatches(microbatches: Any) -> None:
-    """Raises `ValueError` unless `microbatches` is a whole number of at least 1."""
+    """Raises `ValueError` unless `microbatches` is an `int` of at least 1."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
 

@@ -20,7 +20,7 @@ def rounding_key(
         step: the number of updates made.
         microbatch: the number of the microbatch.
         of_rank: whether to fold in the rank, inside a `shard_map`. Stochastic rounding in local view needs this,
-            because each rank has different tokens. In global view, modules fold in the rank themselves.
+            because each rank rounds other numbers. In global view, modules fold in the rank themselves.
         replica: the number of the replica, if replicas have separate meshes, whose ranks have the same numbers.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)

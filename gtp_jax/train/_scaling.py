@@ -153,7 +153,7 @@ def over_ranks(found: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Ar
 def amaxes_of_step(
     model: nnx.Module, recipe: Recipe | None, found: Mapping[ModulePath, jax.Array]
 ) -> dict[ModulePath, jax.Array]:
-    """Returns the amaxes of a step's input, weight and gradient, float32 `(*layers, 3)`, for each module, by path.
+    """Returns the amaxes of each module's input, weight and gradient in a step, float32 `(*layers, 3)`, by path.
 
     Call this outside the branch that updates the masters, and before it. Inside the branch, XLA may schedule
     these reads after the update has begun to overwrite the masters, and would then copy all masters beforehand.

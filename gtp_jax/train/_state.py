@@ -37,7 +37,8 @@ class TrainState:
         params: a nested dict of the master weights, in the model's parameter dtype (by default float32), sharded by
             `model_def.specs`. If the model was created under `even_shares`, arrays that the mesh cannot divide evenly
             are padded with zeros (`model_def.padded`); `logical` removes the padding.
-        opt_state: the state of the optax optimizer. Its moments are sharded and padded like their parameters.
+        opt_state: the state of the optax optimizer. Arrays of a parameter's shape, such as Adam's moments, are sharded
+            and padded like the parameter.
         step: the number of updates made, int32.
         model_def: the definition of the model: its structure, and how its arrays are sharded. Static.
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
@@ -102,7 +103,7 @@ class TrainState:
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
-            # A step donates its state. Copies leave the model its variables other than parameters.
+            # A step donates its state. Because of the copies, the model keeps its own batch statistics and counts.
             step, model_state, scaling = jax.device_put(
                 (step, jax.tree.map(jnp.copy, model_state), jax.tree.map(jnp.array, scaling)), shardings
             )

@@ -12,14 +12,15 @@ Tree = Any
 
 
 def check_form_kept(before: Tree, after: Tree) -> None:
-    """Refuses a call of a loss that adds or removes variables of the model, or changes the shape or dtype of one.
+    """Refuses a call of a loss that adds or removes arrays in the model's variables, or changes the shape or dtype of
+    one.
 
     Args:
         before: a nested dict of the values of the variables before the call.
-        after: a nested dict of their values after the call.
+        after: a nested dict of the values of the same variables after the call.
 
     Raises:
-        ValueError: if a variable differs; the message gives the names, shapes and dtypes of up to eight such variables.
+        ValueError: if there is such a change; the message gives the paths, shapes and dtypes of up to eight arrays.
     """
     had, has = _forms(before), _forms(after)
     changed = [path for path in {**had, **has} if had.get(path) != has.get(path)]

@@ -111,24 +111,26 @@ def train_step(
 
     Returns:
         `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays whose first dimension
-        is the batch, a multiple of `microbatches`. In local view, and in global view if a `gtp_jax.nn.Layer` gets them,
-        the number of examples per microbatch must be a multiple of the number of ranks along the batch axes, by default
-        dp * gtp. `skip` is a bool scalar; if it is true, the update is skipped in any case. Metrics are device scalars:
-        `loss` (the mean over tokens, or over microbatches), `grad_norm` (before clipping), `skipped` (whether the
-        update was skipped), `tokens` if `loss` counts them, and `expert_load` if routers have biases. With `has_aux`,
-        `aux` is among them too. XLA options are chosen for the mesh and the recipe in scope at the call.
+        is the batch, a multiple of `microbatches`. In local view, and where examples pass through a
+        `gtp_jax.nn.Layer`, the number of examples per microbatch must be a multiple of the number of ranks along the
+        batch axes, by default dp * gtp. `skip` is a bool scalar; if it is true, the update is skipped in any case.
+        Metrics are device scalars: `loss` (the mean over tokens, or over microbatches), `grad_norm` (before clipping),
+        `skipped` (whether the update was skipped), `tokens` if `loss` counts them, and `expert_load` if routers have
+        biases. With `has_aux` there is also `aux`, a pytree of arrays. XLA options are chosen for the mesh in scope and
+        the recipe of the call.
 
     Raises:
         ValueError: if a number or a name is not one of those described above, if local view or `replicas` do not
             support an argument, or if `reduce_over_dp` is `"last"` in global view with several microbatches. By `step`,
             if the batch is empty or cannot be divided; if the state was donated, has no values, is of another optimizer
-            or of other mesh degrees, or lacks the amaxes that delayed scaling needs; if `pregathered_layers` is set
-            without a recipe, or no stack has that many layers that are sent as codes; if the optimizer has a line
-            search and `max_grad_norm` is set; if `loss` returns a mean, but a `MoE` of the model was built for a sum,
-            or the other way round; if `loss` changes the shapes or dtypes of the model's variables, and the step has a
-            mesh or several microbatches, or may be skipped; if the optimizer's update changes those of its state, or a
-            `per_layer` in it refuses the update; or if in local view the model has variables that are
-            neither parameters nor frozen.
+            or of other mesh degrees, or lacks the amaxes that delayed scaling needs; if the recipe does not fit the
+            model, or XLA options would round the scales of `FP8Delayed`; if `pregathered_layers` is set without a
+            recipe, or no stack has that many layers that are sent as codes; if the optimizer has a line search, and
+            `max_grad_norm` is set or replicas are unequal; if `loss` returns a mean, but a `MoE` of the model was built
+            for a sum, or the other way round; if `loss` sets a parameter; if `loss` changes the shapes or dtypes of the
+            model's variables, and the step has a mesh or several microbatches, or may be skipped; if the optimizer's
+            update changes those of its state, or a `per_layer` in it refuses the update; or if in local view the model
+            has variables that are neither parameters nor frozen.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
             `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
             anything other than described above, or if the optimizer's update requires an argument that a step does not
@@ -185,13 +187,15 @@ def eval_step(
     """Returns a jitted evaluation `(state, batch) -> metrics`.
 
     The arguments are those of `train_step`. So are the metrics, except that those of the update are missing
-    (`grad_norm`, `skipped` and `expert_load`). What the model writes to its variables is discarded. The evaluation does
-    not switch off dropout or the use of batch statistics: call `model.eval()` in the loss function for inference.
+    (`grad_norm`, `skipped` and `expert_load`). What the model writes to its variables is discarded. The evaluation
+    switches off only the dropout of adapters; call `model.eval()` in the loss function to switch off other dropout and
+    the use of batch statistics.
 
     Raises:
         ValueError: if `view` is an unknown name, or `has_aux` is used in local view. By the evaluation, if the batch is
             empty or cannot be divided; if the state was donated, has no values, is of other mesh degrees, or lacks the
-            amaxes that delayed scaling needs; or if in local view the model has variables that are
+            amaxes that delayed scaling needs; if the recipe does not fit the model, or XLA options would round the
+            scales of `FP8Delayed`; if `loss` sets a parameter; or if in local view the model has variables that are
             neither parameters nor frozen.
         TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
             `TrainState`, or if `loss` returns anything other than `train_step` allows.
@@ -232,11 +236,11 @@ def loss_and_gradients(
 
     Raises:
         ValueError: if `microbatches`, `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step`
-            would refuse; if the recipe has delayed scaling; if the state was donated to a step, has no values or is of
-            other mesh degrees; if the batch is empty or cannot be divided; if `loss` returns a mean, but a `MoE` of the
-            model was built for a sum, or the other way round; if there are several microbatches, and `loss` changes the
-            shapes or dtypes of the model's variables; or if in local view the model has variables other than
-            parameters.
+            would refuse; if the recipe has delayed scaling or does not fit the model; if the state was donated to a
+            step, has no values or is of other mesh degrees; if the batch is empty or cannot be divided; if `loss`
+            returns a mean, but a `MoE` of the model was built for a sum, or the other way round; if `loss` sets a
+            parameter; if there are several microbatches, and `loss` changes the shapes or dtypes of the model's
+            variables; or if in local view the model has variables that are neither parameters nor frozen.
         TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, a parameter is an
             integer or boolean array, or `loss` returns anything other than `train_step` allows.
     """

@@ -27,8 +27,8 @@ Tree = Any
 
 
 def never_skip(mesh: Mesh) -> jax.Array:
-    """Returns `False` as an array that is replicated over a mesh. As the `skip` of a step, it skips nothing by itself;
-    an update that is not finite is still skipped."""
+    """Returns `False` as an array that is replicated over a mesh. As the `skip` of a step, it skips nothing by
+    itself."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
@@ -65,10 +65,10 @@ def updated(
             with a line search; `None` if the loss cannot be evaluated again.
 
     Raises:
-        ValueError: if the optimizer state is of another optimizer, or its update changes the shapes or dtypes in it; if
-            the loss changed the shapes or dtypes of the model's variables, and the step has a mesh or may be skipped;
-            if a `per_layer` in the optimizer refuses its update; or if the optimizer has a line search and `compute` is
-            `None` or `max_grad_norm` is set.
+        ValueError: if the optimizer state is of another optimizer, or the update changes the shapes or dtypes in that
+            state; if the loss changed the shapes or dtypes of the model's variables, and the step has a mesh or may be
+            skipped; if a `per_layer` in the optimizer raises it; or if the optimizer has a line search, and `compute`
+            is `None` or `max_grad_norm` is set.
         TypeError: if the optimizer's update requires an extra argument other than `value`, `grad` and `value_fn`.
 
     Returns:
