@@ -80,7 +80,7 @@ def check_filled_once(caches: Caches) -> None:
     """Checks the caches that a forward pass has filled.
 
     Raises:
-        ValueError: if the pass called an attention module more than once, because it has a cache for only one call.
+        ValueError: if the pass called an attention module more than once. A module has a cache for only one call.
     """
     if any((fills > 1).any() for fills in jax.device_get([own.fills for own in caches])):
         raise ValueError(

@@ -13,11 +13,12 @@ _MIXERS = (Conv, CrossAttention, nnx.MultiHeadAttention, nnx.Conv, nnx.ConvTrans
 
 
 def check_model(model: nnx.Module) -> None:
-    """Refuses a model with a module whose next output cannot be computed from caches, as far as its type shows.
+    """Refuses a model that cannot be continued token by token, as far as its call and the types of its modules show.
 
     Raises:
         TypeError: if `model` is not an `nnx.Module`.
-        ValueError: if the model cannot be continued token by token; the message names the module and the remedy.
+        ValueError: if the model does not take `positions`, has no `Attention`, or has a module other than causal
+            `Attention` that mixes the tokens of a row; the message names the module and the remedy.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module` that returns logits.")

@@ -90,9 +90,9 @@ def generate(
     almost equal may change places. Rows do not depend on each other. On every mesh, the random numbers of a sampled
     token depend only on `seed`, the row's index and the token's position.
 
-    Weights are multiplied in the model's compute dtype, whichever recipe is in scope; frozen weights stay quantized in
-    memory. The lengths of the longest prompt and of the longest row are rounded up to powers of two, so that calls with
-    similar lengths share the compiled programs.
+    Weights are multiplied in the model's compute dtype, whichever recipe is in scope; weights that are stored as codes
+    stay codes in memory. The width of `tokens` and the number of tokens in the caches are rounded up to powers of two,
+    so that calls with similar lengths share the compiled programs.
 
     Args:
         model: the model. Its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits. Only
@@ -119,8 +119,8 @@ def generate(
             otherwise for each token, with a warning that reports the bytes.
 
     Raises:
-        ValueError: if an argument is out of range, if the model cannot be continued token by token, or if logits are
-            NaN.
+        ValueError: if an argument or the mesh in scope is not allowed, if the model cannot be continued token by token,
+            if the call is inside a `shard_map`, or if logits are NaN.
         TypeError: if `tokens` are not integers, `model` is not an `nnx.Module`, or `tokenizer` has no `decode`.
     """
     options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
@@ -152,8 +152,8 @@ def generate_stream(
         The iterator ends when all rows have ended.
 
     Raises:
-        ValueError, TypeError: for the same reasons as `generate`. This call raises errors about arguments, before the
-            first yield.
+        ValueError, TypeError: for the same reasons as `generate`. This call checks the arguments; the iterator raises
+            errors that only running the model shows.
     """
     options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
     return _stream(model, tokens, lengths, options)
@@ -220,9 +220,9 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
 
 
 def _cut(made: np.ndarray, ends: Sequence[TextStop]) -> tuple[np.ndarray, np.ndarray]:
-    """Removes new tokens after a text that ends their row.
+    """Replaces new tokens after a text that ends their row by `NO_TOKEN`.
 
-    Returns the remaining new tokens, and whether a text has ended each row, `(batch,)`.
+    Returns the new tokens, in the same shape, and whether a text has ended each row, `(batch,)`.
     """
     if not ends:
         return made, np.zeros(len(made), bool)

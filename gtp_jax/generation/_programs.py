@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     """The progress of the rows of a batch.
 
     Attributes:
-        tokens: the latest token of each row, `(batch,)`, which has not been fed to the model yet.
+        tokens: the latest token of each row, `(batch,)`, which is not in the caches yet.
         places: the position of that token in its row, `(batch,)`.
         last: the position of the last token that may be generated in each row, `(batch,)`.
         done: whether each row has ended, `(batch,)`.
@@ -50,8 +50,8 @@ class Request:
 
     Attributes:
         graph: the model's graph definition.
-        tree: the tree structure of the model's state, whose arrays a program takes as a list: flattening a state, as
-            every call would otherwise do, takes a millisecond.
+        tree: the tree structure of the model's state. A program takes the state's arrays as a list, because flattening
+            a state in every call would take a millisecond.
         choice: the way in which a token is chosen.
         slots: the number of tokens for which a cache has room.
         gathers: whether weights are gathered for every token. `decode` then keeps XLA from hoisting gathers out of the
@@ -156,7 +156,7 @@ def _model(request: Request, arrays: list[jax.Array]) -> Any:
 
 
 def _logits(model: Any, tokens: jax.Array, places: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the logits at one position of each row, `(batch, vocab)`."""
+    """Returns the logits of one token of each row, `(batch, vocab)`, given its index in `tokens`."""
     if "logits_at" in inspect.signature(type(model).__call__).parameters:
         return model(tokens, positions=places, logits_at=at)[:, 0]
     logits = model(tokens, positions=places)

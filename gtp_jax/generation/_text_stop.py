@@ -32,7 +32,8 @@ class TextStop:
         self.ended = False
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the next tokens belong to the row: up to the one that completes a stop text, or all."""
+        """Returns how many of the next tokens belong to the row: up to the one that completes a stop text, or all; none
+        if the row has ended."""
         if self.ended:
             return 0
         before = len(self._tokens)

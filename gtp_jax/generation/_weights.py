@@ -39,7 +39,7 @@ def prepared(model: nnx.Module, gather: Gather | None) -> tuple[nnx.Module, bool
         gather: when weights are gathered; see `generate`.
 
     Returns:
-        The copy, and whether its calls gather weights.
+        The copy, and whether its weights are left to be gathered for each token.
     """
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # with new variables
@@ -99,7 +99,7 @@ def check_gather(gather: Any) -> None:
 def _multiply_in_dtype(variables: list[tuple[nnx.Variable, Any]]) -> None:
     """Makes frozen weights multiply in the compute dtype instead of with quantized operands.
 
-    Quantized operands share one scale among all rows, so that a row's tokens would depend on the other rows.
+    Operands of some formats share one scale among all rows, so that a row's tokens would depend on the other rows.
     """
     for variable, _ in variables:
         known = variable.get_metadata().get("frozen")
@@ -111,8 +111,8 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
     """Returns how the weights are prepared.
 
     - `fused`: gathered, cast, and fused in the form in which they are multiplied.
-    - `whole`: gathered and, unless quantized, cast, but not fused, because some are quantized, or because none needs a
-      gather and there is no memory for a copy.
+    - `whole`: gathered but not fused; weights that are not quantized are also cast. Chosen if some are quantized, or if
+      none needs a gather and there is no memory for a copy.
     - `each_token`: left as they are, because a whole copy does not fit or the user asked for it.
     """
     codes = any(isinstance(v.get_raw_value(), QuantizedArray) for v, _ in variables)
