@@ -23,11 +23,11 @@ class BaseArray:
     """A logical array of a base. Nothing of it is in memory until it is read.
 
     Attributes:
-        parts: the stored arrays by name: a single one, whose name is empty, or those of a quantized array: `codes`,
-            `scales` and `amax`, as far as the format has them.
+        parts: the stored arrays by name. An array that is stored as values has one part, with an empty name. A
+            quantized array has `codes`, and `scales` and `amax` if its format has them.
         format: the format of the codes; `None` if values are stored.
         matrix: the logical shape of one quantized matrix, output features first.
-        transposed: whether the logical array has input features first, whereas codes have output features first.
+        transposed: whether a quantized array has input features first. Its codes always have output features first.
     """
 
     parts: Mapping[str, StoredArray]
@@ -45,9 +45,9 @@ class BaseArray:
 
     @property
     def rows(self) -> int:
-        """The number of rows that are read at a time: 1 for a stack of matrices, otherwise all.
+        """The number of rows that are read at a time: 1 for an array of more than two dimensions, otherwise all.
 
-        A row is one index of the first dimension, so that a row of a stack is a layer.
+        A row is one index of the first dimension.
         """
         first, *others = self.shape
         return 1 if len(others) > 1 else first
@@ -57,7 +57,7 @@ class BaseArray:
 
         Args:
             begin: the index of the first row.
-            digests: the digests of the stored arrays by name, to which what is read is added.
+            digests: the digests of the stored arrays by name; the rows are added to them.
         """
         found = {name: _read(part, begin, self.rows, digests) for name, part in self.parts.items()}
         if self.format is None:
@@ -70,7 +70,8 @@ class BaseArray:
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def damaged(self, digests: Mapping[str, Digest]) -> list[str]:
-        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read."""
+        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read. Scalars
+        are not checked."""
         return [part.name for part in self.parts.values() if part.shape and digests[part.name].text() != part.digest]
 
 
@@ -80,7 +81,7 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
     Args:
         checkpoints: the checkpoints that contain the step.
         manifest: the manifest of the step.
-        model: the model of the run, which may be abstract. Its kernels determine which dimension is first.
+        model: the model of the run, which may be abstract. Its layouts show which arrays have input features first.
     """
     stored, static = checkpoints.arrays(manifest["step"]), manifest["static"]
     transposed = {
@@ -110,7 +111,7 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
 
 
 def _read(stored: StoredArray, begin: int, rows: int, digests: dict[str, Digest]) -> np.ndarray:
-    if not stored.shape:  # the amax of a single matrix, a scalar without a digest
+    if not stored.shape:  # the amax of a single matrix, a scalar that `damaged` does not check
         return np.asarray(stored.open().read().result())
     if rows > 1:
         begin, rows = 0, stored.shape[0]

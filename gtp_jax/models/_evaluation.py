@@ -1,4 +1,4 @@
-"""Returns the weights to evaluate a model with, from memory or from disk, if its optimizer averages weights.
+"""Returns the weights to evaluate a model with, from memory or from disk.
 
 [Note: evaluation weights] An optimizer that averages weights has two sets. It computes gradients at the parameters, and
 stores an array per parameter from which the evaluation weights are computed: the average itself (`AveragedState`), or
@@ -34,8 +34,8 @@ class AveragedState(NamedTuple):
 
     Attributes:
         steps: the number of updates made, int32.
-        average: the average of the parameters after each update, in float32 or wider; before the first update, the
-            parameters.
+        average: the moving average of the parameters that the optimizer updates, in float32 or wider; before the first
+            update, these parameters.
         inner: the state of the optimizer that updates the parameters.
     """
 
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
     """The places in a state of the arrays from which evaluation weights are computed.
 
     Attributes:
-        weights: the path of a tree whose leaves have the same paths as the parameters.
+        weights: the path of a tree. Each of its leaves has the path of its parameter.
         b1: the path of the scalar b1, if the tree is from a schedule-free optimizer; otherwise `None`.
     """
 
@@ -104,7 +104,7 @@ class EvaluationArray:
         """Returns rows `begin` to `end`, and adds them to the digest; pass `digest=False` to read rows a second time.
 
         Raises:
-            DamagedCheckpoint: for the same reasons as `StoredArray.read`.
+            ValueError, OSError: for the same reasons as `StoredArray.read`.
         """
         parts = [array.read(begin, end) for array in self._read]
         if digest:
@@ -130,7 +130,8 @@ def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> 
         manifest: the manifest of the step.
 
     Raises:
-        ValueError: if the manifest names arrays for evaluation weights that the step does not have.
+        ValueError, OSError: if the manifest names arrays for evaluation weights that the step does not have, if the b1
+            of a schedule-free optimizer is damaged, or for the same reasons as `Checkpoints.arrays`.
     """
     arrays, prefix = checkpoints.arrays(manifest["step"]), f"{_PARAMS}/"
     found = {name: EvaluationArray(array, None, None) for name, array in arrays.items() if name.startswith(prefix)}
@@ -150,7 +151,7 @@ def restore_evaluation_weights(checkpoints: Checkpoints, state_like: Any, manife
         manifest: the manifest of the step.
 
     Raises:
-        ValueError: for the same reasons as `Checkpoints.restore_params` and `evaluation_arrays`.
+        TypeError, ValueError, OSError: for the same reasons as `Checkpoints.restore_params` and `evaluation_arrays`.
     """
     step, arrays = manifest["step"], checkpoints.arrays(manifest["step"])
     made = dict(with_paths(checkpoints.restore_params(state_like, step)))

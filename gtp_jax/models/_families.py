@@ -36,9 +36,10 @@ def hugging_face_of(config: ModelConfig, model_type: str | None = None) -> Huggi
     Args:
         config: the configuration of the model.
         model_type: the model_type of the config.json that the model came with. It selects one of several layouts that
-            fit; by default, the first is used.
+            fit. If none of these has it, the first is used.
 
     Raises:
+        TypeError: if the configuration belongs to no family.
         ValueError: if no layout fits; the message lists the known ones.
     """
     family = family_of(config)
@@ -75,7 +76,8 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
 
     Raises:
         KeyError: if `extra` does not describe the model.
-        TypeError: if it was written by another version.
+        TypeError: if this version does not know the family or a field.
+        ValueError: if the configuration refuses a value.
     """
     name = extra.get("family", LLAMA.name)  # missing if a user saved `{"model": config.architecture()}`
     families = {family.name: family for family in FAMILIES}

@@ -71,10 +71,10 @@ class HuggingFace:
     Attributes:
         model_type: the `model_type` in config.json.
         architecture: the entry of `architectures` in config.json.
-        tensors: returns a model's tensors, in the order in which Hugging Face writes them.
+        tensors: returns a model's tensors, layer after layer.
         copies: returns the tensors that files may hold in addition, with the tensor that each of them must equal.
         to_json: returns the fields of config.json that the model determines.
-        from_json: returns the model of a config.json; the second argument names the file in messages.
+        from_json: returns the configuration of a config.json; the second argument names the file in messages.
         fits: returns whether a model can be stored in this layout.
     """
 

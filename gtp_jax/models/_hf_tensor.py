@@ -38,7 +38,8 @@ class Tensor:
 
     @property
     def fused(self) -> str:
-        """A name that is the same for all linear weights that are fused into one matmul, here and in other tools."""
+        """A name that linear weights share if one matmul multiplies by them, here and in other tools. All experts of a
+        layer share a name for their gates and up projections, and one for their down projections."""
         return f"{self.path.rpartition('kernel')[0]}{self.layer}"
 
 

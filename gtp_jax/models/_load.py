@@ -27,7 +27,7 @@ from ._families import build, saved_config
 from ._family import ModelConfig
 from ._stored_codes import take_stored_codes
 
-# The number of rows of a matrix that are read at a time. Only these are in memory twice.
+# The number of rows of a matrix that are read at a time.
 _ROWS = 4096
 _SHOWN = 8
 
@@ -51,23 +51,25 @@ def load(
     parameters. Nothing else of the optimizer's state is read. The model of a run with adapters has these adapters; all
     other weights are frozen, and stored as values even if the run froze them as codes.
 
-    Each array is read a few rows at a time, and checked against the checkpoint's digest. The host's memory holds a
-    whole array only in the dtype in which devices store it.
+    Arrays are read in parts, and checked against the checkpoint's digests. The host's memory holds a whole stack of
+    layers only in the dtype in which devices store it.
 
     Args:
         path: the directory of a run, or one that `gtp-jax convert import` made.
         step: the step to load; by default, the latest.
         dtype: the compute dtype.
         param_dtype: the dtype in which devices store gathered weights: by default `dtype`, which suits
-            `gtp_jax.generate`; `"float32"` for training. Norms and routers keep the checkpoint's dtype.
+            `gtp_jax.generate`; `"float32"` for training. Other parameters, such as norms and routers, are in float32
+            or wider.
         recipe: the recipe with which to quantize and freeze the weights, as `gtp_jax.freeze` does. Devices hold them in
             float32 until then, whatever `param_dtype` is. If the model was imported from codes in the recipe's format,
             as Qwen3-FP8 is for `gtp_jax.FP8Blocks`, the weights have these codes and scales.
 
     Raises:
         FileNotFoundError: if there is no such directory or step.
-        ValueError: if there is no checkpoint, if it does not say which model it contains or is damaged, or if it has
-            adapters and `recipe` is given.
+        ValueError: if there is no checkpoint, if it is damaged, if this version does not understand its model, if its
+            arrays are not those of this model, if it has adapters and `recipe` is given, or if gtp_jax cannot use the
+            mesh in scope. Errors of `gtp_jax.freeze` are also raised.
     """
     check_mesh_in_scope()
     directory, checkpoints = opened(path)
@@ -99,7 +101,7 @@ def opened(path: str | Path) -> tuple[Path, Checkpoints]:
     Raises:
         FileNotFoundError: if there is no such directory. If the path looks like a name on the Hugging Face Hub, the
             message says how to download the model.
-        ValueError: if the directory has no checkpoint; the message says what it has instead.
+        ValueError: if the directory has no complete step, is itself a step, or holds Hugging Face's files.
     """
     given = Path(path).expanduser()
     if not given.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
@@ -169,7 +171,7 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
 
 
 def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
-    """Reads an array of a frozen base, one layer at a time, and returns it in the given dtype."""
+    """Reads an array of a frozen base, a part at a time, and returns it in the given dtype."""
     whole, digests = np.empty(array.shape, dtype), {}
     for begin in range(0, array.shape[0], array.rows):
         whole[begin : begin + array.rows] = array.read(begin, digests)

@@ -1,5 +1,5 @@
-"""Keeps the files that come with a Hugging Face model's weights: config.json, tokenizer files and defaults for
-generation."""
+"""Keeps the files that come with a Hugging Face model's weights: config.json, tokenizer files, chat templates and
+defaults for generation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ORIGIN_FILES = (
 class Origin:
     """The Hugging Face model that a checkpoint comes from, and the tokenizer that it was trained with.
 
-    Both are empty for a model that was not imported and whose tokens are bytes.
+    All attributes are empty if the model was not imported and its tokens are bytes.
 
     Attributes:
         config: the content of its config.json.
@@ -71,7 +71,7 @@ class Origin:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer file, so that the vocabulary is known."""
+        """Whether there is any file other than `generation_config.json` and `chat_template.jinja`."""
         return bool(self.files.keys() - {_GENERATION_FILE, CHAT_TEMPLATE_FILE})
 
     def extra(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from ..nn import Frozen, padded_codes
 
 
 def take_stored_codes(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> None:
-    """Replaces the codes and scales of frozen weights by those that a checkpoint holds in addition to its parameters,
-    where it holds them in the same format. All processes must call this.
+    """Replaces the codes and scales of frozen weights by those of the same format that a checkpoint holds in addition to
+    its parameters. All processes must call this.
 
     Args:
         model: the model, whose weights were frozen on the mesh in scope. It may have adapters.
@@ -23,7 +23,7 @@ def take_stored_codes(model: nnx.Module, checkpoints: Checkpoints, manifest: Map
         manifest: the manifest of the step.
 
     Raises:
-        ValueError: as `Checkpoints.restore` does.
+        ValueError, OSError: for the same reasons as `Checkpoints.restore`.
     """
     for path, variable in nnx.to_flat_state(nnx.state(model, Frozen)):
         own = tuple(map(str, path))

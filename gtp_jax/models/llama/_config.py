@@ -25,8 +25,8 @@ _ARCHITECTURE = (
     "epsilon",
 )
 _OF_EXPERTS = ("num_experts", "top_k")
-# The fields of `Routing` that determine which experts are chosen. `bias_rate` is one of them only because it tells
-# whether there is a bias. The rate itself and the remaining fields determine only how the router is trained.
+# The fields of `Routing` that determine which experts are chosen, and with which weights. `bias_rate` is one of them
+# only because it tells whether there is a bias. The rate itself and the remaining fields matter only in training.
 OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
 
 
@@ -43,8 +43,8 @@ class LlamaConfig:
         head_dim: the width of a head.
         qk_norm: whether each head of queries and keys is normalized with RMSNorm, like in Qwen3.
         qkv_bias: whether queries, keys and values have biases, like in Qwen2.
-        window: the number of tokens that a token attends to, including itself, like in Mistral; `None` for all before
-            it.
+        window: the number of tokens that a token attends to, including itself, like in Mistral; `None` for itself and
+            all before it.
         intermediate_size: the hidden width of the MLP, or of each expert.
         num_experts: the number of experts that replace each MLP; 0 for an MLP.
         top_k: the number of experts per token.
@@ -175,7 +175,8 @@ class LlamaConfig:
         """Checks that the model and its sequences can be divided over tp.
 
         Raises:
-            ValueError: if tp does not divide the heads or the sequence.
+            ValueError: if a tp rank would have no key-value head, or if the sequence is sharded over tp and tp does not
+            divide it.
         """
         check_heads(self.num_heads, self.num_kv_heads, tp)
         if self.sequence_parallel and seq % tp:

@@ -1,4 +1,4 @@
-"""Registers Llama as a family of models."""
+"""Defines Llama as a family of models."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the base of the rotary wavelengths, from all places where transformers writes it.
 
     Raises:
-        ValueError: if only part of a head is rotated, layers differ, or the places have different bases.
+        ValueError: if only part of a head is rotated, layers differ, the places have different bases, or a place is not
+            an object.
     """
     given = {"rope_theta": content.get("rope_theta")}
     for name in _PLACES:
@@ -123,8 +124,8 @@ def _agreed(file: str, given: dict[str, Any]) -> Any:
     return first[1]
 
 
-# The fields in which transformers writes the rotary embedding: up to version 4, with a separate field for the base; and
-# from version 5 on.
+# The fields in which transformers writes the rotary embedding: up to version 4, which has a separate field for the
+# base, and from version 5 on.
 _PLACES = ("rope_scaling", "rope_parameters")
 
 _LENGTH = "original_max_position_embeddings"
@@ -149,7 +150,8 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
-        ValueError: if its type is unknown or missing, a field is missing, or the two places differ.
+        ValueError: if its type is unknown, or missing although other fields scale; if a field is missing or no number of
+            at least 0; or if the two places differ.
     """
     given: dict[str, Any] = {}
     for name in _PLACES:

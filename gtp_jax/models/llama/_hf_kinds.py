@@ -36,7 +36,7 @@ _QWEN3_MOE: Fields = (
     ("norm_topk_prob", "normalize"),
 )
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# The only value that our Llama supports, and the reason.
+# Fields for which our Llama supports only one value: the value, and the reason.
 _FIXED = {
     "hidden_act": ("silu", "computes no other activation"),
 }
@@ -46,7 +46,7 @@ _WINDOW = ("sliding_window",)
 _SWITCHED_WINDOW = (*_WINDOW, "use_sliding_window")
 _WINDOW_OF_LAYERS = (*_SWITCHED_WINDOW, "max_window_layers", "layer_types")
 _QWEN = {**_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
-# The layers before this one have no window; not read by Qwen3's mixtures of experts.
+# Layers before `max_window_layers` have no window. Qwen3's mixtures of experts do not read this field.
 _QWEN_DENSE = {**_QWEN, "max_window_layers": 28}
 
 
@@ -59,8 +59,8 @@ class Kind:
         architecture: the entry of `architectures` in config.json.
         fields: the fields of config.json that the model determines: their name, our name.
         fixed: fields for which our Llama supports only one value: the value, and the reason.
-        defaults: the defaults of fields in transformers. No other field may be missing, except `num_key_value_heads`
-            and `head_dim`, which follow from the query heads.
+        defaults: the defaults of fields in transformers. No other field of `fields` may be missing, except
+            `num_key_value_heads` and `head_dim`, which follow from the query heads and the hidden size.
         also: other names that some versions of transformers write for fields: the usual name, the other name.
         experts: whether the model has experts.
         qk_norm: whether queries and keys are normalized.

@@ -10,7 +10,8 @@ from ._config import LlamaConfig
 
 Row = tuple[str, str, tuple[str, ...]]
 
-# Their name, our path, their shape. A norm and the linear layer that follows it are one module here.
+# Their name, our path, their shape. A norm and the linear layer that follows it are one module here. The norm before
+# experts belongs to the `MoE`.
 _BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "hidden_size")),)
 _ATTENTION = (
     ("input_layernorm.weight", "attention/qkv/scale", ("hidden_size",)),
@@ -51,7 +52,7 @@ _EXPERTS = {
     ),
 }
 _AFTER = (("model.norm.weight", "head/scale", ("hidden_size",)),)
-# A tied head has no weight of its own.
+# A tied head has no kernel of its own.
 _HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "hidden_size")),)
 
 

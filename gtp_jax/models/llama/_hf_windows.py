@@ -36,7 +36,7 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> int | None:
         file: the name of the file, for messages.
 
     Raises:
-        ValueError: if only some layers have a window, or a field has the wrong type.
+        ValueError: if only some layers have a window, or a field has the wrong type or is out of range.
     """
     if not kind.windows:
         return None

@@ -80,7 +80,7 @@ class LlamaBlock(Layer):
 
 
 class Llama(nnx.Module):
-    """Embedding, blocks and head, which run as one chain."""
+    """Embedding, blocks and head. They run as one chain unless a call takes `logits_at`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
@@ -114,8 +114,8 @@ class Llama(nnx.Module):
             positions: the positions of the tokens, `(batch, sequence)`; by default 0, 1, ... in each document.
             segment_ids: an id for each document packed into a row, `(batch, sequence)`; by default, each row is one
                 document.
-            logits_at: the one position in each row whose logits are returned, `(batch,)`; the result is then
-                `(batch, 1, vocab)`. By default, the logits of all positions are returned.
+            logits_at: the index in each row of the one token whose logits are returned, `(batch,)`; the result is then
+                `(batch, 1, vocab)`. By default, the logits of all tokens are returned.
         """
         if positions is None and segment_ids is not None:
             positions = positions_of(segment_ids)
@@ -128,7 +128,7 @@ class Llama(nnx.Module):
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of token losses and the number of tokens of a batch.
+    """Returns the weighted sum of token losses and the sum of the weights, as `gtp_jax.nn.cross_entropy` does.
 
     The batch has `tokens` and `targets`, and optionally `weights`, `positions` and `segment_ids`. If documents are
     packed, set the target of each document's last token to -1, because the next token belongs to another document.
