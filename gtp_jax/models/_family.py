@@ -96,7 +96,7 @@ class Family:
         config: the class of its configurations.
         model: builds a model from `(config, rngs=)`.
         block: builds one layer from `(config, rngs=)`, for measurements.
-        loss: returns the sum of token losses and the number of tokens from `(model, batch)`.
+        loss: returns the weighted sum of token losses and the sum of the weights from `(model, batch)`.
         presets: configurations by name.
         hugging_face: the layouts in which Hugging Face stores its models; several, one or none may fit a model.
     """

@@ -150,8 +150,8 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
-        ValueError: if its type is unknown, or missing although other fields scale; if a field is missing or no number of
-            at least 0; or if the two places differ.
+        ValueError: if its type is unknown, or missing although other fields scale; if a field is missing or has a wrong
+            value; or if the two places differ.
     """
     given: dict[str, Any] = {}
     for name in _PLACES:
