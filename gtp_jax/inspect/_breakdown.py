@@ -17,8 +17,9 @@ class Breakdown:
     Attributes:
         total_us: the time from the start of the first kernel to the end of the last one.
         by_kind: the time of each kind of compute, of `EXPOSED` communication and of `IDLE`, which add up to the total.
+            Those without time are left out.
         communication_us: the time during which any communication ran, hidden under compute or not.
-        exposed: the intervals of exposed communication, as (start, end).
+        exposed: the intervals of exposed communication, as (start, end), on the time axis of the kernels.
     """
 
     total_us: float
@@ -32,7 +33,7 @@ class Breakdown:
         return self.by_kind.get(EXPOSED, 0.0)
 
     def share(self, kind: str) -> float:
-        """Returns the share of the total time that a kind takes."""
+        """Returns the share that an entry of `by_kind` has in the total time; 0 if there is no such entry."""
         return self.by_kind.get(kind, 0.0) / self.total_us if self.total_us else 0.0
 
 

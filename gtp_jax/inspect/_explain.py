@@ -59,7 +59,8 @@ class WireFact:
         forward: the operands of input times weight; empty if matmul operands are not quantized.
         dgrad: the operands of gradient times weight; empty in the same case.
         wgrad: the operands of gradient times input; empty in the same case.
-        reduction: how the gradient is summed over the gtp axis; empty if the axis does not shard the weights.
+        reduction: how the gradient is summed over the gtp axis; `"none: frozen"` for frozen weights, and empty for
+            others that the axis does not shard.
     """
 
     module: str
@@ -82,10 +83,10 @@ class AttentionFact:
 
     Attributes:
         module: the path of the module in the model.
-        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores; after
-            `"FP8, "` if forward multiplies in FP8.
-        reason: what cuDNN does not support; otherwise, which inputs it reads as an array of that shape, or for which
-            lengths it computes in FP8.
+        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores. If forward
+            multiplies in FP8, it begins with `"FP8, "`.
+        reason: what cuDNN does not support. If it supports the attention: which inputs it reads as an array of
+            `(queries, keys)`, or for which lengths it computes in FP8.
     """
 
     module: str
@@ -101,7 +102,7 @@ class ExpertsFact:
         module: the path of the module in the model.
         experts: the number of experts per token, the number of experts, and whether there is a shared one.
         router: the router's score function, and the settings that differ from the default.
-        training: what keeps the load balanced and the logits small.
+        training: what keeps the load balanced and the logits small; `"nothing"` if nothing does.
         where: how a rank reaches the experts of its tokens: by sending tokens or by gathering weights.
     """
 
@@ -114,7 +115,7 @@ class ExpertsFact:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a recipe does to the modules of a model. Prints as tables with one line per module.
+    """What a recipe does to the modules of a model. Prints as tables.
 
     Attributes:
         facts: one fact for each module whose weights are gathered, and each run of layers treated the same way.
@@ -123,7 +124,8 @@ class Explanation:
         untouched: the paths of all other parameters, which no recipe touches: norms, biases, routers, and parameters
             of modules that are not gtp_jax's.
         units: one fact for each module whose weights `gtp_jax.shard` has sharded.
-        calls: each call of such a module within the call that was explained.
+        calls: one entry for each traced call that gathers or quantizes weights of such a module; empty if `explain` was
+            not given a call.
         weights: one fact for each weight that `gtp_jax.shard` has sharded; empty if the recipe quantizes none.
         share: what each device stores of the weights and of AdamW's state, and an even share; `None` if nothing is
             trained.
@@ -150,8 +152,8 @@ class Explanation:
 
     @property
     def narrow(self) -> tuple[str, ...]:
-        """Returns the sharded weights whose gradients should be summed in float32 (`grad_reduce` of `gtp_jax.shard`),
-        but are summed in the dtype in which a call computes, because the call has no product with these weights."""
+        """Returns the sharded weights whose gradients should be summed in float32 or exchanged in a recipe's format, but
+        may be summed in a call's compute dtype, because the call has no product with them that supports this."""
         return tuple(dict.fromkeys(name for call in self.calls for name in call.narrow))
 
     def __str__(self) -> str:
@@ -250,9 +252,9 @@ def explain(
 
     Raises:
         TypeError: if `recipe` is not a recipe, or `model` is not an NNX module.
-        ValueError: if the format's blocks do not fit a weight as ranks divide it, if the recipe names something that
-            the model does not have, if the recipe quantizes but the model has nothing to quantize, or if `path` does
-            not name exactly one such module or weight.
+        ValueError: if the format's blocks do not fit a weight as ranks divide it, if a pattern of the recipe matches no
+            trained weight of the model or is never used, if the recipe quantizes but the model has nothing to quantize,
+            or if `path` does not name exactly one such module or weight.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):
@@ -430,7 +432,8 @@ def _operand(form: Format) -> str:
 
 
 def _named(path: str, also: tuple[str, ...]) -> str:
-    """Returns the paths of a module or weight that several modules hold; if there are many, the first and a count."""
+    """Returns the paths of a module or weight, joined by `=`; if there are more than three, two and the number of the
+    others."""
     return " = ".join((path, *also)) if len(also) < 3 else f"{path} = {also[0]} = {len(also) - 1} more"
 
 

@@ -11,7 +11,7 @@ from ._faults import FaultReport
 
 
 def fault_text(report: FaultReport, chip: str = "h200") -> str:
-    """Returns tables of the replicas that continue, the bytes they move, times, memory use and the best throughput.
+    """Returns tables of the replicas that continue, transfers, times, memory, owners of units and the best throughput.
 
     Args:
         report: the report of the plan.
@@ -96,7 +96,7 @@ def _runs(owners: tuple[int, ...]) -> str:
 
 
 def _slots(slots: list[int]) -> str:
-    """Returns numbers as text; runs are written as `3-7`."""
+    """Returns numbers as text; runs of at least three are written as `3-7`."""
     runs: list[list[int]] = []
     for slot in slots:
         if runs and slot == runs[-1][-1] + 1:

@@ -173,8 +173,10 @@ def inspect(options: InspectOptions) -> Inspection:
     """Compiles the step from shapes and reads the result.
 
     Raises:
-        ValueError: if degrees, heads, sequence length and batch do not fit together; raised before compilation.
+        ValueError: if degrees, heads, sequence length and batch do not fit together, if the target is not one of
+            `hlo.parse_target`, or if JAX already runs with too few CPU devices; raised before compilation.
         ModuleNotFoundError: if a target needs packages that are not installed.
+        RuntimeError: if a target is given, but JAX's CUDA plugin did not start.
     """
     target, network = options.machine, options.network
     execution, recipe = options.execution, options.quantization.to_recipe()

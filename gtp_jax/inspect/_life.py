@@ -23,9 +23,9 @@ class LifeState:
 
     Attributes:
         state: the name of the state in `[Note: life of a weight]`.
-        when: how often the state is made.
+        when: when, or how often, the state is made.
         what: what a rank holds in this state, in words.
-        function: the function that makes the state, as `module.name`; empty if nothing is done.
+        function: what makes the state: a function, as `module.name`, or words; empty if no function of gtp_jax does.
     """
 
     state: str
@@ -56,8 +56,8 @@ class WeightLife:
 
 @dataclasses.dataclass(frozen=True)
 class Lives:
-    """What `explain` returns about one module: a life for each run of layers that the recipe treats the same way, or
-    for each weight that `gtp_jax.shard` has sharded."""
+    """What `explain` returns for a `path`: a life for each run of layers that the recipe treats the same way, or for
+    each weight that `gtp_jax.shard` has sharded."""
 
     lives: tuple[WeightLife, ...]
 

@@ -30,8 +30,8 @@ class OffloadFact:
         stack: the path of the stack in the model.
         remat: its policy.
         layers: the number of its layers.
-        bytes: what one layer copies each way. If the ranks of tp do not divide the sequence between layers, all values
-            other than the layer's input count as whole on each of these ranks, which makes this an upper bound.
+        bytes: what one layer copies each way. This is an upper bound if the stack does not run inside a `shard_map`:
+            values other than the layer's input then count as whole on each rank of tp.
         flops: the floating-point operations of a layer's forward pass in matmuls with gathered weights and in
             self-attention, if ranks share them equally.
         chip: the chip of `hlo.CHIPS` that sets the rates.

@@ -33,7 +33,7 @@ def as_text(inspection: Inspection) -> str:
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Returns everything that the text shows, as values that JSON can hold."""
+    """Returns the inspection as values that JSON can hold."""
     result: dict[str, Any] = {
         "options": settings_of(inspection.options),
         "mesh": inspection.degrees,

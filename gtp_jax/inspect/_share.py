@@ -28,7 +28,7 @@ class StateShare:
     Attributes:
         bytes: what a device stores, padding included.
         even_bytes: what it would store if all devices that share the state stored equal parts of it, without padding.
-        degrees: the degrees of the mesh axes that may divide the state, by name.
+        degrees: the degrees of the mesh axes that may divide the state, by name; only those above 1.
     """
 
     bytes: int
