@@ -7,10 +7,11 @@ the model as variables (`nn.Cache`), call the model, and take out what its layer
 and meshes therefore work as in training.
 
 Two programs compute the tokens. `prefill` runs the forward pass over the prompts and fills the caches. `decode` adds up
-to 16 tokens to each row in a loop on the devices, with its caches donated. Before both, if a copy fits in memory, the
-weights are gathered, cast and fused once, and stacks are split into layers (`nn.with_gathered_weights`). Each step of
-the loop then copies no weight; with a `Stack`, every layer would have to be copied out of the stacked arrays. Models
-with quantized weights keep their stacks: their weights are gathered once, but not fused.
+to 16 tokens to each row in a loop on the devices, with its caches donated. Before both, by default and if a copy fits
+in memory, the weights are gathered, cast and fused once, and stacks are split into layers
+(`nn.with_gathered_weights`). Each step of the loop then copies no weight; with a `Stack`, every layer would have to be
+copied out of the stacked arrays. Models with quantized weights keep their stacks: their weights are gathered once, but
+not fused.
 """
 
 from ._generate import Generated as Generated
