@@ -14,8 +14,8 @@ from ..nn import Frozen, padded_codes
 
 
 def take_stored_codes(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> None:
-    """Replaces the codes and scales of frozen weights by those of the same format that a checkpoint holds beside its
-    parameters. All processes must call this.
+    """Replaces the codes and scales of frozen weights by those of the same format in the `CODES` of a checkpoint. All
+    processes must call this.
 
     Args:
         model: the model, whose weights were frozen on the mesh in scope. It may have adapters.
