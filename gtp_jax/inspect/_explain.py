@@ -115,7 +115,7 @@ class ExpertsFact:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a recipe does to the modules of a model. Prints as tables.
+    """The effects of a recipe on the modules of a model. Prints as tables.
 
     Attributes:
         facts: one fact for each module whose weights are gathered, and each run of layers treated the same way.
@@ -152,8 +152,8 @@ class Explanation:
 
     @property
     def narrow(self) -> tuple[str, ...]:
-        """Returns the sharded weights whose gradients should be summed in float32 or exchanged in a recipe's format, but
-        may be summed in a call's compute dtype, because the call has no product with them that supports this."""
+        """Returns the sharded weights whose gradients should be summed in float32 or exchanged in a recipe's format,
+        but may be summed in a call's compute dtype, because the call has no product with them that supports this."""
         return tuple(dict.fromkeys(name for call in self.calls for name in call.narrow))
 
     def __str__(self) -> str:
