@@ -145,7 +145,8 @@ def generate_stream(
     vocab_size: int | None = None,
     gather: Gather | None = None,
 ) -> Iterator[np.ndarray]:
-    """Continues prompts like `generate`, but yields the new tokens as they are computed.
+    """Continues prompts like `generate`, but yields the new tokens as they are computed. Keep the mesh in scope during
+    the iteration.
 
     Yields:
         New tokens, `(batch, tokens)` int32: the first of each row, then up to 16 at a time; -1 after the end of a row.
