@@ -76,7 +76,7 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
 
     Raises:
         KeyError: if `extra` does not describe the model.
-        TypeError: if the family or a field is unknown to this version.
+        TypeError: if the family or the fields are not those of this version.
         ValueError: if the configuration refuses a value.
     """
     name = extra.get("family", LLAMA.name)  # missing if a user saved `{"model": config.architecture()}`

@@ -69,7 +69,8 @@ def load(
         FileNotFoundError: if there is no such directory or step.
         ValueError: if there is no checkpoint, if it is damaged, if this version does not understand its model, if its
             arrays are not those of this model, if it has adapters and `recipe` is given, or if gtp_jax cannot use the
-            mesh in scope. Errors of `gtp_jax.freeze` are also raised.
+            mesh in scope.
+        TypeError, ValueError: with `recipe`, also for the same reasons as `gtp_jax.freeze`.
     """
     check_mesh_in_scope()
     directory, checkpoints = opened(path)
