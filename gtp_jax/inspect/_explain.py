@@ -252,9 +252,9 @@ def explain(
 
     Raises:
         TypeError: if `recipe` is not a recipe, or `model` is not an NNX module.
-        ValueError: if the format's blocks do not fit a weight as ranks divide it, if a pattern of the recipe matches no
-            trained weight of the model or is never used, if the recipe quantizes but the model has nothing to quantize,
-            or if `path` does not name exactly one such module or weight.
+        ValueError: if the format's blocks do not fit a weight as ranks divide it, if the recipe names modules or layers
+            of which the model trains none, if a pattern of the recipe is never used, if the recipe quantizes but the
+            model has nothing to quantize, or if `path` does not name exactly one such module or weight.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):

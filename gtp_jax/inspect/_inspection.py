@@ -170,7 +170,8 @@ class Inspection:
 
 
 def inspect(options: InspectOptions) -> Inspection:
-    """Compiles the step from shapes and reads the result.
+    """Compiles the step from shapes and reads the result. If this is the process's first use of JAX, JAX runs on CPU
+    devices from then on.
 
     Raises:
         ValueError: if degrees, heads, sequence length and batch do not fit together, if the target is not one of
