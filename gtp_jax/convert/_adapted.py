@@ -101,7 +101,8 @@ def read_adapted(directory: str | Path, step: int | None) -> Adapted:
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if the checkpoint has no adapters, is damaged, or lacks arrays of its model.
+        ValueError: if the checkpoint is damaged, does not describe its model, has no adapters, or lacks arrays of its
+            model.
     """
     checkpoints = Checkpoints(directory, read_only=True)
     manifest = checkpoints.manifest(step)

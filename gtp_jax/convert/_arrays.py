@@ -39,7 +39,7 @@ class Arrays:
 
     @functools.cached_property
     def rows(self) -> dict[str, list[list[Tensor]]]:
-        """The tensors of each array: a list per layer, with one tensor per expert."""
+        """The tensors of each array, as a list per layer: one tensor per expert, or a single one."""
         found: dict[str, list[list[Tensor]]] = {}
         for tensor in self.tensors:
             layers = found.setdefault(tensor.path, [])
@@ -55,8 +55,8 @@ class Arrays:
         return {path: self._streamed(path, shape, np.float32, self._values) for path, shape in shapes.items()}
 
     def codes(self) -> dict[str, QuantizedArray]:
-        """Returns the codes and scales of the kernels that are stored in a format of ours, with a `StreamedArray`
-        instead of each array."""
+        """Returns the codes and scales of the kernels that are stored in a format of ours in every layer, with a
+        `StreamedArray` instead of each array."""
         found: dict[str, QuantizedArray] = {}
         form = None if self.stored_as is None else self.stored_as.format
         for path, shape in array_shapes(self.tensors).items():

@@ -28,15 +28,14 @@ _SCALINGS = ("rope_scaling", "rope_parameters")
 def write_config(
     path: Path, config: ModelConfig, encoding: Encoding, imported: Mapping[str, Any], max_positions: int | None
 ) -> None:
-    """Writes config.json and, for quantized weights that have one, hf_quant_config.json.
+    """Writes config.json and, for layouts that have one, hf_quant_config.json.
 
     Args:
         path: the directory.
         config: the configuration of the model.
         encoding: the encoding of the weights.
-        imported: the config.json that the model was imported with. Its fields are kept, except an empty scaling. Fields
-            are changed or added only where readers of the file, including transformers 4, would otherwise use a
-            different value from the model's.
+        imported: the config.json that the model was imported with. Its fields are kept, unless readers of the file,
+            including transformers 4, would then fail or compute another model, or another argument replaces them.
         max_positions: the longest sequence that readers should allow; if `None`, the imported value, the one that the
             model's YaRN scaling leads to, or the readers' default.
     """
@@ -98,13 +97,13 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | Non
         path: the directory.
 
     Returns:
-        The configuration of the model; the content of the file without its description of quantization, because a
-        checkpoint holds the dequantized values; and the layout of quantized weights, `None` if none is quantized.
+        The configuration of the model; the content of the file without its description of quantization, because
+        parameters are dequantized; and the layout of quantized weights, `None` if none is quantized.
 
     Raises:
         FileNotFoundError: if there is no config.json.
-        ValueError: if the path is a file, if the content is not a JSON object or describes weights that cannot be read,
-            if no family computes the model, or if it has too many layers or experts.
+        ValueError: if the path is a file; if a file is a link out of the directory, or not JSON of the expected form;
+            or if the model or its weights cannot be imported.
     """
     file = path / CONFIG_FILE
     if path.is_file():
@@ -134,7 +133,8 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | Non
 
 
 def _older_quantization(path: Path) -> dict[str, Any] | None:
-    """Returns the `quantization_config` of weights from an older ModelOpt, which writes a separate file."""
+    """Returns the `quantization_config` of weights from an older ModelOpt, which writes a separate file; `None` if
+    there is no such file, or it names no algorithm."""
     file = path / QUANTIZATION_FILE
     try:
         algorithm = read_json(inside(path, QUANTIZATION_FILE), limit=_MAX_BYTES)["quantization"]["quant_algo"]
@@ -148,7 +148,7 @@ def _older_quantization(path: Path) -> dict[str, Any] | None:
 
 
 def check_sizes(config: ModelConfig, where: str) -> None:
-    """Checks that a foreign model does not have too many layers and experts to list its tensors.
+    """Checks that a model has few enough layers and experts for its tensors to be listed.
 
     Raises:
         ValueError: if it does; the message says how many it has.

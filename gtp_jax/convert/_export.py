@@ -63,8 +63,8 @@ def export_llama(
             in bfloat16. In `fp8`, codes and scales that an import has kept are written as they are.
         shard_bytes: the maximum number of bytes of tensors per file, unless a single tensor has more.
         config: the configuration of the model; by default, the one that the checkpoint was saved with.
-        max_positions: the maximum number of positions in config.json; by default, the one that the model was imported
-            with, if it was imported.
+        max_positions: the maximum number of positions in config.json, which is not checked; by default, the one that
+            the model was imported with, or that its YaRN scaling leads to.
         progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -73,8 +73,9 @@ def export_llama(
     Raises:
         FileNotFoundError: if there is no such step.
         ValueError: if the checkpoint is damaged, is from a run with adapters, is not of a Llama of these sizes, or does
-            not say which model it contains and `config` is not given; if the rows of a weight are not whole blocks; if
-            `out` is not empty; or if an argument is out of range.
+            not say which model it contains and `config` is not given; if Hugging Face's files cannot describe the
+            model; if its weights cannot be written in `dtype`; if `out` is not empty; or if `dtype` or `shard_bytes` is
+            not allowed.
     """
     if dtype not in ENCODINGS:
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(ENCODINGS)}.")

@@ -12,7 +12,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shard_file(index: int, count: int) -> str:
-    """Returns the name of file `index` of `count` files."""
+    """Returns the name of file `index`, counted from 0, of `count` files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -21,8 +21,8 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
 
     Raises:
         FileNotFoundError: if there are no safetensors files, or the index names a file that does not exist.
-        ValueError: if a file is incomplete, if the index and the files disagree, or if there are a single file and an
-            index of other files.
+        ValueError: if a file is damaged or is a link out of the directory, if the index and the files disagree, or if
+            there are a single file and an index of other files.
     """
     index = directory / INDEX_FILE
     if _is_there(index):

@@ -36,10 +36,11 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     checkpoint also holds their codes and scales as published, from which `gtp_jax.models.load` and `gtp-jax train
     --lora` make a frozen base with `gtp_jax.FP8Blocks`.
 
-    Each tensor is read twice, or four times with codes. Memory holds one tensor at a time, or the experts of one layer
-    and kernel. `out` appears only at the end, complete. The checkpoint also keeps config.json and, byte for byte, the
-    tokenizer's files and generation_config.json. Runs that start from the checkpoint keep them too, and `export_llama`
-    writes them. Warns about ids of the tokenizer for which the model has no row.
+    Each imported tensor is read twice, or six times with codes. Memory holds one tensor at a time, or the experts of
+    one layer and kernel. `out` appears only at the end, complete. The checkpoint also keeps config.json without its
+    description of quantization and, byte for byte, the tokenizer's files and generation_config.json. Runs that start
+    from the checkpoint keep these files, unless they read text with another tokenizer, and `export_llama` writes them.
+    Warns about ids of the tokenizer for which the model has no row.
 
     Args:
         hugging_face: the directory with config.json and safetensors, in one file or in several with an index.
@@ -108,7 +109,7 @@ def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple
 
 
 def _identity(file: Reader, name: str) -> tuple[str, tuple[int, ...], bytes]:
-    """Returns a value that is equal only for tensors with the same bits, so that only one must be in memory."""
+    """Returns a value that is equal only for tensors with the same bits, so that one at a time is in memory."""
     entry = file.entries[name]
     return entry.dtype, entry.shape, hashlib.blake2b(file.read(name).reshape(-1).view(np.uint8).data).digest()
 

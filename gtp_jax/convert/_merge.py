@@ -35,8 +35,9 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None 
     """Makes a checkpoint at step 0 from a run with adapters, with kernels replaced by `kernel + alpha / rank * a @ b`.
 
     Adds in float32 and stores float32, as an import does. If the run froze its base as codes, the adapters are added to
-    the values of the codes, with which they were trained. They are not added to the weights before quantization,
-    which the run does not have. One layer of a kernel is in memory at a time. `out` appears only at the end, complete.
+    the values of the codes, with which they were trained. The run does not have the weights before quantization.
+    Memory holds one layer of a kernel at a time, or one array that is not stacked. `out` appears only at the end,
+    complete.
 
     Args:
         checkpoint: the directory of the run's checkpoints.
@@ -48,7 +49,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None 
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if the step has no adapters or is damaged, or if `out` is not empty.
+        ValueError: if the step is damaged, or is not of a run with adapters; or if `out` is not empty.
     """
     run = read_adapted(checkpoint, step)
     params = {

@@ -17,8 +17,8 @@ def read_others(directory: Path) -> dict[str, bytes]:
     """Returns the contents of the `ORIGIN_FILES` in a directory, by name.
 
     Raises:
-        ValueError, OSError: if one is not a regular file of the directory, is too large, or is not JSON although its
-            name ends with .json.
+        ValueError, OSError: if one is not a regular file of the directory, is too large, or is not a JSON object
+            although its name ends with .json.
     """
     there = (name for name in ORIGIN_FILES if (directory / name).exists() or (directory / name).is_symlink())
     return {name: _read(directory, name) for name in there}

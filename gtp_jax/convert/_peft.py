@@ -50,8 +50,8 @@ def export_peft(checkpoint: str | Path, out: str | Path, *, step: int | None = N
 
     Raises:
         FileNotFoundError: if there is no such step.
-        ValueError: if the step has no adapters, is damaged, or has a model that Hugging Face's files cannot describe;
-            or if `out` is not empty.
+        ValueError: if the step is damaged, is not of a run with adapters, or has a model that Hugging Face's files
+            cannot describe; or if `out` is not empty.
     """
     run = read_adapted(checkpoint, step)
     adapters, model_type = run.adapters, run.origin.config.get("model_type")

@@ -129,8 +129,9 @@ class Reader:
         metadata: the strings in the header.
 
     Raises:
-        ValueError: if the file is incomplete or not safetensors. The message names the file, the tensor, what was found
+        ValueError: if the file is incomplete, not safetensors or not a regular file. The message says what was found
             and what is expected.
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, place: Path | None = None) -> None:

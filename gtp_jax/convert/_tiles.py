@@ -23,7 +23,7 @@ from ..models import Tensor
 from ..ops import quantize
 from ._safetensors import DTYPES, Entry
 
-# Tiles do not span these rows, so a matrix can be quantized in slices of them, which bounds memory.
+# Slices of this many rows consist of whole tiles. A matrix is quantized slice by slice, which bounds memory.
 _SLICE_ROWS = 8 * FP8_BLOCKS.run[0]
 
 
