@@ -17,7 +17,7 @@ from .reference import hadamard as _transform
 def multi_amax(
     arrays: Sequence[Float[jax.Array, " ..."]], *, stacked: bool = False, implementation: Implementation | None = None
 ) -> Float32[jax.Array, " amaxes"]:
-    """Returns the largest finite magnitude of each of several arrays, in one launch.
+    """Returns the largest finite magnitude of each of several arrays; on GPUs, one launch handles many arrays.
 
     NaN and Inf are ignored, so that they spoil only their own block, not the scale of the whole tensor.
 
@@ -33,6 +33,7 @@ def multi_amax(
     Raises:
         TypeError: if `arrays` is a single array, or one of the arrays has another dtype.
         ValueError: if `stacked`, and one of the arrays is a scalar.
+        NotImplementedError: if `implementation` is `"native"`, and there is no kernel for the current platform.
     """
     if hasattr(arrays, "dtype"):
         raise TypeError("`arrays` is one array; it must be a list of arrays. Write `multi_amax([x])[0]`.")
@@ -55,6 +56,7 @@ def hadamard_amax(
     Raises:
         TypeError: if `x` has another dtype.
         ValueError: if `x` is a scalar.
+        NotImplementedError: as in `multi_amax`.
     """
     return call("hadamard_amax", implementation, as_matrix("x", x))
 
@@ -90,8 +92,8 @@ def hadamard(x: Float[jax.Array, "... columns"], *, inverse: bool = False) -> BF
 
 
 def power_of_two_amax(amax: Float32[jax.Array, "*shape"], format: Format) -> Float32[jax.Array, "*shape"]:
-    """Returns the smallest amax, at least as large as the given one, that makes the tensor's scale a power of two; the
-    given one if there is none."""
+    """Returns the amax, increased until the tensor's scale is a power of two. An amax that is 0 or not finite, or whose
+    scale is close to the limits of float32, is returned unchanged."""
     least = amax / format.largest
     mantissa, exponent = jnp.frexp(least)
     unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))

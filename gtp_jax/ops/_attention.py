@@ -63,13 +63,14 @@ def attention(
             `window` count from these positions. By default, the queries are the whole sequence. With as many keys as
             queries, 0 gives the same bits as the default.
         implementation: `"reference"` for the written-out form, `"native"` for cuDNN, or `None` for the best available.
-            `cudnn_lacks` returns what cuDNN does not support.
+            `cudnn_lacks` returns what cuDNN does not support. Masks in cuDNN also need sequences of even length.
 
     Returns:
         `(batch, queries, heads, head_dim)`, in the dtype of `q`.
 
     Raises:
-        ValueError: if the arguments are not consistent with each other.
+        ValueError: if an argument is out of range, or not consistent with the others.
+        TypeError: if `query_position` is not an integer.
         NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
     """
     head_dim, rate = q.shape[-1], dropout_rate
@@ -236,8 +237,8 @@ def _check(
 
 
 def _check_places(q: jax.Array, k: jax.Array, causal: bool, window: int | None, position: Any) -> Any:
-    """Returns the position of the first query among the keys if it affects which keys are attended to; `None` if the
-    positions are 0, 1, ..."""
+    """Checks the positions of queries among the keys, and returns that of the first query; `None` if masks need not
+    depend on it."""
     queries, keys = q.shape[1], k.shape[1]
     if position is not None:
         _check_query_position(position, q.shape[0], queries, keys)
@@ -254,8 +255,8 @@ def _check_places(q: jax.Array, k: jax.Array, causal: bool, window: int | None, 
 def _check_query_position(position: Any, batch: int, queries: int, keys: int) -> None:
     """Checks that the position of the first query is a position among the keys, with room for the other queries.
 
-    A traced value cannot be checked. With `causal`, a query after the last key then attends to all keys, and one before
-    the first key attends to none.
+    A traced value cannot be checked. With `causal` and no window, a query after the last key then attends to all keys,
+    and one before the first key attends to none.
 
     Raises:
         TypeError: if the position is not an integer.

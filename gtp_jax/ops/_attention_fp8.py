@@ -44,7 +44,7 @@ def attention_fp8(
 
     Queries, keys and values are each scaled by their own amax, the weights of the softmax by a constant, and the output
     by the amax of the values; all scales are powers of two. The softmax and its sum are computed in float32. Backward
-    multiplies in the dtype of `q`, and takes the gradient at the rounded queries, keys and values.
+    does not multiply in FP8, and takes the gradient at the rounded queries, keys and values.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.

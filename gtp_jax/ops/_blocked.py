@@ -66,8 +66,8 @@ def blocked_product(
         a: a copy in `FP8_BLOCKS_1D`, with codes `(M, K)`.
         b: a copy in `FP8_BLOCKS_1D` or `FP8_BLOCKS`, with codes `(N, K)`.
         dtype: the dtype of the result.
-        implementation: `"native"` runs on Hopper, with cuBLASLt of CUDA 12.9 or later; `"reference"` multiplies float32
-            values; `None` uses the best available.
+        implementation: `"native"` runs on Hopper, with cuBLASLt of CUDA 12.9 or later; `"reference"` multiplies values
+            in at least float32; `None` uses the best available.
 
     Raises:
         NotImplementedError: if `implementation` is `"native"`, and `lacks_blocked_product` gives a reason, or `dtype`

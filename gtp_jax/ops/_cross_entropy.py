@@ -19,8 +19,8 @@ def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None,
     For a target of `vocab_size` or more, the loss is NaN, and has no gradient. The function itself can be
     differentiated in reverse mode only; its gradient can be differentiated by `jax.jvp` or `jax.grad`.
 
-    Only the logits, in their own dtype, and one log-sum-exp per token are saved for backward. On GPUs, the wide copy of
-    the logits exists only inside fused reductions, never as an array; XLA's CPU compiler does make an array.
+    The logits, in their own dtype, the targets and one log-sum-exp per token are saved for backward. On GPUs, the wide
+    copy of the logits exists only inside fused reductions, never as an array; XLA's CPU compiler does make an array.
 
     Args:
         logits: `(..., vocab_slice)`: this rank's slice of the vocabulary.

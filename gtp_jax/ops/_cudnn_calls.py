@@ -93,7 +93,7 @@ def forward(
         k: `(batch, sequence, kv_heads, head_dim)`.
         v: the same shape as `k`.
         bias: `(batch, 1, sequence, sequence)`, added to the scores.
-        documents: the documents within which tokens attend to one another; by default, every row is a document.
+        documents: the documents within which tokens attend to one another; `None` if every row is a document.
         options: the options of the kernel.
 
     Returns:
@@ -115,15 +115,15 @@ def forward_fp8(
     """Computes attention in FP8, and the statistics of the softmax that backward needs.
 
     Args:
-        q: `(batch, sequence, heads, head_dim)`, E4M3; the sequence is a multiple of 128, and `head_dim` is 128.
-        k: `(batch, sequence, kv_heads, head_dim)`.
+        q: `(batch, queries, heads, head_dim)`, E4M3; `queries` is a multiple of 128, and `head_dim` is 128.
+        k: `(batch, keys, kv_heads, head_dim)`; `keys` is a multiple of 128.
         v: the same shape as `k`.
         scales: the scales of the operands, of the softmax's weights, and of the output.
         options: the options of the kernel; there is none with a window.
 
     Returns:
-        The output, E4M3 `(batch, sequence, heads, head_dim)`, and the log-sum-exp of the scores, float32
-        `(batch, heads, sequence)`.
+        The output, E4M3 `(batch, queries, heads, head_dim)`, and the log-sum-exp of the scores, float32
+        `(batch, heads, queries)`.
     """
     batch, sequence, heads, _ = q.shape
     amax, stats = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((1, 1, 1, 1), (batch, heads, sequence)))
@@ -199,7 +199,7 @@ def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Ar
 
 
 def _config(q: jax.Array, k: jax.Array, options: Options, dots: dict[str, Any], documents: int | None = None) -> str:
-    """Returns the backend configuration, for this number of documents per row; `None` for targets that have none."""
+    """Returns the backend configuration. `documents` is the number per row; `None` for a target without documents."""
     batch, sequence, heads, _ = q.shape
     mask = {
         (False, False): "NO_MASK",

@@ -1,5 +1,5 @@
-"""Moves rows to the experts that they chose, and back: gathers in both directions, with sums in float32 and in a fixed
-order."""
+"""Moves rows to the experts that they chose, and back: gathers in both directions, with sums in at least float32 and in
+a fixed order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class Window(NamedTuple):
         return jnp.any(self.here, axis=1)
 
     def rolled(self, by: jax.Array) -> Window:
-        """Returns the window rotated so that its place 0 is this window's place `by`, and its last places are this
-        window's places before that."""
+        """Returns the window rotated: place `by` becomes place 0, and the places before it become the last ones."""
         size = self.pairs.shape[0]
         places = jnp.where(self.here, (self.places - by) % size, -1)
         return Window(jnp.roll(self.pairs, -by), places, self.filled, (self.first - by) % size)
@@ -86,7 +85,7 @@ def window_of(
 @jax.custom_vjp
 def expand(x: Float[jax.Array, "rows features"], window: Window) -> Float[jax.Array, "size features"]:
     """Returns the row at each place of a window; empty places hold arbitrary rows. The gradient of a row is the sum
-    over its places, in float32."""
+    over its places, in at least float32."""
     return take(x, window.rows)
 
 
@@ -103,7 +102,7 @@ expand.defvjp(_expand_fwd, _expand_bwd)
 
 @jax.custom_vjp
 def sum_of_places(y: Float[jax.Array, "size features"], window: Window) -> Float[jax.Array, "rows features"]:
-    """Returns for each row the sum over its places, in float32 and in order of its choices.
+    """Returns for each row the sum over its places, in at least float32 and in order of its choices.
 
     Args:
         y: `(size, features)`, the values at the places of the window.

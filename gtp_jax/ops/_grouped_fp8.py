@@ -41,9 +41,9 @@ def grouped_fp8(
     The input and the incoming gradient each have one scale for all rows; the weight has one scale per group. Scales are
     powers of two, so the product of a row does not depend on other rows, except for underflow.
 
-    On Hopper, the codes themselves are multiplied, with the accumulation of its tensor cores, which cuBLASLt's fast
-    accumulation also uses: exact products, added with at least 14 bits. Elsewhere, the same numbers are multiplied in
-    the dtype of `x`.
+    On Hopper, kernels multiply the codes themselves, if they support the dtype of `x` and the sizes. Products are then
+    exact, and added with at least 14 bits, as in cuBLASLt's fast accumulation. Otherwise, the same numbers are
+    multiplied in the dtype of `x`.
 
     If a row has several places (`taken`, `summed`), it is rounded once, and its codes are moved to those places. The
     input of forward and wgrad is therefore what `rows_in_codes` makes of a token, whether the token was sent or not.

@@ -51,7 +51,7 @@ def grouped_matmul(
 
     Raises:
         ValueError: if shapes do not agree.
-        TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
+        TypeError: if `group_sizes` is not int32, the dtypes of `x` and `weight` differ, or `weight` is codes.
         NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these operands.
     """
     values, slot = values_and_slot(weight)

@@ -46,8 +46,7 @@ def grouped_quantized(
 
     wgrad contracts the rows of one group, and no block may hold rows of two groups. In its operands, every group
     therefore begins at a multiple of the block, and is padded with zeros, which change no scale and add nothing to a
-    sum. So the blocks of a group do not depend on the sizes of other groups, and its kernel gets the same gradient as
-    it would alone.
+    sum. So the blocks of a group do not depend on the sizes of other groups.
 
     If a row has several places (`taken`), and `operands.rounds_input_once`, it is rounded before it is moved, and its
     codes are moved to the places. wgrad's input is then made from the values of these codes, whether the row was sent
@@ -55,9 +54,9 @@ def grouped_quantized(
 
     If a format has a scale of the tensor, it is shared by all rows. It is a power of two, so the product of a row does
     not depend on other rows, except for underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
-    hardware, so the rounded values are multiplied, which bfloat16 represents exactly. Sums are in float32. On Hopper,
-    kernels of this library multiply the codes of `FP8_BLOCKS` themselves, if the weight is passed as codes, and promote
-    sums to float32 every 128 elements.
+    hardware, so the rounded values are multiplied. bfloat16 represents them exactly if scales are powers of two. Sums
+    are in at least float32. On Hopper, kernels of this library multiply the codes of `FP8_BLOCKS` themselves, if the
+    weight is passed as codes and the kernels support the sizes; they promote sums to float32 every 128 elements.
 
     Args:
         x: as in `grouped_matmul`, in bfloat16, float16, float32, or float64, which is rounded to float32 first; or the
@@ -235,8 +234,8 @@ def _copies(
     *,
     order: Order | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
-    """Returns an operand in blocks along its features, kernel by kernel if they have an order; the same in blocks along
-    its rows, with groups moved apart; and the sizes of groups there."""
+    """Returns an operand in blocks along its features, which are in the order of kernels if one is given; the operand
+    in blocks along its rows, with groups moved apart; and the sizes of these groups, padding included."""
     rows = quantizable(x)
     assert form.block is not None
     apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])

@@ -27,7 +27,7 @@ def check_ids(
 
     Raises:
         ValueError: if an id is outside the vocabulary; the message names the first one, its position and how many more
-            there are.
+            there are in the array or, on several hosts, in the shard.
         TypeError: if `ids` are not integers, or are traced.
     """
     if isinstance(ids, Tracer):

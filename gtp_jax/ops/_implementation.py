@@ -1,8 +1,8 @@
 """Chooses the code that runs an operation: the reference, in plain jax.numpy, or the native kernel of the platform.
 
 Every operation with a choice has an argument `implementation`, where `None` selects the best available. Native kernels
-depend on the platform: this library's own kernels, cuDNN's attention, or Pallas kernels. On quantized arrays, both
-implementations are equal bit for bit.
+depend on the platform: this library's own kernels, cuDNN's attention, or Pallas kernels. Quantization, packing and
+their inverses are equal bit for bit in both implementations; products and attention may differ in rounding.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def linear_blocks(
 
     The weight is not rounded again if its blocks serve both directions. In MXFP8, dgrad needs blocks along the other
     dimension, so the values that were sent are quantized again. Because both sets of values are E4M3 times a power of
-    two, this changes only values that are 2**14 times smaller than the largest of their block. Apart from those, dgrad
-    is the same as with codes made from the master weights, which is what the recipe specifies.
+    two, this changes only values that are over 14,000 times smaller than the largest of their block. Apart from those,
+    dgrad is the same as with codes made from the master weights, which is what the recipe specifies.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
@@ -60,6 +60,7 @@ def linear_blocks(
         `(..., features_out)`, of the same dtype. The codes of `x` are saved for backward.
 
     Raises:
+        TypeError: if `weight` is codes.
         NotImplementedError: if `implementation` is `"native"`, and the GPUs do not multiply codes and scales.
     """
     values, slot = values_and_slot(weight)

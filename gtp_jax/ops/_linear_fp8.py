@@ -34,8 +34,8 @@ def linear_fp8(
     Scales are powers of two. The amax of `x` and of the gradient is that of this rank's part: products are local, so
     ranks need not agree on it.
 
-    On Hopper, XLA turns each product into one FP8 matmul of cuBLASLt, because the operands have the layout that it
-    needs, with the contraction last. Elsewhere, the same numbers are multiplied in the dtype of `x`.
+    On Hopper, XLA turns a large product into one FP8 matmul of cuBLASLt, because the operands have the layout that it
+    needs, with the contraction last. Otherwise, the same numbers are multiplied in the dtype of `x`.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.

@@ -35,8 +35,8 @@ def linear_fp8_blocks(
     | wgrad | gradient and input in 1 x 128 along tokens, each rounded from the values |
 
     Scales are powers of two, rounded down, so that nothing saturates. Sums are promoted to float32 every 128 elements;
-    see `blocked_product`. On Hopper, cuBLASLt multiplies the codes. Elsewhere, their values are multiplied in float32,
-    which serves to study numerics, not speed.
+    see `blocked_product`. On Hopper, cuBLASLt multiplies the codes. Elsewhere, their values are multiplied in at least
+    float32, which serves to study numerics, not speed.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
@@ -47,6 +47,9 @@ def linear_fp8_blocks(
 
     Returns:
         `(..., features_out)`, of the same dtype. `x` is saved for backward.
+
+    Raises:
+        NotImplementedError: as in `blocked_product`.
     """
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):

@@ -83,7 +83,7 @@ def _forward(
 def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
     x, weight, amaxes, slot, gradient = refuse_second_derivative("linear_fp8_delayed", (*saved, gradient))
     rows, of_gradient = _with_amax(rows_of(gradient))
-    tokens, of_input = _with_amax(rows_of(x))  # of the input too only here, where it is read anyway
+    tokens, of_input = _with_amax(rows_of(x))  # computed here and not in forward, because the input is read here anyway
     along_out, along_tokens = quantize(rows, gradients, amax=(amaxes[1], amaxes[1]), axis="both")
     x_tokens = quantize(tokens, FP8_E4M3, amax=amaxes[0], axis="column")
     to_x = _product(along_out, fp8_transposed(weight), x.dtype, x.dtype)
@@ -96,8 +96,8 @@ _linear.defvjp(_forward, _backward)
 
 
 def _with_amax(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns an operand unchanged, and its amax, which is computed before the operand is used. Nothing else in a pass
-    depends on the amax, so XLA would compute it at the end of the pass, and keep the operand until then."""
+    """Returns an operand unchanged, and its amax, which is computed before the operand is used. Otherwise XLA would
+    compute the amax at the end of the pass, where it is needed, and keep the operand until then."""
     return lax.optimization_barrier((rows, multi_amax([rows])[0]))
 
 

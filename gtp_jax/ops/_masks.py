@@ -47,6 +47,7 @@ def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
 
 
 def by_group(allowed: jax.Array, kv_heads: int) -> jax.Array:
-    """Returns `(batch, heads, queries, keys)` as `(batch, kv_heads, group, queries, keys)`."""
+    """Returns `(batch, heads, queries, keys)` as `(batch, kv_heads, group, queries, keys)`; one head becomes a single
+    group of one."""
     batch, heads, *lengths = allowed.shape
     return jnp.reshape(allowed, (batch, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *lengths))

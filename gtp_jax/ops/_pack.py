@@ -42,6 +42,7 @@ def pack(
     Raises:
         TypeError: if an argument has the wrong type or dtype.
         ValueError: if the number or the shapes of the shards, or the shape of `amax`, do not match the plan.
+        NotImplementedError: if `implementation` is `"native"`, and there is no kernel for the current platform.
     """
     return call("pack", implementation, *_checked(shards, format, amax, plan), format=format, plan=plan)
 
@@ -69,8 +70,7 @@ def pack_apart(
         For each layer, its row of the result of `pack`: uint8 `(1, plan.bytes(format))`.
 
     Raises:
-        TypeError: as in `pack`.
-        ValueError: as in `pack`.
+        TypeError, ValueError, NotImplementedError: as in `pack`.
     """
     return tuple(call("pack_apart", implementation, *_checked(shards, format, amax, plan), format=format, plan=plan))
 
@@ -117,12 +117,13 @@ def unpack(
         implementation: as in `pack`.
 
     Returns:
-        The outputs of the plan, each `(rows, cols)`, with the padding stripped.
+        The outputs of the plan, each `(rows, cols)`, without padding unless the plan is `by_shard`.
 
     Raises:
         TypeError: if an argument has the wrong type or dtype.
         ValueError: if `buffer` or `amax` has the wrong shape, the shards hold fewer rows than the plan's total, or a
             block would straddle two shards.
+        NotImplementedError: as in `pack`.
     """
     check_format(format)
     _check_plan(plan)

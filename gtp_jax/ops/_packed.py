@@ -2,8 +2,8 @@
 
 Whether segments are runs, and how many there are, is known only when the program runs. So the program contains several
 ways to compute the attention, and takes the first that fits the ids: a kernel for rows of one document each; cuDNN's
-packed layout, with room for 4, 16 or 64 documents per row on average over the batch; or a mask of (queries, keys),
-which is correct for any ids.
+packed layout, with room for 4, 16 or (in long rows) 64 documents per row on average over the batch; or a mask of
+(queries, keys), which is correct for any ids.
 
 Room is not free: for every document that there is room for, cuDNN starts thread blocks, and allocates a workspace in
 backward, for the full length of a row. So a call has room for only four times the tokens of the batch, and documents of
@@ -29,7 +29,7 @@ from ._masks import allowed_by, both, in_order
 from ._save import save_for_backward
 
 SHORTEST = 1024  # the fewest tokens per row for which choosing pays off, as the host must wait for the device
-_SHARE = 4  # documents that a call has room for, per as many tokens as the longest of them may have
+_SHARE = 4  # documents that a call has room for, per `Call.length` tokens of the batch
 _CALLS = 3  # the maximum number of calls of a way
 _TILE = 128  # the tokens that a thread block of cuDNN works on; no call is for documents of a shorter length
 _LARGEST_OFFSET = 2**31 - 1  # cuDNN's offsets are int32, in elements
@@ -288,7 +288,8 @@ def joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(q: jax.Array, segment_ids: jax.Array, options: Options) -> jax.Array:
-    """Returns the bias that is added to scores, `(batch, 1, sequence, sequence)`; 0 where a token may attend."""
+    """Returns the bias that is added to scores, `(batch, 1, sequence, sequence)`; 0 where segments and window allow a
+    token to attend. Without a window, the kernel itself applies `causal`."""
     sequence = q.shape[1]
     near = None if options.window is None else in_order(sequence, sequence, options.causal, options.window)
     seen = both(allowed_by(None, segment_ids), near)

@@ -59,9 +59,9 @@ def quantize(
     """Quantizes an array to one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
     The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike in
-    TransformerEngine, a block with NaN or Inf is dequantized to NaN, and no other block is affected. In NVFP4, an amax
-    above FLT_MAX / 448 = 7.5955e35 can turn finite numbers into Inf. A stack of matrices has one amax, unless `amax`
-    has leading dimensions or the call is vmapped.
+    TransformerEngine, NaN and Inf are dequantized to NaN, and affect no other block. In NVFP4 and MXFP8, their whole
+    block becomes NaN. In NVFP4, an amax above FLT_MAX / 448 = 7.5955e35 can turn finite numbers into Inf. A stack of
+    matrices has one amax, unless `amax` has leading dimensions or the call is vmapped.
 
     Do not call this on a sharded array outside `jax.shard_map`: XLA would silently gather the operands of the kernel.
 
@@ -86,10 +86,11 @@ def quantize(
         A `QuantizedArray`; if `axis` is `"both"`, a pair of the row-wise and the column-wise one.
 
     Raises:
-        TypeError: if `x`, `format`, `amax` or `key` has the wrong type or dtype.
+        TypeError: if `x`, `format`, `amax` or `key` has the wrong type or dtype, or the call is differentiated.
         ValueError: if `x` is a scalar, `amax` or `key` has the wrong shape, or `format` or `axis` is not compatible
             with `amax`, `hadamard` or `key`.
-        NotImplementedError: if `implementation` is `"native"` and there is no kernel for the current platform.
+        NotImplementedError: if `implementation` is `"native"`, and there is no kernel for these arguments on the
+            current platform.
     """
     check_format(format, (FP8_BLOCKS, FP8_BLOCKS_1D))
     x = as_matrix("x", x)
@@ -153,8 +154,9 @@ def dequantize(
         `(*lead, M, K)`.
 
     Raises:
-        TypeError: if `q` is not a `QuantizedArray`, or `dtype` is not one of these dtypes.
+        TypeError: if `q` is not a `QuantizedArray`, `dtype` is not one of these dtypes, or the call is differentiated.
         ValueError: if `q` breaks an invariant of its type.
+        NotImplementedError: as in `quantize`.
     """
     validate(q)
     dtype = check_dtype("dtype", dtype)

@@ -98,14 +98,14 @@ class RopeScaling:
         return kept * frequency + (1 - kept) * frequency / factor
 
     def _interpolated(self, count: int, theta: float) -> tuple[float, float]:
-        """Returns the indices of the last frequency that YaRN leaves alone and of the first that it divides fully."""
+        """Returns where YaRN begins and ends to interpolate, as indices of frequencies, which may be fractions."""
         low, high = (
             count * (math.log(self.original_length) - math.log(turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             low, high = float(math.floor(low)), float(math.ceil(high))
-        low, high = max(low, 0.0), min(high, 2.0 * count - 1)  # that of a dimension, as in the authors' program
+        low, high = max(low, 0.0), min(high, 2.0 * count - 1)  # the index of a dimension, as in the authors' program
         return low, high + 0.001 if low == high else high
 
 
@@ -117,7 +117,7 @@ def rope(
     scaling: RopeScaling | None = None,
     rotary_dim: int | None = None,
 ) -> jax.Array:
-    """Rotates each head by its position.
+    """Rotates each head by the position of its token.
 
     Args:
         x: `(batch, sequence, heads, head_dim)`.

@@ -15,7 +15,7 @@ ROUTING = "gtp_routing"
 
 
 def save_for_backward(x: Any) -> Any:
-    """Saves this value for backward under the policy `matmuls`, instead of the inputs it was computed from.
+    """Saves this value for backward under policies that save matmuls, instead of the inputs it was computed from.
 
     A matmul output that backward needs only to compute this value is then not saved. This avoids recomputing the value,
     and takes no more memory.
@@ -26,7 +26,7 @@ def save_for_backward(x: Any) -> Any:
 def save_activation(x: Any) -> Any:
     """Saves a matmul's input, computed by an activation function, for backward under the policy `activations`.
 
-    Backward needs it only for the weight's gradient. Other policies recompute it from the matmuls' outputs.
+    Backward needs it only for the weight's gradient. The policy `matmuls` recomputes it from the matmuls' outputs.
     """
     return checkpoint_name(x, ACTIVATION)
 

@@ -8,7 +8,7 @@ from jax import lax
 
 
 def positions_of(segment_ids: jax.Array) -> jax.Array:
-    """Returns the position of each token within its own document, which starts at 0.
+    """Returns the position of each token within its own document, counted from 0.
 
     Args:
         segment_ids: `(..., sequence)` integers of the whole sequence. A document is a run of equal ids.

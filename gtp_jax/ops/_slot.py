@@ -43,7 +43,8 @@ def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
 
 def depends_on(codes: QuantizedArray, array: jax.Array) -> QuantizedArray:
     """Returns the same codes, with an amax that depends on the array from which they were made, but has a gradient of
-    zero. So a product raises an error for a second derivative with respect to that array."""
+    zero. So a product raises an error for a second derivative with respect to that array. Codes without an amax are
+    returned unchanged."""
     return codes if codes.amax is None else dataclasses.replace(codes, amax=_linked(codes.amax, array))
 
 

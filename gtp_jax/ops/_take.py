@@ -17,9 +17,10 @@ def take(
     index: Int32[jax.Array, " places"],
     real: Bool[jax.Array, " places"] | None = None,
 ) -> Shaped[jax.Array, "places features"]:
-    """Returns the row of `x` for each place. It has no gradient.
+    """Returns the row of `x` for each place.
 
-    On GPUs, a kernel copies the rows, because XLA's gathers of rows take at least 1.5 times as long (H200, jax 0.11.2).
+    On GPUs, a kernel copies rows whose size is a multiple of 16 bytes, because XLA's gathers of rows take at least 1.5
+    times as long (H200, jax 0.11.2). The kernel has no gradient.
 
     Args:
         x: the rows, of any dtype.

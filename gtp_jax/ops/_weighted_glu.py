@@ -21,7 +21,7 @@ def weighted_glu(
     `share` is the routing weight of a row. The following matmul is linear, so the routing weight has the same effect
     before it as after it. If it is applied before, backward does not need the output of that matmul: the gradient of a
     routing weight is the sum over hidden features of `activation(gate) * up` times the gradient of this function's
-    result, in float32. `gate` and `up` are saved for backward, and the rest is recomputed.
+    result, in at least float32. The arguments are saved for backward, and the product is recomputed.
 
     Args:
         gate: the array to which the activation is applied.

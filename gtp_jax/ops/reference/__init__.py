@@ -1,4 +1,4 @@
-"""The operations in plain jnp, with the signatures of the native kernels, which must be equal to them bit for bit."""
+"""The operations in plain jnp. Native kernels must be equal to them bit for bit, except in the sums of products."""
 
 from ._amax import multi_amax as multi_amax
 from ._blocked import block_tops as block_tops

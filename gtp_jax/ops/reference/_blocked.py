@@ -59,7 +59,7 @@ def decode_blocked(
     codes: jax.Array, inverse_scales: jax.Array, *, block: tuple[int, int], dtype: jnp.dtype
 ) -> jax.Array:
     """Returns the values of codes `(*lead, R, C)`, in `dtype`, rounded to float32 first. Inverse scales may be any
-    positive numbers."""
+    finite numbers of at least 0."""
     significand, exponent = split(to_blocks(codes.astype(jnp.int32), block), E4M3)
     scale, scale_exponent = _ieee.split(over_blocks(_ieee.as_bits(inverse_scales)))
     # significands have 4 and 24 bits
@@ -78,8 +78,8 @@ def blocked_product(
     *,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Returns `left @ right.T` of codes, with one sum for every 128 elements of the contraction, which are scaled and
-    then summed in float32; in float64 if that is `dtype`.
+    """Returns `left @ right.T` of codes. The sum of every 128 elements of the contraction is scaled and added to a
+    float32 sum, or to a float64 sum if that is `dtype`.
 
     Args:
         left: codes `(M, K)`, with inverse scales `(M, ceil(K / 128))`.

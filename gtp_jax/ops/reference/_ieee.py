@@ -6,8 +6,8 @@ division is off by up to 2 ulp. So a float32 is represented here by its bit patt
     x = significand * 2**exponent,    0 <= significand < 2**24,
 
 where the significand is an exact integer. Products and quotients are computed in integers and rounded once, by
-`round_to_float32`. Two float operations are still used, because they are correct however XLA treats subnormals: the
-conversion of integers to float32, and a sum or product whose operands and result are all normal.
+`round_to_float32`. Float operations are still used where they are correct however XLA treats subnormals, as in the
+conversion of integers to float32, and to estimate a quotient, which is then corrected.
 
 Functions on scales (`multiply`, `divide`) take magnitudes, which are bit patterns with the sign bit clear. They cost
 about thirty integer operations, which is little for one scale per block. Elements are multiplied by `scaled`, which

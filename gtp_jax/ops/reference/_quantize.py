@@ -32,8 +32,8 @@ def quantize(
     rows: bool,
     columns: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the row codes, row scales, column codes and column scales. Those that are not requested have shape
-    `(0,)`."""
+    """Returns the row codes, row scales, column codes and column scales. Those that are not requested, and scales that
+    the format does not have, have the shape `(0,)`."""
     copies = []
     if rows:
         copies.append(_copy(_ieee.widen(x), amax, key if stochastic else None, 0, format))
