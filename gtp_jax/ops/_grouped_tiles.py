@@ -34,7 +34,7 @@ def values_of_tiles(kernels: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax
     shards, groups, part, _ = kernels.codes.shape
     rows = jnp.repeat(kernels.scales, TILE, axis=1)[:, : shards * part]
     scales = jnp.moveaxis(jnp.reshape(rows, (groups, shards, part, rows.shape[-1])), 1, 0)
-    # with a copy of its tile's scales, each row has the runs of `FP8_BLOCKS_1D`
+    # each row gets the scales of its tiles, as if they were those of runs in `FP8_BLOCKS_1D`
     return values_of(QuantizedArray(kernels.codes, scales, None, FP8_BLOCKS_1D, kernels.matrix), dtype)
 
 

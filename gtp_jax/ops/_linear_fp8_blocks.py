@@ -34,9 +34,9 @@ def linear_fp8_blocks(
     | dgrad | gradient in 1 x 128 along features out; the same codes of the weight, transposed |
     | wgrad | gradient and input in 1 x 128 along tokens, each rounded from the values |
 
-    Scales are powers of two, rounded down, so that nothing saturates. Sums are promoted to float32 every 128 elements;
-    see `blocked_product`. On Hopper, cuBLASLt multiplies the codes. Elsewhere, their values are multiplied in at least
-    float32, which serves to study numerics, not speed.
+    Scales that are made here are powers of two, rounded down, so that nothing saturates. Sums are promoted to float32
+    every 128 elements; see `blocked_product`. On Hopper, cuBLASLt multiplies the codes. Elsewhere, their values are
+    multiplied in at least float32, which serves to study numerics, not speed.
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.

@@ -105,7 +105,7 @@ class RopeScaling:
         )
         if self.truncate:
             low, high = float(math.floor(low)), float(math.ceil(high))
-        low, high = max(low, 0.0), min(high, 2.0 * count - 1)  # the index of a dimension, as in the authors' program
+        low, high = max(low, 0.0), min(high, 2.0 * count - 1)  # an index of dimensions, as in the authors' program
         return low, high + 0.001 if low == high else high
 
 
