@@ -337,7 +337,7 @@ def in_shard_map(
         ValueError: if the input has too few dimensions; if the mesh does not divide the batch or the sequence evenly;
             if a further input that is sharded over the batch does not have the batch size of `x`; if the model was
             built for other mesh degrees; if a weight's array does not have the shape that it was built with; or if the
-            call writes variables other than parameters and caches.
+            call writes variables other than caches.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
@@ -394,12 +394,12 @@ def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array
 
 
 def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
-    """Raises a `ValueError` if a call has written variables other than parameters and caches, because each rank may
-    have written a different value."""
+    """Raises a `ValueError` if a call has written variables other than caches, because each rank may have written a
+    different value."""
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
         leaves = jax.tree.leaves(value_of(v))
-        if not isinstance(v, nnx.Param | Cache) and any(id(leaf) not in known for leaf in leaves):
+        if not isinstance(v, Cache) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
                 "`gtp_jax.nn.Layer` runs on each rank's own part, so each rank would write a different value. Write "

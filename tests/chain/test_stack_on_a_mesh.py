@@ -112,6 +112,29 @@ def test_what_a_layer_in_local_view_writes_is_refused_under_a_mesh():
                 gtp.init(make, nnx.Rngs(0))(jnp.ones((8, 8)))
 
 
+class Scales(gtp.nn.Layer):
+    """Writes a parameter of its own."""
+
+    def __init__(self, rngs):
+        super().__init__()
+        self.weight, self.scale = gtp.Param(jnp.ones((8, 8))), nnx.Param(jnp.ones(8))
+        self.sequence_parallel = False
+
+    def local(self, x):
+        variable = getattr(self, self.written)
+        variable.set_value(jnp.full(variable.shape, 2.0))
+        return x
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_a_parameter_that_a_layer_in_local_view_writes_is_refused_under_a_mesh(name):
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.init(Scales, nnx.Rngs(0))
+        model.written = name
+        with pytest.raises(ValueError, match=f"a call of Scales writes {name}, a Param.*each rank's own part"):
+            model(jnp.ones((8, 4, 8)))
+
+
 class Writes(nnx.Module):
     def __init__(self, rngs):
         self.scale = nnx.Param(jnp.ones(8))
