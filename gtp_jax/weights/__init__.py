@@ -7,14 +7,14 @@ the model's variables.
 
 | state | type | made by | when |
 |---|---|---|---|
-| stored | an array of logical shape, sharded as its `Layout` says, over dp too (ZeRO) | a constructor | between steps |
+| stored | an array, possibly padded, sharded as its `Layout` says, over dp too (ZeRO) | a constructor | between steps |
 | decided | `WeightGroup`, by path and `Layers` | `resolve(structure, recipe)` | per trace |
 | prepared | `Stretch`es of `Wire`s, next to the array (`Stored`) | `prepare(groups, stored)` | per step |
-| on the wire | a `Wire`: `Kernels`, `Packed` (from `prepare`), `StoredCodes` (frozen) | `wires_of` | per layer |
-| cast and joined | `Part`, made from `Kernels` only | `Wire.ready(groups)` | forward; a chain keeps it for backward |
-| gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | per pass, before its layer |
+| on the wire | a `Wire`: `Kernels`, `Packed` (from `prepare`), `StoredCodes` (frozen) | `wires_of` | per call |
+| cast and joined | `Part`, made from `Kernels` only | `Wire.ready(groups)` | forward; may be kept for backward |
+| gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | before its layer |
 | gradient | that of the gathered weight, or of its slot | the layer's backward | |
-| reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | one layer late |
+| reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | after a layer |
 | gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
 `straight_through` makes the result of a gather differentiable with respect to the shards, whatever is gathered instead
@@ -24,17 +24,18 @@ Less common states:
 
 - *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own instead of a `Packed`;
   see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
-- *Scaled by earlier amaxes* (`Scaling`): with delayed scaling, the state of a step holds the scale of the codes. The
-  module's products get those of input and gradient too, and a slot whose gradient is the amaxes that they find.
-- *In tiles*: codes whose tiles shards may cut are `Tiles` (frozen: `StoredTiles`), and every rank knows all scales; see
-  [Note: cut tiles].
+- *Scaled by earlier amaxes* (`Scaling`): with delayed scaling, the state of a step holds the amax that sets the scale
+  of the codes. The module's products also get the amaxes for input and gradient, and a slot, whose gradient is the
+  amaxes that they find in this step.
+- *In tiles*: codes whose tiles shards may cut are `Tiles` (frozen: `StoredTiles`), and every rank knows the scales of
+  all tiles that it gathers; see [Note: cut tiles].
 - *Frozen*: ranks store codes, or arrays in the dtype of the wire, and no masters. `frozen_wires` returns what is sent.
   Frozen weights have no gradient (`refuse_gradient`).
-- *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` does not
+- *Gathered once per step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` does not
   communicate.
-- *Placeholder* (`Holds.PLACEHOLDER`, with `reduce_over_dp="last"`): gradients are taken with respect to arrays of NaN
-  with the shapes of whole shards, while the shards that were joined before are gathered. The gradients are summed over
-  dp after the last microbatch.
+- *Placeholder* (`Holds.PLACEHOLDER`, with `reduce_over_dp="last"`): if dp divides a weight's shards, gradients are
+  taken with respect to an array of NaN with the shape of a whole shard, and what was prepared is gathered. These
+  gradients are summed over dp after the last microbatch.
 - *Rounded* (`Holds.ROUNDED`, for unequal replicas): the values of the stored array are rounded to the dtype of the
   wire.
 - *Replaced* (`Holds.REPLACED`): user code put another array into the variable, such as a noisy weight or the one inside
@@ -42,15 +43,15 @@ Less common states:
   of stochastic rounding.
 - *Of any shape* (`WeightGroup.array`): an array that is a matrix on the wire, whose rows the ranks divide. No recipe
   quantizes it.
-- *In global view*, values that differ from rank to rank form a global array (`ranks_spec`). One wrapper, `in_view`,
-  calls functions written for local view there, with the partitions that a wire's, or a `Stored`'s, `specs` returns.
+- *In global view*, values that differ from rank to rank form a global array (`ranks_spec`). `in_view` and `on_ranks`
+  call functions written for local view there. The `specs` of a wire, or of a `Stored`, returns its partitions.
 
 Other types of this package that other packages hold: `Shards`, one array per kernel, and `FusedWeights`, fused weights
 by name (aliases); `Beside`, a `Stored` as metadata of its variable; `CallKeys`, a module's keys of stochastic rounding;
 `FrozenAs`, the formats decided when a weight was frozen; `Apart`, stacked codes with one array per layer; `Reduction`,
 the dtypes that a name of `GradReduce` stands for.
 
-Types of other packages that are used here:
+Types of other packages that are used with these:
 
 - `layout.Layout`: how a kernel is divided, stored and used; `layout.ArrayLayout`: the same for an array of any shape;
   `layout.Split`: which part of a dimension each tensor rank owns, in a `Layout`.

@@ -1,7 +1,8 @@
 """Converts the codes of weights without masters between their stored form and the buffer that is sent.
 
-Stored codes are arrays of the weight's logical shape, in the order `(rows, cols)` of the gathered matrix, sharded like
-the weight. They thus mean the same on every mesh, and each device fills the buffer that it sends from its own codes.
+Stored codes are in the order `(*experts, rows, cols)` of the gathered matrix, and sharded like the weight's whole
+shards. Apart from padding, they are the same on every mesh. Each device fills the buffer that it sends from its own
+codes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StoredCodes(Wire):
         return self.kernels[0][0].format
 
     def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weights of one layer."""
+        """Returns the fused weights of one layer, or their codes, as `Packed.gather` does."""
         return pack_codes(self, [groups[name].layouts for name in self.members]).gather(groups)
 
     def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> StoredCodes:
@@ -110,12 +111,12 @@ def codes_of(packed: Packed, layouts: Sequence[Layout]) -> tuple[QuantizedArray,
 
 
 def codes_specs(layout: Layout, form: Format, ahead: int = 0) -> QuantizedArray:
-    """Returns the partitions of stored codes.
+    """Returns the partitions of stored codes, their scales and their amaxes.
 
     Args:
         layout: the layout of the kernel.
         form: the format of the codes.
-        ahead: the number of leading dimensions, 1 for a stack of layers.
+        ahead: the number of dimensions before the weight's own: 1 for a stack of layers.
     """
     lead, matrix = (None,) * ahead, tuple(layout.matrix_spec)
     scales = tuple(layout.gathered.matrix_spec) if form.cut_by_shards else matrix

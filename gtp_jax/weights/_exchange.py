@@ -1,20 +1,21 @@
 """Sums gradients by an all-to-all followed by a float32 sum. Called inside a `shard_map`.
 
-A reduce-scatter adds in transit, and rounds every partial sum to the dtype of the wire. Here, each rank sends every
-other rank its share of the gradient in fewer bits, and adds the shares that arrive in float32: each rank's gradient is
-rounded once, and sums are not rounded. ZeRO++ (arXiv 2306.10209) does the same in a hierarchy of nodes; within one
-host, a single level is enough.
+A reduce-scatter adds in transit, and rounds every partial sum to the dtype of the wire. Here, each rank divides its
+gradient into shares, one for each rank, and sends them in fewer bits. It adds the shares that arrive in float32: each
+rank's gradient is rounded once, and sums stay in float32. ZeRO++ (arXiv 2306.10209) does the same in a hierarchy of
+nodes; within one host, a single level is enough.
 
 A rank's own share is rounded as well, so that no rank's sequences count more precisely than another's.
 
 [Note: error]
-Values are rounded to the nearest: the error is at most 2**-8 of an element in bfloat16 and 2**-4 in E4M3, whose
-smallest number is 2**-18 of the largest that the scale allows. bfloat16 loses nothing of a gradient that is bfloat16
-already, as with `grad_reduce="bf16"`. FP8 and MXFP8 lose 2.7 % of random normal gradients in the L2 norm, for 2 ranks
-and for 8, because errors and sums grow at the same rate. A bfloat16 reduce-scatter that rounds only once loses 0.17 %
-(`gtp-jax bench collectives --gtp 8`, column `error`, on virtual CPU devices). The rounding is not stochastic, and
-therefore biased: a power of two attracts numbers above it from a greater distance than numbers below it. Normal
-numbers are 0.1 % smaller on average (`tests/recipes/test_gradient_exchange.py`).
+Values are rounded to the nearest: the error is at most 2**-8 of an element in bfloat16. In E4M3, it is at most 2**-4 of
+an element that is at least 2**-14 of the largest number that the scale allows; smaller elements may lose more. bfloat16
+loses nothing of a gradient that is bfloat16 already, as with `grad_reduce="bf16"` in a bfloat16 module. FP8 and MXFP8
+lose 2.7 % of random normal gradients in the L2 norm, for 2 ranks and for 8, because errors and sums grow at the same
+rate. A bfloat16 reduce-scatter that rounds only once loses 0.17 % (`gtp-jax bench collectives --gtp 8`, column `error`,
+on virtual CPU devices). The rounding is not stochastic, and therefore biased: a power of two attracts numbers above it
+from a greater distance than numbers below it. Normally distributed numbers shrink by 0.1 % on average
+(`tests/recipes/test_gradient_exchange.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def exchange_gradients(
     Args:
         gradients: the gradients, each of its fused weight's shape.
         fused: the layouts of each weight's kernels; all have the same axes, with more than one rank.
-        wire: a format whose blocks have one row, or a dtype of 16 bits. If the format has an amax, it is that of one
-            rank's share of a matrix, rounded up so that the scale is a power of two, and is sent after the codes.
+        wire: a format without blocks or with blocks of one row, or a dtype of 16 bits. An amax is that of one rank's
+            share of a matrix, rounded up so that the scale is a power of two, and is sent after the codes.
+
+    Returns:
+        For each weight, this rank's part of the sum, float32 `(matrices, rows, cols)`.
     """
     ranks, axes = fused[0][0].ranks, fused[0][0].axes
     unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
@@ -71,7 +75,7 @@ def exchange_gradients(
 
 
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
-    """Sends shares in a dtype; returns, for each weight, all ranks' shares of this rank's rows in float32."""
+    """Sends shares in a dtype. Returns, for each weight, the shares that arrive, in float32."""
     flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
     wide = moved_in_bits(send, jnp.concatenate(flat, axis=1)).astype(jnp.float32)
     ends = np.cumsum([x.shape[1] for x in flat])
@@ -79,7 +83,7 @@ def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[j
 
 
 def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
-    """Sends shares as codes; returns the same as `_rounded`."""
+    """Sends shares as codes. Returns, for each weight, the shares that arrive, in float32."""
     plan = _plan(parts)
     given = [quantizable(part) for part in parts]
     if not form.has_amax:

@@ -34,7 +34,7 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
     """Returns the codes that ranks store from now on instead of masters, in the view in scope.
 
     Args:
-        groups: the decisions about the weights, as `resolve` returns them; each weight has a format.
+        groups: the decisions about the weights. Each travels in a `Tiled` or, with shards of whole blocks, a `Format`.
         masters: this rank's shards, or the parts of them that it stores, with or without the leading dimension of a
             stack; in global view, whole arrays.
     """
@@ -86,7 +86,7 @@ def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[W
 
 @jax.custom_vjp
 def refuse_gradient(kept: Any) -> Any:
-    """Returns its argument; raises an error when differentiated."""
+    """Returns its argument. Reverse-mode differentiation raises a `ValueError`."""
     return kept
 
 

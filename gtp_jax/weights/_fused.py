@@ -54,7 +54,7 @@ def gather_weight(
 
     Returns:
         The fused weight, `(rows, features_in)`; for experts, `(ranks, experts, rows, features_in)`; see
-        [Note: the fused weight]. With one rank, no collective is issued.
+        [Note: the fused weight]. With one rank and whole shards, no collective is issued.
     """
     return gather_part(part_of(shards, layouts, dtype), layouts)
 
@@ -92,14 +92,14 @@ def fuse(parts: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
 
 
 def fuse_kernels(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
-    """Returns the fused weight, made by concatenating whole kernels, each `(*experts, rows, cols)`."""
+    """Returns the fused weight: this tensor rank's parts of whole kernels, `(*experts, rows, cols)`, concatenated."""
     parts = [_take(kernel, layout) for kernel, layout in zip(kernels, layouts, strict=True)]
     fused = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
     return fused[None] if fused.ndim > 2 else fused
 
 
 def cut_fused(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns a fused weight of one matrix without the padding of the shards, if it was gathered with it."""
+    """Cuts the padding of the shards off the fused weight of one matrix, if the weight still has it."""
     return _cut(weight, layouts[0])
 
 
@@ -133,7 +133,7 @@ def reduce_gradient(
     gradient: Float[jax.Array, "*fused rows features_in"], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
 ) -> Float[jax.Array, "_ _"]:
     """Sums a fused weight's gradient over its ranks and returns this rank's part, which `as_shards` splits into shards.
-    The two together are the transpose of `gather_weight`.
+    The two together are the transpose of `gather_weight` for whole shards.
 
     Gradients of padding are dropped.
 
@@ -241,7 +241,8 @@ def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
 
 
 def own_experts(values: Shaped[jax.Array, "experts ..."], layout: Layout) -> Shaped[jax.Array, "own ..."]:
-    """Returns the values of this tensor rank's experts, with zeros as padding; all values if it takes all experts."""
+    """Returns the values of this tensor rank's experts, with zeros as padding; all values unless
+    tensor ranks take parts of the gathered experts."""
     if not layout.takes_part or not layout.splits_experts or layout.split is None:
         return values
     return layout.split.take(values, 0)

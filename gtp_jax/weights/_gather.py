@@ -6,8 +6,8 @@ its gradient as the weight's group specifies. A second derivative differentiates
 three properties, none of which costs the first derivative anything:
 
 1. The weight that a rule gathers is a function of the shards. `straight_through` ensures this, whatever is gathered
-   instead of the shards (codes, joined or rounded copies, all of them under `stop_gradient`): the derivative is that of
-   a gather of the shards, in float32 at least, as if nothing had been rounded.
+   instead of the shards (codes, joined or rounded copies): the derivative is that of a gather of the shards, in float32
+   at least, as if nothing had been rounded.
 2. What a second derivative adds to the gradient of a weight with a slot must arrive in the slot, as the first does. A
    product's backward multiplies by the weight's values; `ops.slotted` adds their gradient to that of the slot. A
    forward rule multiplies by the values as ordinary code does (`ops.as_one`): its slot is zeros, whose tangent is zero.
@@ -64,12 +64,12 @@ def straight_through[Name: Hashable](
 
 
 def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
-    """Returns a fused weight, or its codes, for a layer outside a chain. Backward reduces its gradient to that of the
-    shards.
+    """Returns a fused weight, or its codes, for a layer outside a chain; with a slot (`SlottedWeight`) if
+    `WeightGroup.slot` makes one. Backward reduces its gradient to that of the shards.
 
     Args:
         group: the decisions about the weight.
-        shards: this rank's shards; empty for a frozen weight.
+        shards: this rank's shards, or the parts of them that it stores; empty for a frozen weight.
         wire: what this rank sends, with `()` as its only member; `None` to send the shards themselves.
     """
 

@@ -35,7 +35,7 @@ def reduction_of(name: str, dtype: jax.typing.DTypeLike) -> Reduction:
     | `"bf16-wire"` | float32 | bfloat16, an all-to-all: each rank's part is rounded once | float32 |
     | `"bf16"` | the compute dtype | bfloat16, a reduce-scatter | bfloat16: every partial sum is rounded |
 
-    Here, float32 means at least float32: modules that compute in float64 sum in float64.
+    In a module that computes in float64, `"float32"` sends and sums in float64, and the product's dtype is float64.
 
     Raises:
         ValueError: if `name` is none of these.

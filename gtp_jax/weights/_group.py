@@ -21,7 +21,7 @@ ModulePath = tuple[Hashable, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The kernels of one module, which are gathered together into one fused weight and multiplied by one matmul.
+    """The kernels of one module, which are gathered together into one fused weight, or one array of any shape.
 
     Attributes:
         layouts: the layouts of the kernels.
@@ -73,12 +73,12 @@ class WeightGroup:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its kernels are stacks of matrices, one for each expert."""
+        """Whether its kernels are stacks of matrices, as those of experts are."""
         return len(self.layouts[0].shape) > 2
 
     @property
     def as_codes(self) -> bool:
-        """Whether the gathered codes are multiplied without being decoded."""
+        """Whether a gather returns codes, which the module multiplies, instead of decoded values."""
         if not self.codes_multiply or self.operands is None:
             return False
         return self.operands.weight.block is None or isinstance(self.wire, Tiled)
@@ -98,8 +98,8 @@ class WeightGroup:
         """The number of rows of each kernel in a fused weight that is multiplied in formats. All kernels but the last
         are padded with zeros to whole blocks.
 
-        A block of dgrad, which runs along the rows, thus never contains rows of two kernels. If the fused weight is in
-        the order of ranks, shards consist of whole blocks already.
+        A block of dgrad, which runs along the rows, thus never contains rows of two kernels. Nothing is padded if the
+        fused weight is in the order of ranks: the shards of several kernels then consist of whole blocks.
         """
         rows = use_rows(self.layouts)
         block = None if self.operands is None else self.operands.gradient.block

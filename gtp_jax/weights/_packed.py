@@ -1,8 +1,8 @@
 """Gathers buffers of codes, and decodes them to fused weights. Called inside a `shard_map`.
 
-The kernels of a layer that share a format are sent as one buffer of bytes, even if they belong to several modules. The
-results have the layout that `gather_weight` gives them (see [Note: the fused weight]), so that code after the gather
-does not depend on whether the weights travelled in a format.
+Kernels of a layer may share a buffer even if they belong to several modules; see `buffer_of`. Decoded weights have the
+layout that `gather_weight` gives them (see [Note: the fused weight]), so that code after the gather does not depend on
+whether the weights travelled in a format.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ._wire import FusedWeights, Wire
 )
 @dataclasses.dataclass(frozen=True)
 class Packed(Wire):
-    """The codes of this rank's shards, or of all ranks' shards once gathered, for a layer or a stack of layers.
+    """The codes that this rank sends, or those of all ranks once gathered, for a layer or a stack of layers.
 
     Attributes:
         buffer: the codes, uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered. If a stack is written out,
             each layer may have an array of its own.
-        amax: the amax of each kernel over all shards, float32 `(*stack, kernels)`; in a layer of experts, those of the
+        amax: the amax that sets each kernel's scale, float32 `(*stack, kernels)`; in a layer of experts, those of the
             kernels of one expert after another; `None` if the format has none. It is not sent.
         format: the format of the codes.
         members: the names of the fused weights in the buffer, in order.
-        gathered: whether the buffer holds all ranks' shards.
+        gathered: whether the buffer holds the codes of all ranks.
     """
 
     buffer: jax.Array | Apart

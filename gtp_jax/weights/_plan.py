@@ -3,7 +3,7 @@
 [Note: whole]
 If shards would cut a format's blocks (shards of 7 rows with blocks of 16, for example), the masters are gathered once
 per step, layer by layer, and every rank quantizes the whole weights. Each rank keeps an equal part of the bytes, which
-is what it sends in every pass. The blocks are therefore those of the whole weight on every mesh.
+is what it sends in every pass. The blocks therefore do not depend on the number of ranks in the gather.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
 
 
 def shards_fit(fused: Fused, form: Format) -> bool:
-    """Returns whether shards consist of whole blocks of a format, so that each rank can quantize its own; see
-    [Note: whole]."""
+    """Returns whether each rank can quantize its own shards, because they cut no block; see [Note: whole]."""
     block_rows, block_cols = form.run
 
     def fits(layout: Layout) -> bool:

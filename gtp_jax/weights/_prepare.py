@@ -28,7 +28,7 @@ from ._tiles import tile_all, tiled_bytes
 from ._wire import Kernels, OwnFormat, Wire
 
 # The wires to gather instead of shards, by the path of the module that is the first member of each. If two stretches
-# contain a layer, the first is used.
+# contain a layer in its format, the first is used.
 Prepared = dict[ModulePath, tuple[Stretch, ...]]
 
 # `_FIRST` layers of a stack are joined first: as many as are gathered before the first layer has been computed. After
@@ -53,6 +53,9 @@ def prepare(
         rounded: the modules whose arrays hold values of the dtype of the wire and need only a cast. They are prepared
             even if the optimizer's axes do not divide them.
         amaxes: as in `quantize`.
+
+    Raises:
+        ValueError: as `quantize` does.
     """
     joined = _joined(groups, stored, rounded)
     quantized = quantize(groups, stored, pregathered_layers, amaxes)
@@ -65,27 +68,27 @@ def quantize(
     pregathered_layers: int | Literal["all"] = 0,
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> Prepared:
-    """Quantizes shards, in the view in scope. One kernel and one all-reduce compute all amaxes; one call packs each
-    buffer.
+    """Quantizes shards, in the view in scope. One kernel and one all-reduce compute all amaxes of codes in a `Format`,
+    and another all-reduce those of codes in tiles. One call packs each buffer.
 
-    The weights of a stack's layer that have the same format, dtype and axes share a buffer, except those whose codes
-    are multiplied without being decoded. Every other module has a buffer of its own. In a stack that is written out,
-    each layer's codes are an array of their own, unless some layers are gathered here. All layers of a stack are
-    quantized, including those that stay in high precision, because leaving them out would copy the masters of the
-    others.
+    The weights of a stack's layer for which `buffer_of` returns the same key share a buffer. Every module outside
+    stacks has a buffer of its own. In a stack that is written out, each layer's codes may be an array of their own. All
+    layers of a stack are quantized, including those that stay in high precision, because leaving them out would copy
+    the masters of the others.
 
     Args:
         groups: the decisions about the weights, as `resolve` returns them.
         shards: this rank's shards, or the parts of them that it stores, by the path of the module; in global view,
             whole arrays.
-        pregathered_layers: the number of layers of each stack, from the first that is quantized, that are gathered
-            here, so that no pass has to gather them.
+        pregathered_layers: the number of layers of each stack, from the first that travels as codes, that are gathered
+            here, so that no pass has to gather them; `"all"` for all that travel as codes.
         amaxes: the amaxes that set the scales of weights that are scaled by amaxes of earlier steps, float32
             `(*stack,)`, by the path of the module.
 
     Raises:
         ValueError: if `pregathered_layers` is not 0 and no stack has layers that travel as codes, or every stack has
-            fewer of them.
+            fewer of them; if a weight's rows are shorter than a block of its `Format`; or if an `OwnFormat` makes a
+            wire with other members, or with a scalar array.
     """
     if pregathered_layers:
         check_pregathered_layers(groups, pregathered_layers)
@@ -140,15 +143,20 @@ def quantize_together(
     shards: Mapping[ModulePath, Shards],
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
-    """Quantizes weights outside stacks, in the view in scope. One kernel computes all amaxes that a `Format` needs.
-    Weights that are gathered together may share a buffer if they have the same format, dtype and axes, except those
-    whose codes are multiplied without being decoded.
+    """Quantizes weights outside stacks, in the view in scope, and returns one wire for each buffer. One kernel computes
+    all amaxes that a `Format` needs. Weights that are gathered together share a buffer if `buffer_of` returns the same
+    key for them.
 
     Args:
         groups: the decisions about the weights, by name; all of them travel in a format. Weights whose names differ
             only in the last part are gathered together.
-        shards: this rank's shards, by the same names; in global view, whole arrays.
+        shards: this rank's shards, or the parts of them that it stores, by the same names; in global view, whole
+            arrays.
         amaxes: as in `quantize`, by the same names.
+
+    Raises:
+        ValueError: if a weight's rows are shorter than a block of its `Format`; or if an `OwnFormat` makes a wire with
+            other members, or with a scalar array.
     """
     buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
     for name, group in groups.items():
@@ -245,9 +253,9 @@ def _joined(groups: Groups, stored: Mapping[ModulePath, Shards], rounded: Collec
     """Joins shards from the parts that ranks store, by a gather over the optimizer's axes in the dtype of the wire.
 
     Weights that travel in a format are left to `quantize`, which gathers their codes. Weights that ranks store as whole
-    shards are left out, unless they are rounded. If no weights of the model are quantized or rounded, the layers of a
-    stack that is written out are gathered a few at a time, one gather after another, after all other weights, so that
-    the first layers are computed while the others arrive.
+    shards are left out, unless they are rounded. If no weights of the model are quantized or rounded, all but the first
+    layers of a stack that is written out are gathered last, a few at a time and one gather after another, so that the
+    first layers are computed while the others arrive.
     """
     found: dict[ModulePath, list[Stretch]] = {}
     later: dict[int, dict[ModulePath, Shards]] = {}
@@ -299,7 +307,7 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
     """Checks that a stack has the layers that `pregathered_layers` asks for; only layers that travel as codes count.
 
     Raises:
-        ValueError: if no stack has them. The message names the largest number, or says that there are none.
+        ValueError: if no stack has them. The message names the largest number, or says why there are none.
     """
     counts = [
         layers.stop - layers.start
@@ -338,7 +346,8 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]
 
 
 def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
-    """Returns a key that is the same for all weights of a layer that share a buffer."""
+    """Returns what weights of a layer have in common if they share a buffer: for example, format, dtype and axes. A
+    weight in tiles, or whose codes are multiplied, has a key of its own; without `stacked`, every weight has."""
     assert group.wire is not None
     alone = path if not stacked or group.as_codes or isinstance(group.wire, Tiled) else None
     fits = not isinstance(group.wire, Format) or shards_fit([group.layouts], group.wire)

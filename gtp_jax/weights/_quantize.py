@@ -86,7 +86,7 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """This rank's part of each kernel, `(*stack, matrices, rows, cols)`; in a dense layer, there is one matrix."""
+        """This rank's part of each kernel, `(*stack, matrices, ...)`, in stored order; a dense layer has one matrix."""
         weights = zip(self.shards.values(), self.fused, strict=True)
         return [quantizable(_as_matrices(x, layouts)) for shards, layouts in weights for x in shards]
 
@@ -270,5 +270,5 @@ def _own_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _as_matrices(kernel: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Returns a kernel as `(..., matrices, rows, cols)`; `matrices` is 1 unless the layer has experts."""
+    """Returns a kernel as `(..., matrices, *matrix)`; `matrices` is 1 unless the layer has experts."""
     return jnp.expand_dims(kernel, -3) if len(layouts[0].shape) == 2 else kernel

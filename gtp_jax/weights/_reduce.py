@@ -45,9 +45,8 @@ def scatter(
 
 
 def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]) -> Reduced:
-    """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
-    nodes. Gradients that share axes and a wire format are sent in one all-to-all.
-    """
+    """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes if they divide the
+    shards. Gradients that are exchanged over the same axes, in the same format or dtype, share one all-to-all."""
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     parts: dict[ModulePath, jax.Array] = {}
     together: dict[Any, list[ModulePath]] = defaultdict(list)

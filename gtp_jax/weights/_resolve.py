@@ -59,8 +59,8 @@ def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
 
     Raises:
         ValueError: if the recipe names modules or layers that the model does not have, or only frozen ones; if earlier
-            patterns match all that a pattern matches; or if the recipe quantizes and the model has no weights for it.
-            The message names what the model has.
+            patterns match all that a pattern matches; if the recipe quantizes and the model has no weights for it; or
+            for the reasons that `of_layers` lists.
     """
     if recipe is not None:
         _check_names(structure, recipe)
@@ -131,7 +131,7 @@ def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
         recipe: the recipe.
 
     Raises:
-        ValueError: if a stack has fewer layers, or there is no stack. The message names the stacks.
+        ValueError: if they ask for layers, and a stack has fewer or there is no stack. The message names the stacks.
     """
     ends = recipe.high_precision_first + recipe.high_precision_last
     if ends and (not stacks or ends > min(stacks.values())):
@@ -143,7 +143,8 @@ def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
 
 
 def _check_patterns(structure: Structure, paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
-    """Checks that each pattern decides about some of the weights that recipes apply to, whose `paths` are given."""
+    """Checks that each pattern, except default exclusions, decides about some of the weights that recipes apply to,
+    whose `paths` are given."""
     patterns = [pattern for pattern, _ in recipe.rules]
     for index, pattern in enumerate(patterns):
         if index >= len(recipe.override) and pattern in EXCLUDED:

@@ -3,9 +3,10 @@
 [Note: cut tiles]
 A tile of 128 x 128 elements may lie in the shards of several ranks. Each rank finds the largest magnitude in its part
 of every tile. One all-reduce per step takes the maxima over ranks, for all tiles of all weights together. Every rank
-then knows all scales, so none are sent, and rounds its part as if it had the whole tile: the codes are the same on
-every mesh, and equal those of one device. Ranks that have different experts, or different parts of a kernel, lay their
-maxima side by side in the vector that is reduced, so that no maximum is taken over tiles of several of them.
+then knows the scales of all tiles that it gathers, so none are sent, and rounds its part as if it had the whole tile:
+the codes are the same on every mesh, and equal those of one device. Ranks that have different experts, or different
+parts of a kernel over tp, lay their maxima side by side in the vector that is reduced, so that no maximum is taken over
+tiles of several of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Tiles(Wire):
     Attributes:
         codes: uint8 `(*stack, *experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
         scales: the inverse scales, float32 `(*stack, *experts, tiles of kernel 0 | tiles of kernel 1 | ..., tiles
-            across)`.
+            across)`; one rank's tiles of all kernels after another's where the gathered codes are multiplied in that
+            order.
         members: the name of the fused weight.
         format: the format of the codes.
     """
@@ -258,7 +260,7 @@ def _by_rank(grid: jax.Array, tiles: Sequence[int], ranks: int) -> jax.Array:
 
 
 def check_tiles(group: WeightGroup, path: ModulePath) -> None:
-    """Checks that a weight can be multiplied in tiles.
+    """Checks that tensor ranks divide a weight evenly into whole tiles, unless each has experts of its own.
 
     Args:
         group: the decisions about the weight.

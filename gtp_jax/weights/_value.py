@@ -39,8 +39,8 @@ class Scaling:
 
     Attributes:
         amaxes: the amaxes that set the scales of input, weight and gradient, float32 `(*stack, 3)`.
-        slot: an array of `(*stack, 2)` whose gradient is the amax of the input and that of the incoming gradient, on
-            this rank. Its values are never read.
+        slot: an array whose gradient is each rank's amaxes of the input and of the incoming gradient: `(*stack, 2)`,
+            or `(*stack, ranks * 2)` in global view. Its values are never read.
     """
 
     amaxes: Any
@@ -69,8 +69,9 @@ class Stored:
     Attributes:
         shard: the array with respect to which gradients are taken.
         groups: the decisions about the kernel, by layers.
-        prepared: what is gathered instead of the array. The first kernel of a module holds it for all its kernels.
-        keys: the keys of stochastic rounding; `None` if nothing is rounded stochastically.
+        prepared: what is gathered instead of the array. The first kernel of a wire's first member holds it for all.
+        keys: the keys of stochastic rounding, if anything is rounded stochastically. The first kernel of a module holds
+            them for all its kernels.
         holds: the kind of array that `shard` is.
         scaling: the scaling by amaxes of earlier steps, if its operands are scaled so. The first kernel of a module
             holds it for all its kernels.

@@ -1,9 +1,9 @@
 """Defines the protocol for what a rank sends of a layer's weights, and its form for weights that are not quantized.
 
 [Note: a wire of your own]
-Subclass `Wire`, and make an `OwnFormat` the `wire` of a recipe. It makes the wire once per step, and every pass gathers
-the wire. No other part of the library depends on the subclass: chains read its arrays layer by layer, tie them, keep
-what `ready` returns for backward, and differentiate `gather` as if it gathered the shards.
+Subclass `Wire`, and make an `OwnFormat` the `wire` of a recipe. The format makes the wire once per step, and passes
+gather the wire. No other part of the library depends on the subclass: chains read its arrays layer by layer, tie them,
+keep what `ready` returns for backward, and differentiate `gather` as if it gathered the shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Wire(abc.ABC):
     Attributes:
         members: the names of the fused weights, in order.
         format: the format of its codes, which must equal `WeightGroup.wire` of its members, because wires are looked up
-            by it; `None` for arrays in the dtype in which they are multiplied.
+            by it; `None` for arrays that are in no format.
     """
 
     members: tuple[ModulePath, ...]
@@ -78,7 +78,8 @@ class OwnFormat(WireFormat, Protocol):
 
     def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
         """Returns what this rank sends of weights that travel together. In a stack, these are the weights of a layer
-        that have the same format, dtype and axes; outside stacks, those of one module.
+        that have the same format, dtype and axes; outside stacks, those of one module, or some that `gtp_jax.shard`
+        gathers together.
 
         Called inside a `shard_map`, once per step, or once per call under `use_recipe`. It is never differentiated.
 
@@ -99,7 +100,7 @@ class OwnFormat(WireFormat, Protocol):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("shards",), meta_fields=("members", "joined"))
 @dataclasses.dataclass(frozen=True)
 class Kernels(Wire):
-    """This rank's shards of one fused weight's kernels, which are cast, joined and gathered in every pass.
+    """This rank's shards of one fused weight's kernels. They are cast and concatenated when they are gathered.
 
     Attributes:
         shards: one array per kernel: its shard, or the part of the shard that this rank stores, which a gather first
@@ -114,7 +115,7 @@ class Kernels(Wire):
     format = None
 
     def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Part | None:
-        """Returns this rank's part of the fused weight; `None` if there is nothing to cast, or if making the part takes
+        """Returns this rank's part of the fused weight; `None` if nothing is sent or cast, or if making the part takes
         communication."""
         group = groups[self.members[0]]
         if group.divided or not group.travels or all(shard.dtype == group.dtype for shard in self.shards):
