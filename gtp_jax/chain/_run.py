@@ -2,8 +2,8 @@
 
 With prefetching, forward gathers the weights of layer k + 1 while layer k computes. Backward processes the layers in
 reverse. While layer k computes, it gathers the weights of layer k - 1 again, unless they were kept or backward does not
-need them, and reduce-scatters the gradient of layer k + 1. Between the two passes, each rank has only its shards of the
-weights that are not kept. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
+need them, and reduce-scatters the gradient of layer k + 1. Between the two passes, each rank has only its own part of
+the weights that are not kept. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
 (TransformerEngine #3005), expressed as one `custom_vjp` around two passes, each of which interprets a list of events.
 
 [Note: ties]

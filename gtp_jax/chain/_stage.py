@@ -112,7 +112,7 @@ class Stage:
         return jax.tree.map(part, tree, is_leaf=_is_apart)
 
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
-        """Returns the result of `prepare` for a layer, whose computation waits for the values in `after`."""
+        """Returns the result of `prepare` for a layer. `prepare` waits for the values in `after`."""
         # tied before slicing the stack, so that forward's slice is not kept for backward
         inputs, _ = lax.optimization_barrier((self._read(layer), after))
         return self.prepare(self.of_layer(inputs, layer, self.first))
