@@ -30,7 +30,7 @@ class StoredCodes(Wire):
     """This rank's stored codes of the weights of a layer or of a stack of layers.
 
     Attributes:
-        kernels: the kernels of each fused weight.
+        kernels: for each fused weight, the codes of its kernels.
         members: the names of the fused weights, in order.
     """
 

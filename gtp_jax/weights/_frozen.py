@@ -31,7 +31,7 @@ class FrozenAs(NamedTuple):
 
 
 def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
-    """Returns the codes that ranks store from now on instead of masters, in the view in scope.
+    """Returns, for each weight, the codes of its kernels that ranks store instead of masters, in the view in scope.
 
     Args:
         groups: the decisions about the weights. Each travels in a `Tiled` or, with shards of whole blocks, a `Format`.

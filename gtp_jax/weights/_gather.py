@@ -8,8 +8,8 @@ three properties, none of which costs the first derivative anything:
 1. The weight that a rule gathers is a function of the shards. `straight_through` ensures this, whatever is gathered
    instead of the shards (codes, joined or rounded copies): the derivative is that of a gather of the shards, in float32
    at least, as if nothing had been rounded.
-2. What a second derivative adds to the gradient of a weight with a slot must arrive in the slot, as the first does. A
-   product's backward multiplies by the weight's values; `ops.slotted` adds their gradient to that of the slot. A
+2. What a second derivative adds to the gradient of a weight with a slot must arrive in the slot, as that gradient does.
+   A product's backward multiplies by the weight's values; `ops.slotted` adds their gradient to that of the slot. A
    forward rule multiplies by the values as ordinary code does (`ops.as_one`): its slot is zeros, whose tangent is zero.
 3. The derivative of what a rule sends as integers, or in a format, is that of the values: see `collectives.in_bits` and
    `exchange_gradients`.

@@ -21,7 +21,8 @@ ModulePath = tuple[Hashable, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The kernels of one module, which are gathered together into one fused weight, or one array of any shape.
+    """The kernels of one module, which are gathered together into one fused weight, or one array of any shape, with all
+    decisions about them.
 
     Attributes:
         layouts: the layouts of the kernels.

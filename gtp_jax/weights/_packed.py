@@ -101,7 +101,7 @@ def _from_whole(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
 
 
 def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
-    """Returns the gathered codes of one layer's fused weight, without running a kernel. The weight must be alone in its
+    """Returns the gathered codes of one layer's fused weight, without decoding them. The weight must be alone in its
     buffer, and have one scale, or one per expert.
 
     Args:

@@ -68,8 +68,8 @@ def quantize(
     pregathered_layers: int | Literal["all"] = 0,
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> Prepared:
-    """Quantizes shards, in the view in scope. One kernel and one all-reduce compute all amaxes of codes in a `Format`,
-    and another all-reduce those of codes in tiles. One call packs each buffer.
+    """Quantizes shards, in the view in scope. One launch and one all-reduce compute all amaxes of codes in a `Format`;
+    one more all-reduce, those of codes in tiles.
 
     The weights of a stack's layer for which `buffer_of` returns the same key share a buffer. Every module outside
     stacks has a buffer of its own. In a stack that is written out, each layer's codes may be an array of their own. All
@@ -143,7 +143,7 @@ def quantize_together(
     shards: Mapping[ModulePath, Shards],
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
-    """Quantizes weights outside stacks, in the view in scope, and returns one wire for each buffer. One kernel computes
+    """Quantizes weights outside stacks, in the view in scope, and returns one wire for each buffer. One launch computes
     all amaxes that a `Format` needs. Weights that are gathered together share a buffer if `buffer_of` returns the same
     key for them.
 
@@ -183,7 +183,7 @@ def quantize_together(
 def amaxes_of_weights(
     layouts: Mapping[ModulePath, Sequence[Layout]], shards: Mapping[ModulePath, Shards]
 ) -> dict[ModulePath, jax.Array]:
-    """Returns the amax of each fused weight, float32 `(*stack,)`, in the view in scope. One kernel and one all-reduce
+    """Returns the amax of each fused weight, float32 `(*stack,)`, in the view in scope. One launch and one all-reduce
     compute them all.
 
     Args:
@@ -209,7 +209,7 @@ def amaxes_of_weights(
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
-    """Returns the wire of each bundle: codes, for all of which one kernel computes the amaxes; codes in tiles, whose
+    """Returns the wire of each bundle: codes, for all of which one launch computes the amaxes; codes in tiles, whose
     amaxes are reduced together; or the wire that an `OwnFormat` makes.
 
     Args:

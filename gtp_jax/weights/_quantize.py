@@ -111,7 +111,7 @@ class Bundle:
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
-    """Quantizes shards. One kernel and one all-reduce compute the amaxes of all bundles; one call packs each bundle.
+    """Quantizes shards. One launch and one all-reduce compute the amaxes of all bundles.
 
     The amax of a weight is taken over the axes that shard it, but not over replicas, whose values are the same. Parts
     of shards that ranks store are joined to shards; see [Note: stored].

@@ -66,6 +66,8 @@ class Scaling:
 class Stored:
     """A kernel's stored array, with the decisions about it. The kernels of a stack's layers are stacked.
 
+    For a weight that `gtp_jax.shard` has sharded, `groups` is empty, and every member of a wire holds it in `prepared`.
+
     Attributes:
         shard: the array with respect to which gradients are taken.
         groups: the decisions about the kernel, by layers.

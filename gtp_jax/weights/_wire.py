@@ -52,8 +52,8 @@ class Wire(abc.ABC):
         """
 
     def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Wire | None:
-        """Returns a wire to send instead, made without communication, which a chain keeps for backward; `None` to send
-        this wire itself."""
+        """Returns a wire to send instead, made without communication, which a chain may keep for backward; `None` to
+        send this wire itself."""
         del groups
 
     def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Any:
