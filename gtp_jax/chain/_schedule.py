@@ -20,7 +20,7 @@ class Schedule:
         keep_gathered: the number of layers, counted from the end of the chain, that keep their gathered weights for
             backward, or `"all"`; the other layers gather again. If no layer of the chain runs in a loop, the other
             layers keep what they cast and joined for sending, so that they do not have to cast and join shards again.
-            In bfloat16, this takes two bytes for each parameter that a rank holds. With `0`, they keep nothing.
+            In bfloat16, this takes up to two bytes for each parameter that a rank holds. With `0`, they keep nothing.
             `"auto"`, the default, keeps the last layer's gathered weights, because its backward directly follows its
             forward. If no weight of the chain is communicated, decoded or frozen and `unroll` is `"full"`, it keeps
             those of all layers, because gathering again would only cast and join the same shards again. With frozen
