@@ -79,7 +79,7 @@ class WeightGroup:
 
     @property
     def as_codes(self) -> bool:
-        """Whether a gather returns codes, which the module multiplies, instead of decoded values."""
+        """Whether a gather returns codes instead of decoded values."""
         if not self.codes_multiply or self.operands is None:
             return False
         return self.operands.weight.block is None or isinstance(self.wire, Tiled)
@@ -100,7 +100,7 @@ class WeightGroup:
         are padded with zeros to whole blocks.
 
         A block of dgrad, which runs along the rows, thus never contains rows of two kernels. Nothing is padded if the
-        fused weight is in the order of ranks: the shards of several kernels then consist of whole blocks.
+        fused weight is in the order of several ranks, because shards of several kernels then consist of whole blocks.
         """
         rows = use_rows(self.layouts)
         block = None if self.operands is None else self.operands.gradient.block
