@@ -236,6 +236,11 @@ def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
             f"`make` of the format {form.name} got the weights {list(bundle.groups)}, but returned a wire with the "
             f"members {list(wire.members)}. Pass all of them: `members=tuple(shards)`."
         )
+    if wire.format != form:
+        raise ValueError(
+            f"`make` of the format {form.name} returned a wire with the `format` {wire.format!r}; it must be {form!r}, "
+            "or a stack would not find the wire. Pass `self` as its `format`."
+        )
     if any(x.ndim <= stacked for x in jax.tree.leaves(wire)):
         raise ValueError(
             f"`make` of the format {form.name} returned a scalar array. Give it a dimension, `scale[..., None]`, "

@@ -293,6 +293,15 @@ def test_a_wire_of_ones_own_that_leaves_out_a_weight_is_refused(key, monkeypatch
         losses(Stacked, "gtp 4", key)
 
 
+@pytest.mark.parametrize("format", [None, OneScale()], ids=str)
+def test_a_wire_of_ones_own_in_another_format_is_refused(format, key, monkeypatch):
+    whole = RowScaled.make
+    monkeypatch.setattr(RowScaled, "make", lambda *args: dataclasses.replace(whole(*args), format=format))
+    message = r"`make` of the format ROW_SCALED returned a wire with the `format` .*; it must be RowScaled.*Pass `self`"
+    with pytest.raises(ValueError, match=message):
+        losses(Stacked, "gtp 4", key)
+
+
 def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key):
     with jax.set_mesh(mesh_of("gtp 4")):
         model = abstract_model(Stacked)
