@@ -135,7 +135,7 @@ def test_a_gpu_that_can_run_none_of_the_code_is_refused_with_what_builds_it(monk
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     assert native.has("gtp_quantize", "CUDA") and native.has("gtp_quantize", "cpu")
     gpu.compute_capability = "8.6"
-    said = r"\(90a-real\), none of which this GPU of compute capability 8.6 can run.*CUDAARCHS=86-real .*: pip install"
+    said = r"\(90a-real\), none of which this GPU of compute capability 8.6 can run.*CUDAARCHS=86-real .*: `pip install"
     with pytest.raises(ImportError, match=said):
         native.has("gtp_quantize", "CUDA")
     assert native.has("gtp_quantize", "cpu") and not native.has("gtp_no_such", "CUDA")
