@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from .._foreign import brief
-from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
+from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees, mesh_of_devices
 from ..nn import Layer
 from ..recipes import use_recipe
 from ._caches import check_filled_once
@@ -145,8 +146,8 @@ def generate_stream(
     vocab_size: int | None = None,
     gather: Gather | None = None,
 ) -> Iterator[np.ndarray]:
-    """Continues prompts like `generate`, but yields the new tokens as they are computed. Keep the mesh in scope during
-    the iteration.
+    """Continues prompts like `generate`, but yields the new tokens as they are computed. The mesh of this call must be
+    in scope during the iteration, too.
 
     Yields:
         New tokens, `(batch, tokens)` int32: the first of each row, then up to 16 at a time; -1 after the end of a row.
@@ -154,7 +155,7 @@ def generate_stream(
 
     Raises:
         ValueError, TypeError: for the same reasons as `generate`. This call checks the arguments; the iterator raises
-            errors that only running the model shows.
+            errors that only running the model shows, and a `ValueError` if the mesh in scope is not that of this call.
     """
     options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
     return _stream(model, tokens, lengths, options)
@@ -179,6 +180,7 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
         )
     if current_view() == "local":
         raise ValueError("`generate` takes a model of global arrays; call it outside of the `shard_map`.")
+    mesh = mesh_of_devices("generate")
     check_model(model)
     prompts = _prompts(tokens, lengths, model)
     room = 2**31 - int(prompts.lengths.max())
@@ -193,6 +195,7 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
     ]
 
     def run() -> Iterator[np.ndarray]:
+        _check_same_mesh(mesh)
         with use_recipe(None):
             copy, gathers = prepared(model, options.gather)
         last = np.maximum(prompts.lengths + max_new_tokens - 1, 0).astype(np.int32)
@@ -208,16 +211,35 @@ def _stream(model: nnx.Module, tokens: Tokens, lengths: Lengths, options: _Optio
             _check_logits(broken, prompts)
             made, ended = _cut(made[: prompts.batch], ends)
             yield made[:, (made != NO_TOKEN).any(axis=0)]
-            if ended.any():
-                ended = np.pad(ended, (0, len(done) - len(ended)))
-                done, rows = done | ended, with_ended(rows, ended)
-            if done.all():
+            ended = np.pad(ended, (0, len(done) - len(ended)))
+            if (done | ended).all():
                 return
+            _check_same_mesh(mesh)
+            rows = with_ended(rows, ended) if ended.any() else rows
             with use_recipe(None):
                 rows, caches, made = decode(request, arrays, rows, caches, stops, sampling)
             made, done, broken = jax.device_get((made, rows.done, rows.broken))
 
     return run()
+
+
+def _check_same_mesh(mesh: Mesh) -> None:
+    """Checks that the mesh in scope is that of the call of `generate_stream`, for which the prompts are padded.
+
+    Raises:
+        ValueError: if it is not; the message names both.
+    """
+    if (found := mesh_of_devices("generate_stream")) != mesh:
+        devices = " on other devices" if dict(found.shape) == dict(mesh.shape) else ""
+        raise ValueError(
+            f"the iterator of `generate_stream` was made under {_mesh_text(mesh)}, but the next tokens were asked for "
+            f"under {_mesh_text(found)}{devices}. Iterate inside of the same `with jax.set_mesh(mesh):` as the call."
+        )
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"a mesh with {axes}" if axes else "no mesh"
 
 
 def _cut(made: np.ndarray, ends: Sequence[TextStop]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,7 @@
 """Invalid arguments and unsupported models are refused, with a message that names the remedy."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,3 +165,30 @@ def test_tokens_and_models_of_another_type_are_named(x64):
 def test_arguments_are_refused_before_anything_is_yielded(x64):
     with pytest.raises(ValueError, match="`top_k` is 0"):
         gtp.generate_stream(model_of(DENSE), [[1, 2]], max_new_tokens=2, top_k=0)
+
+
+@pytest.mark.parametrize("taken", [0, 1], ids=["before the first tokens", "after the first tokens"])
+@pytest.mark.parametrize("other", ["none", "other degrees", "other devices"])
+def test_tokens_are_streamed_only_under_the_mesh_of_the_call(other, taken, x64):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        stream = gtp.generate_stream(model_of(DENSE), [[1, 2], [3, 4]], max_new_tokens=4)
+        parts = [next(stream) for _ in range(taken)]
+    assert len(parts) == taken
+    mesh, words = {
+        "none": (None, "no mesh"),
+        "other degrees": (gtp.make_mesh(gtp=2, tp=4), "a mesh with dp 1 x gtp 2 x tp 4"),
+        "other devices": (
+            gtp.make_mesh(gtp=4, tp=2, devices=jax.devices()[::-1]),
+            "a mesh with dp 1 x gtp 4 x tp 2 on other devices",
+        ),
+    }[other]
+    message = rf"made under a mesh with dp 1 x gtp 4 x tp 2, but the next tokens .* under {words}\. Iterate inside"
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), pytest.raises(ValueError, match=message):
+        next(stream)
+
+
+def test_a_stream_whose_rows_have_ended_ends_under_any_mesh(x64):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        stream = gtp.generate_stream(model_of(DENSE), [[1, 2]], max_new_tokens=1)
+        assert next(stream).shape == (1, 1)
+    assert list(stream) == []
