@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import hlo
 from ..experts import TokenExchange, exchanges
 from ..layout import Layout, even_shares
-from ..mesh import Roles, make_mesh, use_roles
+from ..mesh import Roles, has_gpu, make_mesh, use_cpu, use_roles
 from ..models import PRESETS, ModelConfig, build, family_of, preset_of
 from ..nn import abstract_model
 from ..runner.flags import Execution, ExpertOptions, ModelSizes, Parallelism, Quantization, check_knobs, knob, piece
@@ -170,12 +170,15 @@ class Inspection:
 
 
 def inspect(options: InspectOptions) -> Inspection:
-    """Compiles the step from shapes and reads the result. If this is the process's first use of JAX, JAX runs on CPU
-    devices from then on.
+    """Compiles the step from shapes and reads the result.
+
+    If this is the process's first use of JAX, JAX starts with the virtual CPU devices that the inspection needs. On a
+    machine with GPUs it starts on these too, and they stay the default; to leave them to other processes, set
+    JAX_PLATFORMS=cpu, as `gtp-jax inspect` does. On a machine without GPUs, JAX runs on CPU devices alone.
 
     Raises:
         ValueError: if degrees, heads, sequence length and batch do not fit together, if the target is not one of
-            `hlo.parse_target`, or if JAX already runs with too few CPU devices; raised before compilation.
+            `hlo.parse_target`, or if JAX runs without CPU devices or already with too few; raised before compilation.
         ModuleNotFoundError: if a target needs packages that are not installed.
         RuntimeError: if a target is given, but JAX's CUDA plugin did not start.
     """
@@ -187,12 +190,12 @@ def inspect(options: InspectOptions) -> Inspection:
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
     batch = options.batch or ranks * execution.microbatches
     execution.check_batch(batch, degrees)
-    # JAX runs on the CPU for a target too, because compiling needs no GPU and should not occupy one
+    # for a target too, because compiling needs no GPU
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=hlo.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
     # the step chooses its compile options by the platform of this mesh
-    with jax.set_mesh(mesh), use_roles(options.parallelism.roles):
+    with jax.default_device(host[0]), jax.set_mesh(mesh), use_roles(options.parallelism.roles):
         step = train_step(
             family_of(config).loss,
             optimizer,
@@ -243,16 +246,24 @@ def inspect(options: InspectOptions) -> Inspection:
 
 
 def _cpu_devices(count: int) -> list[Any]:
-    """Returns `count` virtual CPU devices.
+    """Returns `count` virtual CPU devices. The default devices of the process stay what they are.
 
     Raises:
-        ValueError: if JAX is already in use with fewer devices; their number is fixed at first use.
+        ValueError: if JAX is told to run without CPU devices, or is already in use with fewer; their number is fixed at
+            first use.
     """
     try:
-        jax.config.update("jax_platforms", "cpu")
+        if not has_gpu():
+            use_cpu()  # an installed CUDA plugin would look for a driver
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
     except RuntimeError:
         pass  # JAX has already created its devices; there may be enough
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "cpu" not in platforms.split(","):
+        raise ValueError(
+            f"`jax_platforms` is {platforms!r}, but `inspect` compiles with CPU devices. Set "
+            f"JAX_PLATFORMS={platforms},cpu before jax is first used; the first platform stays the default."
+        )
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ValueError(

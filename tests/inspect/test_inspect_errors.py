@@ -64,3 +64,15 @@ def test_degrees_that_do_not_fill_a_target_are_refused():
         pytest.skip(f"compiling for a GPU needs {', '.join(hlo.missing_packages())}")
     with pytest.raises(ValueError, match="dp 1 x gtp 4 x tp 1 = 4, but there are 8 devices"):
         inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))
+
+
+def test_platforms_without_cpu_devices_are_refused(monkeypatch):
+    """As on a machine with a GPU, whose JAX may be told to run on nothing else."""
+    monkeypatch.setattr("gtp_jax.inspect._inspection.has_gpu", lambda: True)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        with pytest.raises(ValueError, match=r"`jax_platforms` is 'cuda', .* Set JAX_PLATFORMS=cuda,cpu before jax"):
+            inspect(InspectOptions(parallelism=Parallelism(gtp=2)))
+    finally:
+        jax.config.update("jax_platforms", before)

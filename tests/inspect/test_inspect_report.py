@@ -121,6 +121,29 @@ def test_command_makes_the_devices_that_the_degrees_need():
     assert sum(c["count"] for c in gathers if c["direction"] == "forward") == 4 * 4 + 2
 
 
+_DEFAULT_STAYS = """
+import jax
+from jax._src import xla_bridge
+from gtp_jax.inspect import InspectOptions, _inspection, inspect
+from gtp_jax.runner.flags import Parallelism
+
+# devices that JAX prefers to those of the platform cpu, as it does GPUs
+xla_bridge.register_backend_factory("preferred", lambda: xla_bridge.make_cpu_client(), priority=500)
+_inspection.has_gpu = lambda: True
+found = inspect(InspectOptions(parallelism=Parallelism(gtp=4), seq=32))
+assert found.memory.peak_bytes > 0
+assert jax.numpy.ones(2).device.client is jax.devices()[0].client is jax.devices("preferred")[0].client
+"""
+
+
+@pytest.mark.slow
+def test_devices_that_jax_prefers_to_cpus_stay_the_default():
+    """In a process of its own, in which the inspection is the first use of JAX: training after it runs on them."""
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, "-c", _DEFAULT_STAYS], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "chunks", "remat", "recipe"),

@@ -16,7 +16,7 @@ from ._errors import EXPECTED, explanation
 from ._warnings import plain_warnings
 
 # Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
-_OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
+_OF_FILES = ("checkpoint", "convert", "elastic", "inspect", "plan-faults")
 
 
 def run(args: argparse.Namespace) -> int:
