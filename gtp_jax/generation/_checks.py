@@ -16,13 +16,18 @@ def check_model(model: nnx.Module) -> None:
     """Refuses a model that cannot be continued token by token, as far as its call and the types of its modules show.
 
     Raises:
-        TypeError: if `model` is not an `nnx.Module`.
+        TypeError: if `model` is not an `nnx.Module` with a `__call__`.
         ValueError: if the model does not take `positions`, has no `Attention`, or has a module other than causal
             `Attention` that mixes the tokens of a row; the message names the module and the remedy.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module` that returns logits.")
     kind = type(model).__name__
+    if not callable(model):
+        raise TypeError(
+            f"`model` is a {kind}, which has no `__call__`. Write `def __call__(self, tokens, *, positions=None)`, "
+            "which returns logits, or give the module in it that has one."
+        )
     parameters = inspect.signature(type(model).__call__).parameters
     if "positions" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         raise ValueError(

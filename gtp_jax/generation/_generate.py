@@ -122,7 +122,8 @@ def generate(
     Raises:
         ValueError: if an argument or the mesh in scope is not allowed, if the model cannot be continued token by token,
             if the call is inside a `shard_map`, or if logits are NaN.
-        TypeError: if `tokens` are not integers, `model` is not an `nnx.Module`, or `tokenizer` has no `decode`.
+        TypeError: if `tokens` are not integers, `model` is not an `nnx.Module` with a `__call__`, or `tokenizer` has no
+            `decode`.
     """
     options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
     parts = list(_stream(model, tokens, lengths, options))

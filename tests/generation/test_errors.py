@@ -158,6 +158,8 @@ def test_tokens_and_models_of_another_type_are_named(x64):
         gtp.generate(model_of(DENSE), [[1.0, 2.0]], max_new_tokens=2)
     with pytest.raises(TypeError, match="`model` is a function; it must be an `nnx.Module`"):
         gtp.generate(lambda tokens: tokens, [[1, 2]], max_new_tokens=2)
+    with pytest.raises(TypeError, match="`model` is a List, which has no `__call__`. Write `def __call__"):
+        gtp.generate(nnx.List([model_of(DENSE)]), [[1, 2]], max_new_tokens=2)
     with pytest.raises(TypeError, match=r"`tokenizer` is a str; it must have `decode\(tokens\)`, which returns text"):
         gtp.generate(model_of(DENSE), [[1, 2]], max_new_tokens=2, stop="x", tokenizer="tokenizer.json")
 
