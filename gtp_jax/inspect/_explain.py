@@ -207,8 +207,8 @@ class Explanation:
             parts.append(f"used in no product that the recipe's format supports: {', '.join(self.unmultiplied)}")
         if self.narrow:
             parts.append(
-                "used in no product, so that gradients are summed in the dtype in which the model computes: "
-                + ", ".join(self.narrow)
+                "used in no product whose gradients can be summed in float32 or exchanged, so that they may be summed "
+                f"in the dtype in which the model computes: {', '.join(self.narrow)}"
             )
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
