@@ -20,6 +20,7 @@ END_TOKEN = "eos_token_id"
 POSITIONS = "max_position_embeddings"
 _GENERATION_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_OLD_CHAT_TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers
 # Files whose meaning depends on the vocabulary: tokenizer files, and defaults for generation, which name tokens by id.
 ORIGIN_FILES = (
     TOKENIZER_FILE,
@@ -30,7 +31,7 @@ ORIGIN_FILES = (
     "vocab.json",
     "merges.txt",
     CHAT_TEMPLATE_FILE,
-    "chat_template.json",
+    _OLD_CHAT_TEMPLATE_FILE,
     _GENERATION_FILE,
 )
 
@@ -71,8 +72,9 @@ class Origin:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is any file other than `generation_config.json` and `chat_template.jinja`."""
-        return bool(self.files.keys() - {_GENERATION_FILE, CHAT_TEMPLATE_FILE})
+        """Whether there is a file with a tokenizer or with a part of one, such as the token ids in a
+        `tokenizer_config.json`: any file other than defaults for generation and chat templates."""
+        return bool(self.files.keys() - {_GENERATION_FILE, CHAT_TEMPLATE_FILE, _OLD_CHAT_TEMPLATE_FILE})
 
     def extra(self) -> dict[str, Any]:
         """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""

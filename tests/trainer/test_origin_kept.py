@@ -146,6 +146,28 @@ def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_
     assert config_of(tmp_path / "out") == {**CONFIG, "bos_token_id": None, "eos_token_id": None}
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("chat_template.jinja", True),
+        ("chat_template.json", True),
+        ("generation_config.json", True),
+        ("tokenizer_config.json", False),
+        ("added_tokens.json", False),
+    ],
+)
+def test_files_without_a_part_of_a_tokenizer_stay_with_a_tokenizer_given(folder, tmp_path, capsys, name, kept):
+    """The others hold the ids of another tokenizer's tokens, or may."""
+    (tmp_path / "hf").mkdir()
+    for file in ("config.json", "model.safetensors", name):
+        (tmp_path / "hf" / file).write_bytes((folder / "hf" / file).read_bytes())
+    import_llama(tmp_path / "hf", tmp_path / "imported")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(FILES["tokenizer.json"])
+    assert started(tmp_path / "imported", str(path))[1].files == ({name: FILES[name]} if kept else {})
+    assert ("is not stored in this run's checkpoints" in capsys.readouterr().err) is not kept
+
+
 def test_the_same_tokenizer_in_another_file_is_kept(folder, tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(FILES["tokenizer.json"]), indent=4))
