@@ -83,6 +83,7 @@ def attention(
     allowed = allowed_by(mask, segment_ids)
     # true if some query may have no key to attend to, not even its own
     unseeing = first is not None or mask is not None or isinstance(segment_ids, tuple)
+    unseeing |= window is not None and q.shape[1] >= k.shape[1] + window  # the last query is that far from all keys
     if first is not None:
         allowed = both(allowed, in_order(q.shape[1], k.shape[1], causal, window, first))
         causal, window = False, None

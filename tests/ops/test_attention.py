@@ -38,6 +38,7 @@ CASES = {
     "scale": dict(scale=0.3),
     "everything": dict(causal=True, window=4, soft_cap=2.0, scale=0.7, sinks=jnp.ones(HEADS), segment_ids=SEGMENTS),
     "another sequence": dict(keys=5),
+    "another sequence, window": dict(keys=3, window=2),  # the last queries see no key
     "another sequence, mask": dict(keys=5, mask=some_mask(BATCH, LENGTH, 5)),
     "another sequence, segments": dict(keys=5, segment_ids=(SEGMENTS, OTHER)),
     "cached keys": dict(keys=11, causal=True, query_position=4),
@@ -80,6 +81,17 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
     assert results[0][0].dtype == np.float64
     for found, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("keys", [3, 5, 6])  # with 6, the last query still sees the last key
+def test_queries_beyond_the_window_of_all_keys_have_no_output_and_give_no_gradient(keys):
+    rng = np.random.default_rng(6)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, WIDTH)), jnp.float32) for n in (LENGTH, keys, keys))
+    y, back = jax.vjp(lambda *qkv: attention(*qkv, window=2), q, k, v)
+    seeing = min(LENGTH, keys + 1)
+    assert (np.asarray(y).any((0, 2, 3)) == (np.arange(LENGTH) < seeing)).all()
+    for gradient in back(jnp.zeros_like(y).at[:, seeing:].set(1)):
+        assert not np.asarray(gradient).any()
 
 
 @pytest.mark.parametrize("window", [None, 3])
