@@ -17,6 +17,7 @@ from gtp_jax.convert._import import _check
 from gtp_jax.convert._safetensors import Reader
 from gtp_jax.convert._stored import tensors_of
 from gtp_jax.models import LlamaConfig, load
+from gtp_jax.models.llama._hf_config import _PLACES
 from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 from gtp_jax.runner.cli import main
 
@@ -103,6 +104,14 @@ def change_config(source, **fields):
         (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5; 1 or none is expected"),
         (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
         (
+            dict(partial_rotary_factor=0.5, **dict.fromkeys(_PLACES, {"partial_rotary_factor": None})),
+            "has partial_rotary_factor 0.5; 1 or none is expected",
+        ),
+        (
+            dict(partial_rotary_factor=0.5, rope_scaling={"partial_rotary_factor": 1.0}),
+            "has partial_rotary_factor 0.5 and rope_scaling.partial_rotary_factor 1.0, which contradict each other",
+        ),
+        (
             dict(rope_theta=5e5, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
             "has rope_theta 500000.0 and rope_parameters.rope_theta 1000000.0, which contradict each other",
         ),
@@ -125,6 +134,7 @@ def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields
         dict(rope_scaling={"type": None, "factor": None}),
         dict(rope_scaling={"type": "default", "rope_type": "default"}),
         dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}),
+        dict(partial_rotary_factor=1, rope_parameters={"partial_rotary_factor": 1.0}, rope_scaling=None),
         dict(rope_parameters={"rope_theta": 5e5, "original_max_position_embeddings": 4096}),
     ],
 )

@@ -84,22 +84,21 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the base of the rotary wavelengths, from all places where transformers writes it.
 
     Raises:
-        ValueError: if only part of a head is rotated, layers differ, the places have different bases, or a place is not
-            an object.
+        ValueError: if only part of a head is rotated, layers differ, the places have different bases or different parts
+            of a head, or a place is not an object.
     """
-    given = {"rope_theta": content.get("rope_theta")}
+    given, parts = {"rope_theta": content.get("rope_theta")}, {_PART: content.get(_PART)}
     for name in _PLACES:
         fields = {} if content.get(name) is None else content[name]
         if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
             raise ValueError(
                 f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is expected."
             )
-        part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
-        if part not in (None, 1):
-            raise ValueError(
-                f"{file} has partial_rotary_factor {part!r}; 1 or none is expected: our Llama rotates whole heads."
-            )
         given[f"{name}.rope_theta"] = fields.get("rope_theta")
+        parts[f"{name}.{_PART}"] = fields.get(_PART)
+    part = _agreed(file, parts)
+    if part not in (None, 1):
+        raise ValueError(f"{file} has {_PART} {part!r}; 1 or none is expected: our Llama rotates whole heads.")
     theta = _agreed(file, given)
     return {} if theta is None else {"rope_theta": theta}
 
@@ -129,9 +128,10 @@ def _agreed(file: str, given: dict[str, Any]) -> Any:
 _PLACES = ("rope_scaling", "rope_parameters")
 
 _LENGTH = "original_max_position_embeddings"
+_PART = "partial_rotary_factor"  # the part of each head that is rotated
 
 # Fields of these that do not scale anything by themselves.
-_UNSCALED = ("rope_theta", "partial_rotary_factor", _LENGTH)
+_UNSCALED = ("rope_theta", _PART, _LENGTH)
 
 # The fields of each type of scaling: their name, our name.
 _SCALINGS = {
