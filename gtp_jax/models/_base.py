@@ -58,6 +58,9 @@ class BaseArray:
         Args:
             begin: the index of the first row.
             digests: the digests of the stored arrays by name; the rows are added to them.
+
+        Raises:
+            ValueError, OSError: for the same reasons as `StoredArray.read`.
         """
         found = {name: _read(part, begin, self.rows, digests) for name, part in self.parts.items()}
         if self.format is None:
@@ -70,9 +73,8 @@ class BaseArray:
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def damaged(self, digests: Mapping[str, Digest]) -> list[str]:
-        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read. Scalars
-        are not checked."""
-        return [part.name for part in self.parts.values() if part.shape and digests[part.name].text() != part.digest]
+        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read."""
+        return [part.name for part in self.parts.values() if digests[part.name].text() != part.digest]
 
 
 def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nnx.Module) -> dict[str, BaseArray]:
@@ -111,8 +113,10 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
 
 
 def _read(stored: StoredArray, begin: int, rows: int, digests: dict[str, Digest]) -> np.ndarray:
-    if not stored.shape:  # the amax of a single matrix, a scalar that `damaged` does not check
-        return np.asarray(stored.open().read().result())
+    if not stored.shape:  # an amax that belongs to all rows, and is read again with each of them
+        value, digests[stored.name] = stored.read(0, 1), Digest()
+        digests[stored.name].add(0, value)
+        return value[0]
     if rows > 1:
         begin, rows = 0, stored.shape[0]
     part = stored.read(begin, begin + rows)
