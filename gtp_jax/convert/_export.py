@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from .._foreign import brief
 from ..checkpoint import CODES, Checkpoints, Digest, StoredArray
 from ..models import (
     Adapters,
@@ -63,8 +64,8 @@ def export_llama(
             in bfloat16. In `fp8`, codes and scales that an import has kept are written as they are.
         shard_bytes: the maximum number of bytes of tensors per file, unless a single tensor has more.
         config: the configuration of the model; by default, the one that the checkpoint was saved with.
-        max_positions: the maximum number of positions in config.json, which is not checked; by default, the one that
-            the model was imported with, or that its YaRN scaling leads to.
+        max_positions: the maximum number of positions in config.json, an int of at least 1, which is not compared with
+            the model; by default, the one that the model was imported with, or that its YaRN scaling leads to.
         progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -74,13 +75,15 @@ def export_llama(
         FileNotFoundError: if there is no such step.
         ValueError: if the checkpoint is damaged, is from a run with adapters, is not of a Llama of these sizes, or does
             not say which model it contains and `config` is not given; if Hugging Face's files cannot describe the
-            model; if its weights cannot be written in `dtype`; if `out` is not empty; or if `dtype` or `shard_bytes` is
-            not allowed.
+            model; if its weights cannot be written in `dtype`; if `out` is not empty; or if `dtype`, `shard_bytes` or
+            `max_positions` is not allowed.
     """
     if dtype not in ENCODINGS:
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(ENCODINGS)}.")
     if shard_bytes < 1:
         raise ValueError(f"`shard_bytes` is {shard_bytes}; it must be a whole number of at least 1.")
+    if max_positions is not None and (type(max_positions) is not int or max_positions < 1):
+        raise ValueError(f"`max_positions` is {brief(max_positions)}; it must be an int of at least 1, or None.")
     checkpoints = Checkpoints(checkpoint, read_only=True)
     manifest = checkpoints.manifest(step)
     where = f"step {manifest['step']} in {checkpoint}"

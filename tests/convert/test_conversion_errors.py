@@ -405,6 +405,9 @@ def test_arguments_out_of_range(made, tmp_path):
     assert message == "`dtype` is 'int4'; it must be one of bfloat16, float32, fp8, mxfp8, nvfp4."
     message = refused(export_llama, made / "imported", out=tmp_path / "out", shard_bytes=0)
     assert message == "`shard_bytes` is 0; it must be a whole number of at least 1."
+    for positions in (0, -1, 1.5, "x", True):
+        message = refused(export_llama, made / "imported", out=tmp_path / "out", max_positions=positions)
+        assert message.startswith(f"`max_positions` is {positions!r}; it must be an int of at least 1, or None")
 
 
 def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):
