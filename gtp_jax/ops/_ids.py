@@ -62,7 +62,8 @@ def to_index(ids: jax.Array) -> jax.Array:
 
     Unsigned ids that are too large for that type become its largest number, which is outside any vocabulary.
     """
-    dtype = jnp.promote_types(ids.dtype, jnp.int32)
+    # JAX promotes uint64 and int32 to a float
+    dtype = jnp.int64 if ids.dtype == jnp.uint64 else jnp.promote_types(ids.dtype, jnp.int32)
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
         ids = jnp.minimum(ids, min(jnp.iinfo(ids.dtype).max, jnp.iinfo(dtype).max))
     return ids.astype(dtype)

@@ -124,6 +124,18 @@ def test_ids_of_every_integer_type_are_compared_as_numbers():
     np.testing.assert_allclose(loss(jnp.full((1, 2), 255, jnp.uint8)), 2 * np.log(300), rtol=1e-6)
 
 
+def test_ids_of_64_bits_without_a_sign_are_compared_as_numbers(x64):
+    embed = jax.jit(gtp.Embed(300, 4, rngs=nnx.Rngs(0), **F64))
+    rows = {last: embed(jnp.asarray([[7, last]], jnp.uint64))[0] for last in (299, 300, 2**63, 2**64 - 1)}
+    np.testing.assert_array_equal(rows[299], embed(jnp.asarray([[7, 299]]))[0])
+    for last in (300, 2**63, 2**64 - 1):
+        np.testing.assert_array_equal(rows[last][0], rows[299][0])
+        assert np.isnan(rows[last][1]).all()
+    loss = jax.jit(lambda targets: gtp.cross_entropy(jnp.zeros((1, 2, 300)), targets)[0])
+    assert np.isnan(loss(jnp.asarray([[7, 2**64 - 1]], jnp.uint64)))
+    np.testing.assert_allclose(loss(jnp.asarray([[7, 299]], jnp.uint64)), 2 * np.log(300), rtol=1e-6)
+
+
 def test_check_ids_finds_a_position_in_a_sharded_batch_and_refuses_what_has_no_values():
     with under(dict(gtp=4, tp=2)):
         tokens = np.zeros((8, 4), np.int32)
