@@ -59,5 +59,7 @@ def in_whole_blocks(x: jax.Array, group_sizes: jax.Array, block: int) -> tuple[j
     source = tiles.start[:, None] + jnp.arange(block, dtype=jnp.int32)
     real = (source < tiles.stop[:, None]) & (tiles.group < groups)[:, None]
     source, real = jnp.reshape(source, -1), jnp.reshape(real, (-1, 1))
+    if rows == 0:  # JAX refuses to index an array without rows
+        return jnp.zeros((source.size, *x.shape[1:]), x.dtype), jnp.zeros_like(group_sizes)
     moved = jnp.where(real, x[jnp.minimum(source, rows - 1)], 0)
     return moved, jnp.bincount(tiles.group, length=groups).astype(jnp.int32) * block

@@ -155,6 +155,14 @@ def test_an_expert_s_gradients_do_not_depend_on_how_many_rows_the_others_have(na
             np.testing.assert_allclose(alone[:, 0], to_weight[:, group], rtol=0, atol=1e-6 * np.abs(alone).max())
 
 
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_no_rows_have_an_empty_product_and_no_gradient(name):
+    x, weight, g, _ = operands_of_a_layer([0, 0, 0], OPERANDS[name].weight, jnp.float32, shards=2, behind=0)
+    y, to_x, to_weight = products(x, weight, g, [0, 0, 0], OPERANDS[name])
+    assert y.shape == (0, OUT) and to_x.shape == x.shape
+    np.testing.assert_array_equal(to_weight, np.zeros(weight.shape))
+
+
 @pytest.mark.slow
 def test_rows_of_no_expert_have_no_product_and_no_gradient():
     operands, sizes = OPERANDS["NVFP4"], [5, 9]
