@@ -89,11 +89,14 @@ class Arrays:
 
     def _values(self, tensor: Tensor) -> np.ndarray:
         read = self._read(tensor)
-        values = self.stored_as.values(read) if self.stored_as is not None and len(read) > 1 else read[0]
+        form = self.stored_as if len(read) > 1 else None
+        values = read[0] if form is None else form.values(read)
         if not np.isfinite(values).all():
+            number = 0 if form is None else form.not_finite(read)
+            product = ", multiplied by its scales," if number is None else ""
             raise ValueError(
-                f"{self._where(tensor, 0)} holds NaN or Inf, so every result would be NaN. Download it again, or use "
-                "another checkpoint of the model."
+                f"{self._where(tensor, number or 0)}{product} holds NaN or Inf, so every result would be NaN. Download "
+                "it again, or use another checkpoint of the model."
             )
         self.note(sum(part.nbytes for part in read))
         return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)

@@ -116,12 +116,22 @@ class StoredAs:
             values = codes.astype(np.float32)
         exact = self._spread(_numbers(scales), values.shape)
         # a code has at most 4 significant bits and an FP8 scale has 4, so their product is exact
-        with np.errstate(over="ignore", invalid="ignore"):  # the import refuses values that are not finite
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # the import refuses NaN and Inf
             values *= exact
             for scale in of_weight:
                 own = np.float32(scale.reshape(()))
                 values = values / own if self.divides else values * own
         return values
+
+    def not_finite(self, parts: list[np.ndarray]) -> int | None:
+        """Returns the index of the first tensor of a weight that holds NaN or Inf; `None` if none does.
+
+        Args:
+            parts: the tensors that `wanted` lists, in the same order.
+        """
+        codes, scales, *of_weight = parts
+        numbers = [np.float32(0) if self.code_dtype == "U8" else codes.astype(np.float32), _numbers(scales), *of_weight]
+        return next((i for i, part in enumerate(numbers) if not np.isfinite(part).all()), None)
 
     def _scale_shapes(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
         if self.block == (ALL, ALL):
@@ -147,7 +157,8 @@ def _numbers(scales: np.ndarray) -> np.ndarray:
     """Returns scales in float32; biased exponents become 2^(scale - 127), and 255 becomes NaN."""
     if scales.dtype.itemsize == 1 and scales.dtype != DTYPES["F8_E4M3"][0]:
         exponents = scales.view(np.uint8).astype(np.int32)
-        return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 127))
+        powers = np.ldexp(np.float32(1), np.minimum(exponents, 254) - 127)
+        return np.where(exponents == 255, np.float32(np.nan), powers)
     return scales.astype(np.float32)
 
 

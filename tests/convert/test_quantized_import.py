@@ -227,7 +227,6 @@ def test_another_layout_is_refused_by_its_name(said, message, tmp_path):
         ("shape", r"q_proj.weight_scale_inv: BF16\[1, 1\] .*\[3, 2\] of F32, BF16, F16, F8_E8M0 wanted"),
         ("missing", r"q_proj.weight_scale_inv: in no file, \[3, 2\] wanted"),
         ("dtype", r"q_proj.weight: U8\[128, 64\] .* of F8_E4M3 wanted"),
-        ("nan", "q_proj.weight in .* holds NaN or Inf"),
         ("zero point", "q_proj.weight_zero_point: .* no such tensor wanted"),
     ],
 )
@@ -241,11 +240,30 @@ def test_parts_that_do_not_fit_are_refused(change, message, tmp_path):
         del tensors[at + "weight_scale_inv"]
     if change == "dtype":
         tensors[at + "weight"] = tensors[at + "weight"].view(np.uint8)
-    if change == "nan":
-        tensors[at + "weight_scale_inv"][0, 0] = np.nan
     if change == "zero point":
         tensors[at + "weight_zero_point"] = np.zeros((1,), np.float32)
     write_file(file, tensors)
     with pytest.raises(ValueError, match=message):
         import_llama(tmp_path / "hf", tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "value", "message"),
+    [
+        ("fp8 in blocks", "weight", np.nan, "weight in .* holds NaN or Inf"),
+        ("fp8 in blocks", "weight_scale_inv", np.nan, "weight_scale_inv in .* holds NaN or Inf"),
+        ("fp8 in blocks of 128", "weight_scale_inv", np.inf, "weight_scale_inv in .* holds NaN or Inf"),
+        ("mxfp4 of compressed-tensors", "weight_scale", 255, "weight_scale in .* holds NaN or Inf"),
+        ("nvfp4 of modelopt", "weight_scale_2", np.inf, "weight_scale_2 in .* holds NaN or Inf"),
+        ("nvfp4 of compressed-tensors", "weight_global_scale", 0, "weight_packed in .*, multiplied by its scales, hol"),
+    ],
+)
+def test_the_part_of_a_weight_that_is_not_finite_is_named(layout, part, value, message, tmp_path):
+    quantized(tmp_path / "hf", layout)
+    at = "model.layers.0.self_attn.q_proj."
+    tensors = {name: values.copy() for name, values in read_model(tmp_path / "hf").items()}
+    tensors[at + part][(0,) * tensors[at + part].ndim] = value
+    write_file(tmp_path / "hf" / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=f"{at}{message}"):
+        import_llama(tmp_path / "hf", tmp_path / "imported")
