@@ -51,7 +51,7 @@ def check(
         microbatches: as in `train_step`.
         recipe: the recipe of both steps, such as `gtp_jax.NVFP4()`; the recipe in scope by default.
         view: as in `train_step`.
-        tolerance: the largest difference that is accepted in a tensor, relative to the largest magnitude in that
+        tolerance: the largest difference that is accepted in a tensor, relative to the largest finite magnitude in that
             tensor. The default suffices for a recipe that quantizes only weights, because both steps round each weight
             to the same codes. With `matmuls=True` use 1e-2, because a sum in a different order may round to a different
             code. `NVFP4(matmuls=True)` needs `stochastic=False`, because each rank rounds with different random bits.
@@ -60,8 +60,9 @@ def check(
 
     Returns:
         The relative difference of each tensor, by name: the loss, the tensors in `aux`, the gradients, and the model's
-        variables that are neither parameters nor frozen. For a tensor that is not floating-point, 0 if all elements
-        are equal, otherwise 1.
+        variables that are neither parameters nor frozen. Infinity for a tensor that is NaN or infinite at a position on
+        the mesh or on one device alone, or infinite with another sign. For a tensor of integers or booleans, 0 if all
+        elements are equal, otherwise 1.
 
     Raises:
         TypeError: if `loss` is not callable, or `recipe` is not a recipe.
@@ -142,15 +143,24 @@ def _path(path: Any) -> str:
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Returns the largest difference between two arrays, relative to the largest magnitude in `other`.
+    """Returns the largest difference between the finite elements of two arrays, relative to the largest finite
+    magnitude in `other`. The real and imaginary parts of complex numbers count as elements.
 
-    Positions where both arrays are NaN count as equal. If only one of them is NaN at a position, returns infinity. For
-    arrays that are not floating-point, returns 0 if they are equal, otherwise 1.
+    Returns infinity if at some position only one array is NaN or infinite, or if they differ in the sign of an
+    infinity. For arrays of integers or booleans, returns 0 if they are equal, otherwise 1.
     """
-    if not jnp.issubdtype(one.dtype, jnp.floating):  # `np.issubdtype` does not count bfloat16
+    if not jnp.issubdtype(one.dtype, jnp.inexact):  # `np.issubdtype` does not count bfloat16
         return float(not np.array_equal(one, other))
-    if not np.array_equal(np.isnan(one), np.isnan(other)):
+    one, other = _parts(one), _parts(other)
+    finite = np.isfinite(other)
+    if not np.array_equal(np.where(np.isfinite(one), 0, one), np.where(finite, 0, other), equal_nan=True):
         return float("inf")
-    one, other = np.nan_to_num(one.astype(np.float64)), np.nan_to_num(other.astype(np.float64))
+    one, other = one[finite], other[finite]
     largest = max(float(np.max(np.abs(other), initial=0.0)), float(np.finfo(np.float32).tiny))
     return float(np.max(np.abs(one - other), initial=0.0)) / largest
+
+
+def _parts(array: np.ndarray) -> np.ndarray:
+    """Returns floating-point numbers in float64. Stacks the real and the imaginary parts of complex numbers."""
+    parts = [np.real(array), np.imag(array)] if np.iscomplexobj(array) else [array]
+    return np.stack([part.astype(np.float64) for part in parts])

@@ -131,6 +131,34 @@ def test_check_names_the_first_tensor_that_differs():
         gtp.check(loss, right, x)
 
 
+@pytest.mark.parametrize(
+    ("of_degree", "difference"),
+    [
+        (lambda degree: jnp.asarray([-jnp.inf, degree]), 3.0),
+        (lambda degree: jnp.asarray([-jnp.inf, 1.0 + 1e-6 * degree]), 3e-6),
+        (lambda degree: jnp.asarray([1.0, jnp.inf if degree > 1 else 3e38]), np.inf),
+        (lambda degree: jnp.asarray([1.0, jnp.inf if degree > 1 else -jnp.inf]), np.inf),
+        (lambda degree: jnp.asarray([1.0, jnp.inf if degree > 1 else jnp.nan]), np.inf),
+        (lambda degree: jnp.asarray([2.0 + 1j, jnp.inf + degree * 1j]), 1.5),
+        (lambda degree: jnp.asarray([2.0 + 1e-6j * degree]), 1.5e-6),
+    ],
+    ids=["finite", "rounded", "too large", "sign", "nan", "complex", "complex rounded"],
+)
+def test_check_compares_finite_numbers_next_to_those_that_are_not(of_degree, difference):
+    def loss(model, x):
+        return (model(x) ** 2).mean(), of_degree(jax.sharding.get_abstract_mesh().shape["gtp"])
+
+    def checked(tolerance):
+        factory = lambda rngs: gtp.Dense(8, 8, dtype="float32", rngs=rngs)  # noqa: E731
+        return gtp.check(loss, factory, np.ones((8, 8), np.float32), has_aux=True, tolerance=tolerance)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        with pytest.raises(ValueError, match="aux  differs between dp 1 x gtp 4"):
+            checked(difference / 2 if np.isfinite(difference) else 1e300)
+        if np.isfinite(difference):
+            assert abs(checked(2 * difference)["aux "] - difference) < 0.1 * difference
+
+
 def test_check_uses_a_recipe_on_the_mesh_and_on_one_device():
     codes = []
 
