@@ -41,7 +41,7 @@ class Kind(enum.IntEnum):
 
     NONE = 0  # the value has no padding: its shape is the same in both jaxprs
     ZERO = 1  # only zeros
-    ANY = 2  # possibly other values
+    ANY = 2  # possibly other values, also Inf and NaN
 
 
 class ReadsPadding(Exception):
@@ -170,14 +170,16 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
 def _is_zero_of(eqn: Any, zeros: list[bool], args: list[Kind]) -> bool:
     """Returns whether the result of an elementwise operation is known to be zero in the padding.
 
+    A scalar factor or divisor counts as finite and not zero. Otherwise the logical array is not finite either.
+
     Args:
         eqn: the operation.
         zeros: for each argument, whether it is known to be zero in the padding.
         args: for each argument, what its padding holds.
     """
     name = eqn.primitive.name
-    if name == "mul":
-        return any(zeros)
+    if name == "mul":  # in unknown padding the other factor may be Inf or NaN, whose product with zero is NaN
+        return any(zeros) and Kind.ANY not in args
     if name == "div":
         return zeros[0] and args[1] is Kind.NONE
     if name == "integer_pow":

@@ -129,6 +129,9 @@ OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "muon": lambda: optax.contrib.muon(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "rms": lambda: optax.masked(  # the padding's mean square is 0, of which `rsqrt` makes Inf, and Inf * 0 is NaN
+        optax.rmsprop(1e-2, eps=0.0), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
     "yogi": lambda: optax.yogi(1e-2),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.9, jax.random.key(0)), optax.sgd(1e-2)),
     "lamb": lambda: optax.lamb(1e-2),
