@@ -133,8 +133,13 @@ def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
     So the loss and the gradients of a fully masked batch are 0, not NaN. Parameters then move only by what the
     optimizer adds, such as weight decay or momentum.
+
+    Returns NaN if `tokens` is NaN or negative, as after an overflow, so that a step is skipped like any other that is
+    not finite.
     """
-    return total if tokens is None else (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
+    if tokens is None:
+        return total
+    return (total / jnp.where(tokens > 0, tokens, jnp.where(tokens == 0, 1, jnp.nan))).astype(total.dtype)
 
 
 def wide(value: jax.Array) -> jax.Array:

@@ -114,3 +114,22 @@ def test_a_loss_that_raises_leaves_the_state_alive(key):
         with pytest.raises(KeyError, match="labels"):
             gtp.train_step(broken, optimizer)(state, make_batch(key))
         assert_equal(state, before)
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("number", [np.float32(np.nan), np.float32(-3), np.int32(-3)], ids=["nan", "negative", "int"])
+def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, view, key):
+    x, optimizer = jax.random.normal(key, (8, 4, WIDTH)), optax.sgd(1e-2)
+
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2), jnp.asarray(number)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        model = gtp.init(lambda rngs: gtp.Dense(WIDTH, WIDTH, dtype=jnp.float32, rngs=rngs), nnx.Rngs(0))
+        state = gtp.TrainState.create(model, optimizer)
+        before = host(state)
+        state, metrics = gtp.train_step(loss, optimizer, view=view)(state, x)
+        assert_equal(state, before)
+        mean, gradients = gtp.loss_and_gradients(loss, state, x, view=view)
+    assert metrics["skipped"] and np.isnan([metrics["loss"], metrics["grad_norm"], mean]).all()
+    assert np.isnan(gradients["kernel"]).all()
