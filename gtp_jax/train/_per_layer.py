@@ -194,7 +194,8 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
 
     Args:
         traced: the jaxpr of `init` or `update` for the arrays of one layer.
-        given: the arguments that it was traced for, with stacked arrays.
+        given: the arguments that it was traced for, with stacked arrays. The first has the parameters' structure and
+            shapes.
         like: the shapes of its results: `(updates, new state)`, or `((), state)` for `init`.
         counts: the number of layers of each parameter, by path.
 
@@ -206,7 +207,8 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
         return
     own = {path: frozenset({path}) for path in counts}
     inputs = input_values(given, counts)
-    for (path, _), value in zip(with_paths(like), Terms(()).of(traced, inputs, {}), strict=True):
+    ndims = {path: jnp.ndim(leaf) - (counts[path] > 0) for path, leaf in with_paths(given[0])}
+    for (path, _), value in zip(with_paths(like), Terms(()).of(traced, inputs, ndims), strict=True):
         owner = of_parameter(path, own) or frozenset()
         reads = frozenset().union(*(of_parameter(one, own) or frozenset() for one in value.depends))
         others = sorted(other for other in reads - owner if counts[other])

@@ -316,6 +316,8 @@ def test_what_cannot_be_mapped_over_layers_is_refused(model):
         gtp.TrainState.create(model, gtp.per_layer(clipped(optax.lamb(0.1))))
     with pytest.raises(ValueError, match=r"the optimizer's '.*' depends on 'first.layers.*sees one layer at a time"):
         gtp.TrainState.create(model, gtp.per_layer(optax.contrib.dog(1.0)))  # which takes a norm of all in `init`
+    with pytest.raises(ValueError, match="depends on 'first.layers.*sees one layer at a time"):  # products of all
+        gtp.TrainState.create(model, gtp.per_layer(optax.lbfgs(0.1, memory_size=2, linesearch=None)))
     with pytest.raises(ValueError, match="depends on random numbers, which would be the same for every layer"):
         gtp.TrainState.create(model, gtp.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(0))))
     with pytest.raises(
