@@ -12,14 +12,14 @@ import numpy as np
 import optax
 
 from ..mesh import degrees, of_all_processes
-from ..recipes import Recipe, recipe_of_call
+from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
 from ._probes import Probes
 from ._request import Request, View, check_view
 from ._rows import check_arrays, check_filled, check_rows
-from ._state import TrainState
+from ._state import TrainState, check_state
 
 Tree = Any
 
@@ -96,11 +96,14 @@ def diagnose(
             were donated to a step, or the state has no values; if the number of rows is not a multiple of the number of
             parts, or differs between leaves; or if the batch holds an empty array, a list of numbers or no array with
             rows. The batch is not checked if a parameter is not finite. Errors of the step pass through.
-        TypeError: if `loss` is not callable, or returns anything other than `train_step` allows.
+        TypeError: if `loss` is not callable, or returns anything other than `train_step` allows; if `state` is not a
+            `TrainState`; or if `recipe` is not a recipe.
     """
     check_loss(loss)
     check_view(view, has_aux=has_aux)
+    check_state(state)
     check_values(state)
+    check_recipe(recipe)
     flags, names = _finite_leaves(state.params)
     if not flags.all():
         return Diagnosis(parameter=names[int(np.argmin(flags))])

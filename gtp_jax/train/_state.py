@@ -131,6 +131,15 @@ class TrainState:
         return self.model_def.model(self.params, self.model_state, self.frozen)
 
 
+def check_state(state: Any) -> None:
+    """Raises `TypeError` unless `state` is a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"`state` is a {type(state).__name__}; it must be a `gtp_jax.TrainState`, such as "
+            "`gtp_jax.TrainState.create(model, optimizer)` makes."
+        )
+
+
 def state_specs(
     model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree, scaling: Tree = ()
 ) -> TrainState:

@@ -23,7 +23,7 @@ from ._optimizer import check_optimizer
 from ._options import check_excess_precision, compile_options
 from ._own_step import BringsStep
 from ._request import Request, View, check_microbatches, check_view
-from ._state import TrainState
+from ._state import TrainState, check_state
 from ._update import updated
 from ._zero import ReduceOverDp, check_reduce_over_dp
 
@@ -155,7 +155,7 @@ def train_step(
     request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
 
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state)
+        check_state(state)
         chosen = request._replace(recipe=recipe_of_call(recipe))
         computed = gradients(chosen, state, batch)
         after, metrics = updated(
@@ -205,7 +205,7 @@ def eval_step(
     check_view(view, has_aux=has_aux)
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
-        _check_state(state)
+        check_state(state)
         computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), state, batch)
         return _metrics(computed, state, view, has_aux)
 
@@ -245,7 +245,7 @@ def loss_and_gradients(
             integer or boolean array, or `loss` returns anything other than `train_step` allows.
     """
     check_loss(loss)
-    _check_state(state)
+    check_state(state)
     check_values(state)
     check_recipe(recipe)
     check_microbatches(microbatches)
@@ -289,14 +289,6 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
     return compile_options(
         platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0)
     )
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"`state` is a {type(state).__name__}; it must be a `gtp_jax.TrainState`, such as "
-            "`gtp_jax.TrainState.create(model, optimizer)` makes."
-        )
 
 
 def _check_pregathered_layers(pregathered_layers: Any) -> None:

@@ -316,6 +316,16 @@ def test_views_and_microbatches_are_checked_where_there_is_no_step():
         gtp.loss_and_gradients(next_token_loss, state, {}, microbatches=0)
 
 
+def test_a_state_and_a_recipe_are_checked_where_there_is_no_step():
+    model = gtp.Dense(8, 8, rngs=nnx.Rngs(0))
+    state = gtp.TrainState.create(model, optax.sgd(1.0))
+    for call in (gtp.diagnose, gtp.loss_and_gradients):
+        with pytest.raises(TypeError, match="`state` is a Dense; it must be a `gtp_jax.TrainState`, such as"):
+            call(next_token_loss, cast(Any, model), {})
+        with pytest.raises(TypeError, match="`recipe` is 'fp8'; it must be one of gtp_jax.BF16"):
+            call(next_token_loss, state, {}, recipe=cast(Any, "fp8"))
+
+
 def step_on(loss, *shape: int, microbatches: int = 1, view="global", has_aux=False, mesh=None):
     with jax.set_mesh(gtp.make_mesh(**mesh or dict(gtp=8))):
         optimizer = optax.sgd(0.1)
