@@ -63,7 +63,10 @@ class Diagnosis:
         where = " x ".join(f"{axis} {index}" for axis, index in (self.rank or {}).items())
         of_rank = f" of rank {where} (devices {', '.join(map(str, self.devices))})" if where else ""
         if self.layer is None:
-            what = "every layer's output and gradient are finite: look at the loss function, after the last layer"
+            what = (
+                "the output of every layer and the gradient of that output are finite: look at the loss function, "
+                "after the last layer, and at the gradients of parameters"
+            )
         elif not self.layer and self.kind == "gradient":
             what = "the model's output is finite, and the gradient that reaches it is not: look at the loss function"
         else:

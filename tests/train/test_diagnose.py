@@ -100,6 +100,17 @@ class RuinedAtLast(nnx.Module):
         return self.first(x) * jnp.where(x > 10, jnp.inf, 1.0)
 
 
+class SteepParameter(nnx.Module):
+    """A model of which only a parameter's gradient is not finite where the input is large."""
+
+    def __init__(self, rngs):
+        self.first = gtp.Dense(8, 8, dtype=jnp.float32, rngs=rngs)
+        self.shift = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x):
+        return self.first(x) + jnp.sqrt(self.shift[...] + jnp.where(jnp.any(x > 10), 0.0, 1.0))
+
+
 def dense(rngs):
     return gtp.Dense(8, 8, dtype=jnp.float32, rngs=rngs)
 
@@ -129,8 +140,17 @@ def square(model, x):
             "gradient",
             "the model's output is finite, and the gradient that reaches it is not: look at the loss function",
         ),
+        (
+            SteepParameter,
+            square,
+            11.0,
+            None,
+            None,
+            "of that output are finite: look at the loss function, after the last layer, and at the gradients of "
+            "parameters",
+        ),
     ],
-    ids=["one layer", "own code", "one stack", "loss"],
+    ids=["one layer", "own code", "one stack", "loss", "parameter"],
 )
 def test_the_model_itself_is_among_what_is_named(factory, loss, large, layer, kind, said, key):
     x = jax.random.normal(key, (4, 2, 8)).at[2].set(large)
