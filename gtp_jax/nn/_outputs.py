@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs
+from ..weights import Gathered
 from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
@@ -42,9 +43,8 @@ _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState, Cache)
 
 
 def variables_of(module: nnx.Module) -> Written:
-    """Returns the module's variables and attributes that are arrays, by path, except weights that are gathered."""
-    flat = nnx.to_flat_state(nnx.split(module)[1])
-    return {path: v for path, v in flat if layout_of(v) is None}
+    """Returns the module's variables and attributes that are arrays, by path."""
+    return dict(nnx.to_flat_state(nnx.split(module)[1]))
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
@@ -66,14 +66,15 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
-        if path in before and _is_same(before[path], value_of(variable)):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+        if path in before and _is_same(before[path], value):
             continue
         if not isinstance(variable, nnx.Variable):
             raise ValueError(
                 f"a call of {name} writes {'.'.join(map(str, path))}, an array that is an attribute. A layer of a "
                 "chain may only write variables; make it an `nnx.Variable`."
             )
-        if isinstance(variable, nnx.Param):
+        if isinstance(variable, nnx.Param) or layout_of(variable) is not None:  # a frozen weight is not an `nnx.Param`
             raise ValueError(
                 f"a call of {name} writes the parameter {'.'.join(map(str, path))}. A layer of a chain may write "
                 "only other variables, such as `nnx.BatchStat`; the optimizer updates parameters."
@@ -131,5 +132,9 @@ def is_float(leaf: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    """Returns whether a call has left a value as it was. A gathered weight may have been copied, as `nnx.remat` does,
+    because what user code writes in its place is an array."""
+    if isinstance(one, Gathered):
+        return isinstance(other, Gathered)
     before, after = jax.tree.leaves(one), jax.tree.leaves(other)
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))

@@ -144,6 +144,37 @@ class Writes(nnx.Module):
         return x * self.scale
 
 
+class Sets(nnx.Module):
+    """Uses gathered weights inside `nnx.remat`, which copies them, and sets the one whose name is `written`."""
+
+    def __init__(self, rngs):
+        self.weight = gtp.Param(jnp.ones((8, 8)))
+        self.dense = gtp.Dense(8, {"a": 8, "b": 8}, rngs=rngs)
+        self.written = ""
+
+    def gathered(self, x):
+        return x @ self.weight.gather() + self.dense(x)["a"] * self.weight[...].sum()
+
+    def __call__(self, x):
+        y = nnx.remat(Sets.gathered)(self, x)
+        if self.written:
+            variable = self.weight if self.written == "weight" else self.dense.kernel[self.written[-1]]
+            variable.set_value(jnp.zeros((8, 8)))
+        return y
+
+
+@pytest.mark.parametrize("name", ["weight", "dense.kernel.a", "dense.kernel.b"])
+@pytest.mark.parametrize("degrees", [None, dict(gtp=8)], ids=["plain", "gtp 8"])
+def test_a_gathered_weight_that_a_layer_of_a_chain_sets_is_refused_and_others_are_read(degrees, name):
+    with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
+        stack, x = gtp.init(lambda rngs: stack_of(Sets), nnx.Rngs(0)), jnp.ones((8, 4, 8))
+        assert gtp.run_chain(x, stack).shape == x.shape
+        stack.layers.written = name
+        for call in (stack, lambda x: gtp.run_chain(x, stack)):
+            with pytest.raises(ValueError, match=f"a call of Sets writes the parameter {name}. A layer of a chain may"):
+                call(x)
+
+
 def stack_of(layer, **options):
     return gtp.Stack(lambda rngs: layer(rngs), 2, rngs=nnx.Rngs(0), **options)
 
