@@ -31,6 +31,7 @@ view, gradients that ranks exchange (`_exchange`).
 """
 
 from ._codes import Coded as Coded
+from ._codes import decide as decide
 from ._codes import encode as encode
 from ._exchange import exchange as exchange
 from ._facts import ShardedWeight as ShardedWeight
@@ -45,6 +46,7 @@ from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
 from ._made import with_made as with_made
 from ._movement import scatter as scatter
+from ._path import paths_of as paths_of
 from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of

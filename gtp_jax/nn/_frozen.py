@@ -12,10 +12,11 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray, Tiled
+from ..hook import Coded, decide, paths_of, placement_of
 from ..layout import Layout, PaddedLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
-from ..variables import RefuseLinen, padded_layout
+from ..variables import RefuseLinen, logical_shape, padded_layout
 from ..weights import (
     FrozenAs,
     Groups,
@@ -116,12 +117,13 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
 
     Raises:
         TypeError: if `recipe` is not a recipe.
-        ValueError: if no parameter would be trained, or none would be frozen; if only some of the kernels of one module
-            would be trained; if the recipe rounds gradients stochastically, has delayed scaling, sends weights in a
-            format that cannot be stored, or gives layers of one `Stack` different formats; if the shards of a weight to
-            be stored as codes are not whole blocks of the format, and are not padded; if the recipe cannot apply to the
-            model (see `gtp_jax.weights.resolve`); if the model was built for other mesh degrees; or if the model is
-            abstract, or the call is inside a `shard_map`.
+        ValueError: if no parameter would be trained, or none would be frozen; if the recipe quantizes a weight to be
+            frozen that `gtp_jax.shard` sharded; if only some of the kernels of one module would be trained; if the
+            recipe rounds gradients stochastically, has delayed scaling, sends weights in a format that cannot be
+            stored, or gives layers of one `Stack` different formats; if the shards of a weight to be stored as codes
+            are not whole blocks of the format, and are not padded; if the recipe cannot apply to the model (see
+            `gtp_jax.weights.resolve`); if the model was built for other mesh degrees; or if the model is abstract, or
+            the call is inside a `shard_map`.
     """
     check_recipe(recipe)
     check_mesh_in_scope()
@@ -142,6 +144,8 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     frozen = {place for place in params if not is_trained(paths[place], leaves[place])}
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
     places = {path: own for path, own in kernel_places(graph, leaves, tree).items() if _all_frozen(path, own, frozen)}
+    if recipe is not None:
+        _refuse_sharded([leaves[place] for place in sorted(frozen)], recipe)
     owners = weight_owners(model)
     groups = _groups(groups_of(model, recipe), {path: owners[path] for path in places})
     kept = _kept([groups[path] for path in places], [owners[path] for path in places])
@@ -215,6 +219,21 @@ def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:
             f"`trained` is {trained!r}, which matches all of the model's parameters, so nothing would "
             "be frozen. Pass a filter that matches fewer."
         )
+
+
+def _refuse_sharded(variables: Sequence[nnx.Variable], recipe: Recipe) -> None:
+    """Raises a `ValueError` if the recipe quantizes one of the variables to be frozen that `gtp_jax.shard` sharded."""
+    for variable in variables:
+        placement = placement_of(variable)
+        if placement is None:
+            continue
+        paths = paths_of(variable)
+        if isinstance(decide(recipe, paths, logical_shape(variable), placement), Coded):
+            raise ValueError(
+                f"`recipe` quantizes {'.'.join(paths[0])}, a weight that `gtp_jax.shard` has sharded, which cannot be "
+                "frozen as codes; weights of gtp_jax's own layers can. Remove `recipe`, or name the weight in its "
+                "`exclude`."
+            )
 
 
 def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]) -> bool:

@@ -154,6 +154,28 @@ def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
     assert message in str(refused.value)
 
 
+class Tuned(nnx.Module):
+    def __init__(self, rngs):
+        self.own = gtp.Dense(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
+
+
+@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.BF16(override={"layers.1": gtp.FP8()})])
+def test_a_recipe_that_quantizes_a_sharded_weight_is_refused_where_it_is_frozen(recipe):
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(Tuned(nnx.Rngs(0)), min_size=WIDTH * WIDTH)
+        with pytest.raises(
+            ValueError, match=r"`recipe` quantizes layers\.\d\.kernel, a weight that `gtp_jax\.shard` has"
+        ):
+            gtp.freeze(model, recipe)
+        frozen = gtp.freeze(model, gtp.FP8(exclude=("layers",)))
+        assert isinstance(frozen.own.kernel.get_value(), gtp.formats.QuantizedArray)
+        assert frozen.layers[0].kernel.get_value().dtype == jnp.float32
+        kept = gtp.freeze(model, recipe, trained=nnx.Any(nnx.LoRAParam, nnx.PathContains("layers")))
+        assert isinstance(kept.layers[1].kernel, nnx.Param)
+
+
 class OnlyProjections(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
