@@ -50,7 +50,8 @@ class GatheredOnUse(Padded):
         Without a mesh and in global view, reads such as `param[...]` and `param * x` thus give the logical array in a
         chain too. In local view, they give what `gather` returns in a chain, and this rank's shard elsewhere.
         """
-        if not isinstance(self.get_raw_value(), Gathered):
+        value = self.get_raw_value()
+        if not isinstance(value, Gathered) or value.group.array is None:  # a frozen kernel, which others are fused with
             return super().get_value(**index)
         array, at = self.gather(), index.get("index", ...)
         return array if at is ... else array[at]

@@ -104,6 +104,21 @@ def test_shards_that_are_no_whole_blocks_are_refused():
         assert frozen(gtp.FP8()).pair.kernel["a"].get_value().codes.dtype == np.uint8
 
 
+class Reads(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.adapter = gtp.Dense(WIDTH, WIDTH, rngs=rngs), nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.adapter(x) + x @ self.dense.kernel[...]
+
+
+def test_a_frozen_kernel_that_a_layer_of_a_chain_reads_is_refused_like_a_trained_one():
+    stack = gtp.Stack(lambda rngs: Reads(rngs), 2, rngs=nnx.Rngs(0))
+    for model in (stack, gtp.freeze(stack)):
+        with pytest.raises(TypeError, match="the array of a weight is read or written by a layer of a `Stack`"):
+            model(jnp.ones((2, WIDTH)))
+
+
 class Narrow(nnx.Module):
     """Has shards of input features, of 24 rows each: a block and a half."""
 
