@@ -342,7 +342,6 @@ def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
         )
     if num_kv_heads < tp:
         raise ValueError(
-            f"tp {tp} exceeds the number of key-value heads, {num_kv_heads} ({num_heads} query heads); every rank "
-            f"needs at least one. Choose a tp degree of at most {num_kv_heads}, and shard weights further over gtp "
-            "instead."
+            f"tp {tp} exceeds the number of key-value heads, {num_kv_heads} ({num_heads} query heads). Choose a tp "
+            f"degree of at most {num_kv_heads}, and shard weights further over gtp instead."
         )
