@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from flax import nnx
 
 from ..weights import GradReduce
 from ._array import array_weight, over_batch, refuse_options
+from ._sizes import is_size
 
 
 class Conv(nnx.Conv):
@@ -32,8 +33,8 @@ class Conv(nnx.Conv):
             `kernel_metadata`.
 
     Raises:
-        ValueError: if a size is not positive, `feature_group_count` does not divide the features, or `mask` or
-            `kernel_metadata` is given; or if `grad_reduce` is not one of its names.
+        ValueError: if a size is not a whole number of at least 1, `feature_group_count` does not divide the
+            features, or `mask` or `kernel_metadata` is given; or if `grad_reduce` is not one of its names.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Conv(nnx.Conv):
         **options: Any,
     ) -> None:
         refuse_options("Conv", options, "mask", "kernel_metadata")
-        window = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+        window = (kernel_size,) if not isinstance(kernel_size, Iterable) else tuple(kernel_size)
         groups = options.get("feature_group_count", 1)
-        if min(in_features, out_features, groups, *window) < 1:
+        if not all(map(is_size, (in_features, out_features, groups, *window))):
             raise ValueError(
                 f"Conv({in_features}, {out_features}, {kernel_size}), feature_group_count {groups}: sizes must be "
                 "whole numbers of at least 1."

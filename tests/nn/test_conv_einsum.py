@@ -161,6 +161,10 @@ def test_errors_name_the_argument_and_the_remedy():
     rngs = nnx.Rngs(0)
     with pytest.raises(ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes must be whole numbers"):
         gtp.Conv(8, 0, 3, rngs=rngs)
+    for window in (2.5, True, (3, 2.5)):
+        with pytest.raises(ValueError, match="sizes must be whole numbers of at least 1"):
+            gtp.Conv(8, 8, window, rngs=rngs)
+    assert gtp.Conv(8, 8, np.int64(3), rngs=rngs).kernel.shape == (3, 8, 8)
     with pytest.raises(
         ValueError, match="`feature_group_count` is 3; it must divide the numbers of input and output features, 8 and 9"
     ):
