@@ -449,7 +449,10 @@ REFUSED = {
         lambda: create(lambda rngs: gtp.freeze(Pair(rngs), RECIPE, trained=nnx.PathContains("b")), gtp=1),
         "the recipe scales a by amaxes of earlier steps, of which a frozen weight has none. Freeze with `gtp_jax.FP8",
     ),
-    "a sharded model": (sharded, r"`FP8Delayed`, whose amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"),
+    "a sharded model": (
+        sharded,
+        r"`FP8Delayed`, which scales by amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`",
+    ),
     "replicas": (
         lambda: gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, view="local", replicas=object()),
         "FP8Delayed with delayed scaling, which a step over `replicas` does not support",
