@@ -451,7 +451,7 @@ REFUSED = {
     ),
     "a sharded model": (
         sharded,
-        r"`FP8Delayed`, which scales by amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`",
+        r"which scales by amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`",
     ),
     "replicas": (
         lambda: gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, view="local", replicas=object()),
