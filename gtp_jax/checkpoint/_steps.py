@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from .._foreign import brief
+from .._numbers import whole
 from ..mesh import of_all_processes
 from ._place import real_path
 
@@ -54,11 +54,8 @@ def whole_step(step: Any, name: str = "step") -> int:
     Raises:
         TypeError: if `step` is anything else, including a bool or a float.
     """
-    try:
-        if not isinstance(step, bool):
-            return operator.index(step)
-    except TypeError:
-        pass
+    if (number := whole(step)) is not None:
+        return number
     raise TypeError(
         f"`{name}` is {brief(step)}, a {type(step).__name__}; it must be a whole number: an int, or an integer of "
         "NumPy or JAX."

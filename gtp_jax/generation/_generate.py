@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from .._foreign import brief
+from .._numbers import whole
 from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees, mesh_of_devices
 from ..nn import Layer
 from ..recipes import use_recipe
 from ._caches import check_filled_once
 from ._checks import check_model
 from ._programs import NO_TOKEN, Request, decode, prefill, with_ended
-from ._sampling import sampling_of, whole
+from ._sampling import sampling_of
 from ._text_stop import Decoder, TextStop
 from ._weights import Gather, check_gather, prepared, with_plain_shardings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._foreign import brief
+from .._numbers import whole
 
 # How a token is chosen; programs are compiled for each. "greedy" takes the most likely token; "all" samples from all
 # tokens; "likeliest" samples from the most likely tokens (top-k, top-p).
@@ -41,14 +41,6 @@ class Sampling(NamedTuple):
     top_p: Any
     key: Any
     vocab_size: Any
-
-
-def whole(value: Any) -> int | None:
-    """Returns a whole number of Python, NumPy or JAX as an int; `None` for anything else, including a bool."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def _is_number(value: Any) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from .._numbers import is_size
 from ..chain import OFFLOADED, REMAT, Remat
 from ..mesh import Roles, check_mesh_in_scope, current_roles, legacy_mesh_in_scope, use_roles
 from ..weights import ModulePath
@@ -165,7 +165,7 @@ def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
 def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
-    if not isinstance(min_size, int | np.integer) or isinstance(min_size, bool) or min_size < 1:
+    if not is_size(min_size):
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
     if not isinstance(remat, str) or remat not in REMAT:
         allowed = [name for name in REMAT if name not in OFFLOADED]

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from .._numbers import is_size
 from ..mesh import degree
 from ..ops import RopeScaling, positions_of
 from ._attention_core import AttentionCore
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer, between_layers
 from ._options import DenseOptions
-from ._sizes import is_size
 
 
 class Attention(Layer):
@@ -324,8 +324,8 @@ def _heads(
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Checks that the query heads can be divided into groups of equal size, and that there are at least as many groups
-    as tp ranks.
+    """Checks that the query heads can be divided into groups of equal size, and that the number of groups is at least
+    the degree of tp.
 
     Raises:
         ValueError: if not, or if a number is not a whole number of at least 1. The message names the numbers.

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .._numbers import is_size
 from ..weights import GradReduce
 from ._array import array_weight, over_batch, refuse_options
-from ._sizes import is_size
 
 
 class Conv(nnx.Conv):

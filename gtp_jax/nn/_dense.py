@@ -13,6 +13,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
+from .._numbers import is_size
 from ..collectives import (
     Parts,
     gather_linear,
@@ -32,7 +33,6 @@ from ..weights import GradReduce, split_features
 from ._adapter import Adapter
 from ._layer import between_layers, inside_layer
 from ._options import LayerNormDenseOptions
-from ._sizes import is_size
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 Parallel = Literal["column", "row"] | None

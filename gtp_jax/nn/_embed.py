@@ -12,6 +12,7 @@ from jax import lax
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
+from .._numbers import is_size
 from ..collectives import all_gather, gather_sequence, join_split, reduce_scatter, reduce_scatter_sequence
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
@@ -28,7 +29,6 @@ from ..ops import (
 from ..weights import GradReduce, WeightGroup, split_features
 from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
-from ._sizes import is_size
 from ._weight import Initializer, WeightOwner, apply_gathered, make_vector, make_weight
 
 default_embedding_init = initializers.normal(0.02)

@@ -13,6 +13,7 @@ import jax.core
 import jax.numpy as jnp
 from flax import nnx
 
+from .._numbers import is_size
 from ..layout import Layout
 from ..mesh import check_mesh_in_scope, current_view
 from ..recipes import EXCLUDED, Recipe, matches
@@ -22,7 +23,6 @@ from ._dense import Dense
 from ._frozen import freeze
 from ._init import init
 from ._owners import stacks_of, weight_owners
-from ._sizes import is_size
 
 _SHOWN = 12
 

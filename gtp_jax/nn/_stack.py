@@ -12,13 +12,13 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
+from .._numbers import is_size
 from ..chain import Remat, Schedule, with_remat
 from ..mesh import check_mesh_in_scope, current_view, degree
 from ._cache import Cache
 from ._frozen import Frozen
 from ._layer import Layer, sides_of, states_partitions
 from ._shared import SharedInputs
-from ._sizes import is_size
 from ._stages import Link, run_links
 from ._unstacked import Unstacked
 from ._weight import StackedLayers
