@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.chain import REMAT, Outputs, Schedule, Stage, run
@@ -30,7 +30,7 @@ EVERY = list(itertools.product(REMAT, ["full", 1], [True, False]))
 
 @pytest.mark.parametrize(
     "remat, unroll, prefetch",
-    others_slow(EVERY, [("activations", "full", True), ("everything", 1, True), ("nothing", 1, True)]),
+    others_full(EVERY, [("activations", "full", True), ("everything", 1, True), ("nothing", 1, True)]),
 )
 def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, unroll, prefetch, x64):
     weights, params, constants = arrays(LENGTH)

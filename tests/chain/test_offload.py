@@ -14,7 +14,7 @@ import gtp_jax as gtp
 from gtp_jax.chain import OFFLOADED
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-from ..selection import others_slow
+from ..selection import others_full
 from .loops import inputs, loss, make_stack, results
 
 LAYERS, BATCH, SEQ, HIDDEN = 3, 8, 16, 32
@@ -59,7 +59,7 @@ CASES = [(remat, *schedule) for remat in OFFLOADED for schedule in SCHEDULES]
 BY_DEFAULT = [("offload-matmuls", "full", True, "auto"), ("offload-matmuls", 1, True, 1), ("offload", "full", False, 1)]
 
 
-@pytest.mark.parametrize("remat, unroll, prefetch, keep_gathered", others_slow(CASES, BY_DEFAULT))
+@pytest.mark.parametrize("remat, unroll, prefetch, keep_gathered", others_full(CASES, BY_DEFAULT))
 def test_gradients_are_those_without_bit_for_bit(remat, unroll, prefetch, keep_gathered):
     config = LlamaConfig(**SIZES, remat=remat, unroll=unroll, prefetch=prefetch, keep_gathered=keep_gathered)
     found = jax.tree.leaves(differentiated(config, lambda f, *given: jax.jit(f)(*given)))

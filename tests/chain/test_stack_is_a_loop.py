@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -28,7 +28,7 @@ def results_of_a_loop():
 
 @pytest.mark.parametrize(
     "remat, unroll, prefetch, keep_gathered",
-    others_slow(EVERY, BY_DEFAULT),
+    others_full(EVERY, BY_DEFAULT),
 )
 def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, keep_gathered, x64):
     schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)

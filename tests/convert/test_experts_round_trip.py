@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -25,7 +25,7 @@ MISSING = object()
 MODELS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "qwen3": QWEN3}
 
 
-@pytest.mark.parametrize("name", others_slow(MODELS, ["mixtral"]))
+@pytest.mark.parametrize("name", others_full(MODELS, ["mixtral"]))
 def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, tmp_path):
     config = MODELS[name]
     tensors = random_tensors(config)

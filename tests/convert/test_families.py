@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -55,7 +55,7 @@ MESHES = {"gtp 8": dict(gtp=8), "gtp 4 x tp 2": dict(gtp=4, tp=2)}
 USUAL = ["Qwen2, YaRN, a window, tied", "Mistral", "Mistral without a window"]
 
 
-@pytest.fixture(params=others_slow(MODELS, USUAL))
+@pytest.fixture(params=others_full(MODELS, USUAL))
 def model(request, tmp_path):
     """A config.json, its tensors, and the checkpoint that was imported."""
     config = MODELS[request.param]

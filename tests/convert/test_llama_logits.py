@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -28,7 +28,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("changes", others_slow(CHANGES, ["tied", "Llama 3.1's scaling"]))
+@pytest.mark.parametrize("changes", others_full(CHANGES, ["tied", "Llama 3.1's scaling"]))
 def test_logits_of_an_imported_llama_are_those_of_its_tensors(changes, tmp_path):
     config = {**CONFIG, **CHANGES[changes]}
     tensors = random_tensors(config)

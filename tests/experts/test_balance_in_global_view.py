@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import diagonal, others_slow
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.nn import Routing
@@ -49,7 +49,7 @@ def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
             np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=str(path))
 
 
-@pytest.mark.parametrize("degrees", others_slow([None, dict(dp=2, tp=2), dict(gtp=4)], [dict(dp=2, tp=2)]), ids=str)
+@pytest.mark.parametrize("degrees", others_full([None, dict(dp=2, tp=2), dict(gtp=4)], [dict(dp=2, tp=2)]), ids=str)
 @pytest.mark.parametrize("parallel", ["features", pytest.param(None, marks=pytest.mark.slow)])
 def test_gradients_of_a_mean_are_those_of_the_sum_a_token(degrees, parallel, x64):
     of_sum, of_mean = (gradients(degrees, parallel, reduction=reduction) for reduction in ("sum", "mean"))
@@ -92,7 +92,7 @@ def router_and_gradient(reduction, term):
     return state.params["experts"]["router"], found["experts"]["router"]
 
 
-@pytest.mark.parametrize("reduction, term", diagonal(["sum", "mean"], ["aux_loss_coeff", "routing.z_loss_coeff"]))
+@pytest.mark.parametrize("reduction, term", pairwise(["sum", "mean"], ["aux_loss_coeff", "routing.z_loss_coeff"]))
 def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind(reduction, term, x64):
     (router, found), (_, without) = (router_and_gradient(reduction, name) for name in (term, "none"))
     wanted = jax.jit(jax.grad(term_by_formula), static_argnums=2)(router, INPUT, term)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(CASES, ["ep 4, in rounds and two chunks"]))
+@pytest.mark.parametrize("name", others_full(CASES, ["ep 4, in rounds and two chunks"]))
 def test_results_are_those_of_one_device(name):
     """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8
     rounds off is many times as much."""

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -90,7 +90,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(MESHES, ["ep 2 x gtp 2, in rounds and two chunks"]))
+@pytest.mark.parametrize("name", others_full(MESHES, ["ep 2 x gtp 2, in rounds and two chunks"]))
 def test_every_routing_agrees_with_every_token_through_every_expert(name, x64):
     """The last two send no token to most experts, and none to most ranks."""
     degrees, options = MESHES[name]
@@ -158,8 +158,8 @@ def test_chunks_change_no_result_and_two_runs_give_the_same_bits(x64):
             np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=0, atol=1e-12 * np.abs(a).max())
 
 
-@pytest.mark.parametrize("chunks", others_slow([1, 2], [2]))
-@pytest.mark.parametrize("remat", others_slow(["matmuls", "nothing", "everything"], ["everything"]))
+@pytest.mark.parametrize("chunks", others_full([1, 2], [2]))
+@pytest.mark.parametrize("remat", others_full(["matmuls", "nothing", "everything"], ["everything"]))
 @pytest.mark.parametrize(
     "recipe",
     [

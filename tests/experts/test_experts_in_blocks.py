@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -62,7 +62,7 @@ def distances(found, wanted):
     return jax.tree.map(lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b)), found, wanted)
 
 
-@pytest.mark.parametrize("name", others_slow(MESHES, ["gtp 2 x tp 2 x ep 2"]))
+@pytest.mark.parametrize("name", others_full(MESHES, ["gtp 2 x tp 2 x ep 2"]))
 def test_steps_are_those_of_one_device(name, x64):
     degrees, microbatches, options = MESHES[name]
     losses, changes = on_one_device(microbatches)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.generation._caches import make_caches, put_caches, taken_caches
@@ -65,7 +65,7 @@ def whole(make):
     return forward(model_of(make), TOKENS.tolist())[:, :LENGTH]
 
 
-@pytest.mark.parametrize("name", others_slow(CASES, USUAL))
+@pytest.mark.parametrize("name", others_full(CASES, USUAL))
 def test_logits_are_those_of_the_whole_sequence(name, x64):
     degrees, make, gather = CASES[name]
     wanted = whole(make)
@@ -103,7 +103,7 @@ def oracle(make):
 
 
 @pytest.mark.parametrize(
-    "name", others_slow(CASES, ["no mesh", "gtp 4 x tp 2, each token", "Qwen2, gtp 4 x tp 2", "windows, gtp 4 x tp 2"])
+    "name", others_full(CASES, ["no mesh", "gtp 4 x tp 2, each token", "Qwen2, gtp 4 x tp 2", "windows, gtp 4 x tp 2"])
 )
 def test_greedy_tokens_are_those_of_the_whole_sequence_alone_and_in_a_batch(name, x64):
     degrees, make, gather = CASES[name]

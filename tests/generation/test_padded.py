@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 from flax import nnx
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.nn import split_model
@@ -31,7 +31,7 @@ def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
 MESHES = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
 
 
-@pytest.mark.parametrize(("degrees", "gather"), diagonal(MESHES, ["once", "each_token"], every=2), ids=str)
+@pytest.mark.parametrize(("degrees", "gather"), pairwise(MESHES, ["once", "each_token"], usual=3), ids=str)
 def test_tokens_of_padded_models_are_those_without_a_mesh(degrees, gather, x64):
     wanted = greedy(model_of(DENSE), PROMPTS, 6)
     devices = jax.devices()[: math.prod(degrees.values())]

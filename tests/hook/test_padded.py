@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from padded_states import moved, same
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "name", "view"), diagonal(MESHES, OPTIMIZERS, ["global", "local"]))
+@pytest.mark.parametrize(("mesh", "name", "view"), pairwise(MESHES, OPTIMIZERS, ["global", "local"]))
 def test_steps_of_padded_weights_are_those_of_one_device(mesh, name, view, x64):
     wanted, losses, _ = trained(name)
     found, own, shapes = trained(name, tuple(MESHES[mesh].items()), view=view)
@@ -56,7 +56,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "view"), diagonal(OPTIONS, ["global", "local"]))
+@pytest.mark.parametrize(("name", "view"), pairwise(OPTIONS, ["global", "local"]))
 def test_options_do_not_change_steps_of_padded_weights(name, view, x64):
     wanted, losses, _ = trained("adamw")
     found, own, _ = trained("adamw", (("dp", 2), ("gtp", 3)), view=view, **OPTIONS[name])
@@ -64,7 +64,7 @@ def test_options_do_not_change_steps_of_padded_weights(name, view, x64):
     same(found, wanted)
 
 
-@pytest.mark.parametrize(("mesh", "name", "view"), diagonal(["gtp 7", "gtp 3, dp 2"], OPTIMIZERS, ["local", "global"]))
+@pytest.mark.parametrize(("mesh", "name", "view"), pairwise(["gtp 7", "gtp 3, dp 2"], OPTIMIZERS, ["local", "global"]))
 def test_steps_of_stacked_weights_that_a_scan_slices_are_those_of_one_device(mesh, name, view, x64):
     wanted, losses, _ = trained(name, kind=Stacked)
     found, own, shapes = trained(name, tuple(MESHES[mesh].items()), kind=Stacked, view=view)

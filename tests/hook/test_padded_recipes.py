@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from padded_states import same
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.hook import sharded_weights
@@ -25,7 +25,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh", "view"), diagonal(RECIPES, ["gtp 7", "gtp 3, dp 2"], ["global", "local"]))
+@pytest.mark.parametrize(("name", "mesh", "view"), pairwise(RECIPES, ["gtp 7", "gtp 3, dp 2"], ["global", "local"]))
 def test_steps_under_a_recipe_are_those_of_one_device(name, mesh, view, x64):
     recipe, atol = RECIPES[name]
     wanted, losses, _ = trained("adamw", recipe=recipe)
@@ -34,7 +34,7 @@ def test_steps_under_a_recipe_are_those_of_one_device(name, mesh, view, x64):
     same(found, wanted, atol)
 
 
-@pytest.mark.parametrize(("name", "view"), diagonal(["NVFP4", "FP8 matmuls", "FP8 in blocks"], ["global", "local"]))
+@pytest.mark.parametrize(("name", "view"), pairwise(["NVFP4", "FP8 matmuls", "FP8 in blocks"], ["global", "local"]))
 def test_steps_of_stacked_weights_under_a_recipe_are_those_of_one_device(name, view, x64):
     recipe, atol = RECIPES[name]
     wanted, losses, _ = trained("adamw", kind=Stacked, recipe=recipe)
@@ -71,7 +71,7 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize(("wire", "view"), diagonal(["bf16", "fp8", "mxfp8"], ["global", "local"]))
+@pytest.mark.parametrize(("wire", "view"), pairwise(["bf16", "fp8", "mxfp8"], ["global", "local"]))
 def test_exchanged_gradients_are_those_of_gtp_jax_own_layers(wire, view, x64):
     x, found = jax.random.normal(jax.random.key(0), (42, 33), jnp.float64), []
     rng = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hook
@@ -34,7 +34,7 @@ def without_mesh(way):
 USUAL = ["plain", "hidden state", "stop_gradient", "repeated", "U shape", "nnx.remat", "cond", "vmap"]
 
 
-@pytest.mark.parametrize("way, mesh", others_slow([(w, m) for w in WAYS for m in MESHES], usual_pairs(USUAL)))
+@pytest.mark.parametrize("way, mesh", others_full([(w, m) for w in WAYS for m in MESHES], usual_pairs(USUAL)))
 def test_three_steps_are_those_without_a_mesh(way, mesh, x64):
     stay = way != "plain"  # with "plain", later steps start from the compiler's shardings
     with scope(MESHES[mesh]):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from selection import diagonal, others_slow
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 
@@ -47,7 +47,7 @@ def assert_equal(numbers: str, found: Any, gradients: Any) -> None:
         assert error(one, other) < tolerance
 
 
-@pytest.mark.parametrize(("kind", "numbers"), diagonal(MODELS, NUMBERS))
+@pytest.mark.parametrize(("kind", "numbers"), pairwise(MODELS, NUMBERS))
 def test_a_model_in_linen_has_the_loss_and_gradients_of_plain_jax(kind, numbers):
     dtype, recipe, _ = NUMBERS[numbers]
     weights, x = values()
@@ -66,7 +66,7 @@ def back_in_nnx(kind: str, dtype: str) -> nnx.Module:
     return model
 
 
-@pytest.mark.parametrize(("kind", "numbers"), diagonal(MODELS, NUMBERS))
+@pytest.mark.parametrize(("kind", "numbers"), pairwise(MODELS, NUMBERS))
 def test_a_model_in_linen_and_back_in_nnx_has_the_loss_and_gradients_of_plain_jax(kind, numbers):
     dtype, recipe, _ = NUMBERS[numbers]
     x = values()[1]
@@ -75,7 +75,7 @@ def test_a_model_in_linen_and_back_in_nnx_has_the_loss_and_gradients_of_plain_ja
         assert_equal(numbers, *run(back_in_nnx(kind, dtype)))
 
 
-@pytest.mark.parametrize("kind", others_slow(MODELS, ["list"]))
+@pytest.mark.parametrize("kind", others_full(MODELS, ["list"]))
 def test_in_a_step_it_is_right_without_a_recipe_and_refused_with_one(kind):
     x = values()[1]
     state = gtp.TrainState.create(back_in_nnx(kind, "bfloat16"), optax.identity())

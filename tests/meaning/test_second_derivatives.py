@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from placed import placed
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -135,7 +135,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "recipe", "mesh", "how"), others_slow(ALL, CASES))
+@pytest.mark.parametrize(("kind", "dtype", "recipe", "mesh", "how"), others_full(ALL, CASES))
 def test_the_gradient_of_a_penalty_is_that_of_plain_jax(kind, dtype, recipe, mesh, how):
     weights = exact_weights(recipe)
     # XLA's CPU backend has no product of bfloat16 into float32 of the form that the others need on one device

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from placed import placed
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -218,7 +218,7 @@ def thawed():
 
 
 @pytest.mark.usefixtures("thawed")
-@pytest.mark.parametrize(("case", "kind", "numbers"), diagonal(CASES, MODELS, NUMBERS))
+@pytest.mark.parametrize(("case", "kind", "numbers"), pairwise(CASES, MODELS, NUMBERS))
 def test_loss_and_gradients_are_those_of_plain_jax(case, kind, numbers):
     _, recipe, tolerance = NUMBERS[numbers]
     weights, x = values()
@@ -240,7 +240,7 @@ def not_of_jax(case: Any) -> bool:
 # A list is on one device: of a `shard_map` with `jax.checkpoint` and a collective in it, jax 0.12.0 itself keeps what
 # it has linearized.
 @pytest.mark.usefixtures("thawed")
-@pytest.mark.parametrize(("case", "kind", "numbers"), list(filter(not_of_jax, diagonal(CASES, MODELS, NUMBERS))))
+@pytest.mark.parametrize(("case", "kind", "numbers"), list(filter(not_of_jax, pairwise(CASES, MODELS, NUMBERS))))
 def test_no_tracer_is_alive_after_a_trace(case, kind, numbers):
     degree = {"list": 1, "stack": 2}[kind]
     with jax.set_mesh(gtp.make_mesh(gtp=degree, devices=jax.devices()[:degree])):

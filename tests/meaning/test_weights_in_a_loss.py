@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -90,7 +90,7 @@ def computed(loss, degrees, recipe=None, before=lambda params: params, **options
         return jax.tree.map(np.asarray, run(state, {"x": jnp.asarray(x)}))
 
 
-@pytest.mark.parametrize("loss", others_slow(LOSSES, LOSSES[:1]), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", others_full(LOSSES, LOSSES[:1]), ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_over_dp_it_means_what_it_means_without_a_mesh(loss, microbatches, x64):
     assert_equal(computed(loss, DP, microbatches=microbatches), computed(loss, None, microbatches=microbatches))

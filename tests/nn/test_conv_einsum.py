@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from placed import placed
-from selection import diagonal, every, others_slow
+from selection import every, others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.hlo import collectives
@@ -81,12 +81,12 @@ def test_without_a_mesh_bit_for_bit(name, x64):
         assert found.tobytes() == wanted.tobytes() and found.dtype == np.float64
 
 
-@pytest.mark.parametrize("name, mesh", diagonal([*LAYERS, "a stack"], MESHES, every=3))
+@pytest.mark.parametrize("name, mesh", pairwise([*LAYERS, "a stack"], MESHES, usual=2))
 def test_on_a_mesh_as_without_one(name, mesh, x64):
     assert_close(measured(name, True, mesh), measured(name, False, None))
 
 
-@pytest.mark.parametrize("name", others_slow(["patches", "heads", "a stack"], ["a stack"]))
+@pytest.mark.parametrize("name", others_full(["patches", "heads", "a stack"], ["a stack"]))
 def test_a_batch_that_ranks_do_not_divide(name, x64):
     assert_close(measured(name, True, "gtp 4 x tp 2", batch=5), measured(name, False, None, batch=5))
 

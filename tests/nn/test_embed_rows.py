@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -75,7 +75,7 @@ def sent(kind, tokens):
 
 
 @pytest.mark.parametrize(
-    "kind, mesh, length", diagonal(MODELS, ["gtp 4 x tp 2", "gtp 8", "dp 2 x gtp 2 x tp 2"], [2, 4, 64])
+    "kind, mesh, length", pairwise(MODELS, ["gtp 4 x tp 2", "gtp 8", "dp 2 x gtp 2 x tp 2"], [2, 4, 64])
 )
 def test_rows_and_gradients_are_those_of_one_device(kind, mesh, length, x64):
     """Up to 4 tokens of each of 8 sequences are exchanged as rows; of 64, the table is gathered."""

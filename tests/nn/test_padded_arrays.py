@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from padded_states import moved, padding_of, same
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -111,7 +111,7 @@ def trained(model, name, view="global", **degrees):
         return jax.tree.map(np.asarray, state.logical().params), losses
 
 
-@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS, every=2))
+@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=3))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_steps_with_padded_arrays_are_those_of_one_device(case, name, x64):
     model, degrees, view = CASES[case]

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -103,7 +103,7 @@ def masters_of_one_device():
     return found
 
 
-@pytest.mark.parametrize(("name", "degrees"), diagonal(RECIPES, MESHES))
+@pytest.mark.parametrize(("name", "degrees"), pairwise(RECIPES, MESHES))
 def test_codes_are_those_of_the_whole_weight_by_the_oracle(name, degrees, x64):
     recipe = RECIPES[name]
     wanted = masters_of_one_device()
@@ -117,7 +117,7 @@ def test_codes_are_those_of_the_whole_weight_by_the_oracle(name, degrees, x64):
             np.testing.assert_array_equal(back.reshape(np.shape(values)), values, err_msg=str(path))
 
 
-@pytest.mark.parametrize(("name", "degrees"), diagonal(RECIPES, MESHES))
+@pytest.mark.parametrize(("name", "degrees"), pairwise(RECIPES, MESHES))
 def test_codes_scales_and_amaxes_are_those_of_one_device_bit_for_bit(name, degrees, x64):
     each = []
     for sizes in ({}, degrees):
@@ -163,7 +163,7 @@ def trained_on_one_device(name):
 VIEWS = [dict(view="global"), dict(view="local"), dict(view="global", microbatches=2)]
 
 
-@pytest.mark.parametrize(("name", "degrees", "options"), diagonal(RECIPES, MESHES, VIEWS, every=1))
+@pytest.mark.parametrize(("name", "degrees", "options"), pairwise(RECIPES, MESHES, VIEWS, usual=6))
 def test_adapters_over_padded_codes_train_as_on_one_device(name, degrees, options, x64):
     if "tp" in degrees and options["view"] == "local":
         options = dict(view="global")  # in local view, `nnx.LoRA` would get parts of features

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from selection import diagonal, others_slow
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.hlo import collectives
@@ -56,12 +56,12 @@ def measured(mesh, kind, tensor_dim):
 
 
 # tp divides dimension 1 of 8 on some meshes, 2 of 5 on none
-@pytest.mark.parametrize("mesh, kind, tensor_dim", diagonal(MESHES, [Stacked, Tensors], [None, 1, -2], every=2))
+@pytest.mark.parametrize("mesh, kind, tensor_dim", pairwise(MESHES, [Stacked, Tensors], [None, 1, -2], usual=3))
 def test_value_and_gradients_are_those_without_a_mesh(mesh, kind, tensor_dim, x64):
     assert_close(measured(mesh, kind, tensor_dim), measured(None, kind, None))
 
 
-@pytest.mark.parametrize("mesh", others_slow(["gtp 8", "gtp 4 x tp 2", "tp 3"], ["gtp 4 x tp 2"]))
+@pytest.mark.parametrize("mesh", others_full(["gtp 8", "gtp 4 x tp 2", "tp 3"], ["gtp 4 x tp 2"]))
 def test_in_local_view_gradients_of_shards_are_those_of_the_array(mesh, x64):
     def loss(model, x):
         return jnp.sum(jnp.sin(model(x))), x.shape[0]
@@ -121,7 +121,7 @@ def test_a_size_that_no_degree_divides_stays_whole_with_a_warning():
         gtp.Param(jnp.ones((7, 5)))
 
 
-@pytest.mark.parametrize("mesh", others_slow(["gtp 4 x tp 2", None], ["gtp 4 x tp 2"]))
+@pytest.mark.parametrize("mesh", others_full(["gtp 4 x tp 2", None], ["gtp 4 x tp 2"]))
 def test_reading_it_is_the_logical_array_everywhere(mesh, x64):
     class Plain(nnx.Module):
         def __init__(self, make, rngs):

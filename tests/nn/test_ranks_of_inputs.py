@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.nn import Routing
@@ -77,7 +77,7 @@ def values(model):
 
 @pytest.mark.parametrize(
     "name, mesh",
-    others_slow(
+    others_full(
         [(name, mesh) for name in MODULES for mesh in MESHES],
         [("column", "tp 2"), ("mlp", "gtp 2 x tp 2"), ("experts of tokens", "gtp 2 x tp 2")]
         + [("mlp of whole sequences", "tp 2"), ("uneven row", "tp 2")],
@@ -130,7 +130,7 @@ def test_layers_alone_and_stacked_have_the_value_and_gradient_of_their_formula(n
     )
 
 
-@pytest.mark.parametrize("norm", others_slow(["rms", "layer", None], ["rms"]))
+@pytest.mark.parametrize("norm", others_full(["rms", "layer", None], ["rms"]))
 def test_embeddings_and_heads_take_one_token_or_sequences(norm, x64):
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
         embed = gtp.init(lambda rngs: gtp.Embed(13, 7, **F64, rngs=rngs), nnx.Rngs(0))

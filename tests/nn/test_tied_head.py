@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -50,7 +50,7 @@ def measured(make, table, tokens):
     return value, gradients["embed"][name].get_value()
 
 
-@pytest.mark.parametrize("norm, mesh", diagonal(["rms", "layer", None], ["gtp 4 x tp 2", "tp 3", None]))
+@pytest.mark.parametrize("norm, mesh", pairwise(["rms", "layer", None], ["gtp 4 x tp 2", "tp 3", None]))
 def test_it_is_that_of_flax(norm, mesh, x64):
     rng = np.random.default_rng(0)
     table, tokens = rng.normal(size=(97, 16)), rng.integers(0, 97, (12, 6))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import diagonal, every
+from selection import every, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.ops import attention, cudnn_lacks, rope
@@ -213,7 +213,7 @@ def test_positions_begin_again_with_each_document():
     np.testing.assert_array_equal(jax.jit(gtp.positions_of)(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("rotary_dim, scaling", diagonal([None, 4], [None, gtp.RopeScaling(kind="linear", factor=4.0)]))
+@pytest.mark.parametrize("rotary_dim, scaling", pairwise([None, 4], [None, gtp.RopeScaling(kind="linear", factor=4.0)]))
 def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(2, 5, 3, 8)), rng.integers(0, 1000, (2, 5))

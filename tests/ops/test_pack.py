@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D, PackPlan, Piece
@@ -18,7 +18,7 @@ from .bits import assert_same_bits, device
 
 def every_format(*usual):
     """Every format; by default the usual ones."""
-    return pytest.mark.parametrize("format", others_slow(FORMATS.values(), usual), ids=str)
+    return pytest.mark.parametrize("format", others_full(FORMATS.values(), usual), ids=str)
 
 
 # Two outputs: 0 is a fused weight of two pieces, one of them stored transposed; 1 is a weight of odd sizes.

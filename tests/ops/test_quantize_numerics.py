@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D
@@ -81,7 +81,7 @@ def _check_row(row, x, amax):
     assert_same_bits(row.codes, codes, "codes")
 
 
-@pytest.mark.parametrize("format", others_slow([NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], [NVFP4_1D, FP8_E4M3]), ids=str)
+@pytest.mark.parametrize("format", others_full([NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], [NVFP4_1D, FP8_E4M3]), ids=str)
 @settings(SOME, max_examples=4)
 @given(data=st.data())
 def test_any_shape(format, implementation, data):
@@ -106,7 +106,7 @@ def test_any_values(format, implementation, data):
     check_quantize(patterns.view(np.float32), format, implementation, what=f"seed {seed}")
 
 
-@pytest.mark.parametrize("format", others_slow(FORMATS.values(), [NVFP4, NVFP4_1D, MXFP8, FP8_E5M2]), ids=str)
+@pytest.mark.parametrize("format", others_full(FORMATS.values(), [NVFP4, NVFP4_1D, MXFP8, FP8_E5M2]), ids=str)
 def test_ties_and_their_neighbours(format, implementation):
     # with this amax the tensor's scale is 1, and each block's largest makes the block's scale 1 as well
     top = format.element_max
@@ -128,7 +128,7 @@ def every_code(format) -> np.ndarray:
     return positive[np.isfinite(positive)]
 
 
-@pytest.mark.parametrize("format", others_slow([NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], [NVFP4, MXFP8]), ids=str)
+@pytest.mark.parametrize("format", others_full([NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], [NVFP4, MXFP8]), ids=str)
 def test_zeros_keep_their_sign_and_their_block_its_zero_scale(format, implementation):
     x = np.zeros((64, 96), np.float32)
     x[:, 1::2] = -0.0

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import native
@@ -65,7 +65,7 @@ def test_the_transposed_gradient_of_a_bfloat16_weight_is_summed_in_float32_over_
 
 @pytest.mark.parametrize(
     "name",
-    others_slow(PRODUCTS, ["grouped_matmul", "embedding_lookup"]),
+    others_full(PRODUCTS, ["grouped_matmul", "embedding_lookup"]),
 )
 def test_a_slot_gets_the_gradient_unrounded_and_is_never_read(name):
     product, (x, w, g) = PRODUCTS[name], operands(name)

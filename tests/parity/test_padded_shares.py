@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from padded_states import moved, padding_of, same
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -73,7 +73,7 @@ def trained(config, name, view="local", microbatches=1, reduce_over_dp="each", *
         return jax.tree.map(np.asarray, state.logical().params), found, padded
 
 
-@pytest.mark.parametrize(("case", "name"), diagonal(CASES, OPTIMIZERS, every=2))
+@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=3))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_steps_of_padded_weights_are_those_of_one_device(case, name, x64):
     degrees, config, view, *shapes = CASES[case]
@@ -94,7 +94,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize(("name", "view"), diagonal(SCHEDULES, ["local", "global"], every=2))
+@pytest.mark.parametrize(("name", "view"), pairwise(SCHEDULES, ["local", "global"], usual=3))
 def test_schedules_of_padded_weights_are_those_of_one_device(name, view, x64):
     config = dataclasses.replace(ODD, num_heads=5, num_kv_heads=5, head_dim=2, **SCHEDULES[name])
     wanted, losses, _ = trained(config, "adamw")

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -74,7 +74,7 @@ def of_values(model):
     return model
 
 
-@pytest.mark.parametrize("place", others_slow(PLACES, USUAL))
+@pytest.mark.parametrize("place", others_full(PLACES, USUAL))
 def test_codes_and_products_are_those_of_one_device_by_the_oracle(place):
     sizes, degrees, options = PLACES[place]
     with scope(degrees), gtp.even_shares():

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo, native
@@ -137,12 +137,12 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("remat", others_slow(REMAT, ["nothing", "offload-matmuls"]))
+@pytest.mark.parametrize("remat", others_full(REMAT, ["nothing", "offload-matmuls"]))
 def test_remat_policies_change_nothing(remat):
     assert_same(trained(KEPT, dict(gtp=2), remat), trained(WITHOUT, dict(gtp=2), remat))
 
 
-MESHES = others_slow([dict(gtp=1), dict(gtp=2, tp=2), dict(dp=2, gtp=4)], [dict(gtp=2, tp=2)])
+MESHES = others_full([dict(gtp=1), dict(gtp=2, tp=2), dict(dp=2, gtp=4)], [dict(gtp=2, tp=2)])
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)

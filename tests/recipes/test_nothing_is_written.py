@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -73,7 +73,7 @@ CASES = [
 DEFAULT = [("of gradients", {})]
 
 
-@pytest.mark.parametrize("name, changes", others_slow(CASES, DEFAULT), ids=str)
+@pytest.mark.parametrize("name, changes", others_full(CASES, DEFAULT), ids=str)
 def test_no_attribute_is_written_in_a_step(name, changes, written):
     recipe = EVERY[name]
     if "tie_embeddings" in changes:
@@ -92,7 +92,7 @@ def test_no_attribute_is_written_in_a_step(name, changes, written):
     assert not written
 
 
-@pytest.mark.parametrize("name", others_slow(UNSTOCHASTIC, ["mxfp8"]))
+@pytest.mark.parametrize("name", others_full(UNSTOCHASTIC, ["mxfp8"]))
 def test_no_attribute_is_written_under_a_recipe_in_scope(name, written):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))

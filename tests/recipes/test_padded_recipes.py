@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import diagonal
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "name"), diagonal(CASES, RECIPES))
+@pytest.mark.parametrize(("case", "name"), pairwise(CASES, RECIPES))
 def test_a_step_with_padded_weights_is_that_of_one_device(case, name, x64):
     (recipe, atol), (model, width, degrees, shapes) = RECIPES[name], CASES[case]
     found = []

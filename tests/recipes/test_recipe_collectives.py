@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import diagonal, others_slow
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -42,7 +42,7 @@ def buffer_bytes(form, gtp_degree, kernels) -> int:
 
 @pytest.mark.parametrize(
     "recipe, tp_and_parts",
-    diagonal([gtp.NVFP4(), gtp.MXFP8(), gtp.FP8()], [(2, 1), (1, 3)], every=2),
+    pairwise([gtp.NVFP4(), gtp.MXFP8(), gtp.FP8()], [(2, 1), (1, 3)], usual=3),
     ids=lambda value: value if isinstance(value, tuple) else type(value).__name__,
 )
 def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp_and_parts):
@@ -79,7 +79,7 @@ def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(
 
 @pytest.mark.parametrize(
     "recipe, numerator, denominator",
-    others_slow(
+    others_full(
         [(gtp.MXFP8(), 33, 32), (gtp.NVFP4(), 129, 256), (gtp.NVFP4(block=(1, 16)), 9, 16)], [(gtp.MXFP8(), 33, 32)]
     ),
 )
