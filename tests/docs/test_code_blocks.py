@@ -16,28 +16,21 @@ from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 # Two of experiments.md need GPUs.
 NOT_RUN = 10
 
-# Pages whose programs compile longest; the others run by default.
-SLOW = {
-    f"docs/{page}.md"
-    for page in (
-        "attention",
-        "experts",
-        "from-fsdp",
-        "layers",
-        "numerics",
-        "recipes",
-        "sharding",
-        "training",
-        "troubleshooting",
-        "writing-layers",
-    )
+# Pages whose programs take seconds at most; the others are full.
+BY_DEFAULT = {
+    "README.md",
+    "docs/checkpoints.md",
+    "docs/commands.md",
+    "docs/conversion.md",
+    "docs/how-it-works.md",
+    "gtp_jax/formats/README.md",
 }
 
 _ENDS = {"&", "&&", "|", ";"}
 
 
 def _runs(page: Path):
-    return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
+    return pytest.param(page, id=name(page), marks=[] if name(page) in BY_DEFAULT else [pytest.mark.full])
 
 
 @pytest.mark.parametrize("page", [_runs(page) for page in PAGES if blocks(page, "python")])

@@ -2,6 +2,8 @@
 
 import tomllib
 
+import pytest
+
 from docs.pictures.how_it_works import PICTURES, groups, life, rooms
 from gtp_jax.chain import Compute, Gather, Reduce, Schedule, plan
 
@@ -34,6 +36,7 @@ def test_every_room_of_the_import_contracts_is_drawn_with_its_lines_and_purpose(
         assert all(lines > 100 and len(purpose) > 10 for _, lines, purpose in shown)
 
 
+@pytest.mark.full
 def test_the_pictures_can_be_drawn_again_and_are_small(tmp_path):
     for name in ("life", "schedule", "rooms"):  # the step compiles for a minute
         PICTURES[name](tmp_path / f"{name}.png")

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, QuantizedArray, validate
-
-every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 
 
 def made(format, shape=(33, 47), axis="row") -> QuantizedArray:
@@ -36,19 +36,15 @@ SHAPES = {
 }
 
 
-@every_format
-def test_shapes_are_the_documented_ones(format):
-    row, column = made(format, axis="both")
+@pytest.mark.parametrize("format", others_full(FORMATS.values(), [NVFP4, FP8_E4M3]), ids=str)
+def test_shapes_and_bytes_are_the_documented_ones(format):
+    row, column = jax.eval_shape(lambda: made(format, axis="both"))
     shapes = tuple(None if leaf is None else leaf.shape for q in (row, column) for leaf in (q.codes, q.scales))
     assert shapes == SHAPES[format.name]
     assert row.shape == column.shape == (33, 47)
     assert (row.amax is not None) == format.has_amax
-
-
-@every_format
-def test_bytes_of_a_large_array_are_the_formats(format):
-    q = made(format, (512, 1024))
-    assert q.nbytes == 512 * 1024 * format.bytes_per_element + 4 * format.has_amax
+    q = made(format, (64, 128))
+    assert q.nbytes == 64 * 128 * format.bytes_per_element + 4 * format.has_amax
 
 
 def test_jit_and_scan_and_vmap_carry_it():
@@ -81,7 +77,7 @@ def test_eval_shape_makes_one_of_shapes():
     assert isinstance(q.codes, jax.ShapeDtypeStruct) and q.shape == (33, 47)
 
 
-@every_format
+@pytest.mark.parametrize("format", others_full(FORMATS.values(), [NVFP4]), ids=str)
 def test_orbax_restores_it(format, tmp_path):
     tree = {"kernel": made(format), "column": made(format, (2, 33, 47), axis="column")}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -94,37 +90,21 @@ def test_orbax_restores_it(format, tmp_path):
 
 FOUR, EIGHT, NO_BLOCKS = made(NVFP4_1D), made(MXFP8), made(FP8_E4M3)
 
-BROKEN = {
-    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it must be a QuantizedArray, as"),
-    "codes dtype": (
-        lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8)),
-        TypeError,
-        "`codes` .* int8; it must be uint8",
-    ),
-    "codes shape": (
-        lambda: replace(FOUR, codes=FOUR.codes[:, :-1]),
-        ValueError,
-        r"`codes` of a row-wise NVFP4_1D matrix of shape \(33, 47\) has shape \(33, 23\); it must be \(33, 24\)",
-    ),
-    "scales shape": (lambda: replace(EIGHT, scales=EIGHT.scales.T), ValueError, r"\(2, 33\); it must be \(33, 2\)"),
-    "codes missing": (lambda: replace(EIGHT, codes=None), ValueError, "`codes` is missing in a row-wise MXFP8"),
-    "codes no array": (lambda: replace(EIGHT, codes=[1]), TypeError, "`codes` is a list; it must be an array"),
-    "amax no array": (lambda: replace(FOUR, amax=1.0), TypeError, "`amax` is a float; it must be an array"),
-    "scales missing": (lambda: replace(EIGHT, scales=None), ValueError, "`scales` is missing in a row-wise MXFP8"),
-    "scales too many": (
-        lambda: replace(NO_BLOCKS, scales=EIGHT.scales),
-        ValueError,
-        "`scales` is not allowed in a row-wise FP8",
-    ),
-    "amax missing": (lambda: replace(FOUR, amax=None), ValueError, "`amax` is missing in a row-wise NVFP4_1D matrix"),
-    "amax too many": (lambda: replace(EIGHT, amax=FOUR.amax), ValueError, "`amax` is not allowed in a row-wise MXFP8"),
-    "amax shape": (lambda: replace(FOUR, amax=jnp.ones(2)), ValueError, r"`amax` .* has shape \(2,\); it must be \(\)"),
-    "amax dtype": (lambda: replace(FOUR, amax=jnp.int32(3)), TypeError, "`amax` .* is int32; it must be float32"),
-    "orientation": (
-        lambda: replace(FOUR, columns=True),
-        ValueError,
-        r"a column-wise NVFP4_1D .* it must be \(47, 17\)",
-    ),
+BROKEN = {  # what the message must name: the error, and what is broken
+    "`q` QuantizedArray": (TypeError, lambda: jnp.ones(3)),
+    "`codes` int8 uint8": (TypeError, lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8))),
+    "`codes` NVFP4_1D (33, 47) (33, 23) (33, 24)": (ValueError, lambda: replace(FOUR, codes=FOUR.codes[:, :-1])),
+    "`scales` (2, 33) (33, 2)": (ValueError, lambda: replace(EIGHT, scales=EIGHT.scales.T)),
+    "`codes` missing row-wise MXFP8": (ValueError, lambda: replace(EIGHT, codes=None)),
+    "`codes` list array": (TypeError, lambda: replace(EIGHT, codes=[1])),
+    "`amax` float array": (TypeError, lambda: replace(FOUR, amax=1.0)),
+    "`scales` missing row-wise MXFP8": (ValueError, lambda: replace(EIGHT, scales=None)),
+    "`scales` not allowed FP8_E4M3": (ValueError, lambda: replace(NO_BLOCKS, scales=EIGHT.scales)),
+    "`amax` missing row-wise NVFP4_1D": (ValueError, lambda: replace(FOUR, amax=None)),
+    "`amax` not allowed MXFP8": (ValueError, lambda: replace(EIGHT, amax=FOUR.amax)),
+    "`amax` (2,) ()": (ValueError, lambda: replace(FOUR, amax=jnp.ones(2))),
+    "`amax` int32 float32": (TypeError, lambda: replace(FOUR, amax=jnp.int32(3))),
+    "column-wise NVFP4_1D (47, 17)": (ValueError, lambda: replace(FOUR, columns=True)),
 }
 
 
@@ -133,10 +113,9 @@ def replace(q: QuantizedArray, **changes) -> QuantizedArray:
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_one_is_refused_by_name(name):
-    make, error, message = BROKEN[name]
-    with pytest.raises(error, match=message):
-        validate(make())
-    with pytest.raises(error, match=message):
-        gtp.dequantize(make())
+@pytest.mark.parametrize("named", BROKEN)
+def test_a_broken_one_is_refused_by_name(named):
+    error, make = BROKEN[named]
+    for function in (validate, gtp.dequantize):
+        with pytest.raises(error, match=naming(named)):
+            function(make())

@@ -22,11 +22,8 @@ def test_bytes_per_element():
     assert {name: format.bytes_per_element for name, format in FORMATS.items()} == BYTES
 
 
-def test_codes_number_the_formats_in_order():
+def test_codes_number_the_formats_in_order_and_names_are_keys_and_what_is_printed():
     assert [format.code for format in FORMATS.values()] == list(range(len(FORMATS)))
-
-
-def test_names_are_keys_and_what_is_printed():
     assert all(format.name == name == str(format) for name, format in FORMATS.items())
 
 

@@ -13,6 +13,7 @@ NVCC = shutil.which(os.environ.get("CUDACXX", "nvcc"))
 PROGRAM = os.environ.get("GTP_FUZZ_CUDA")  # built elsewhere, for a machine without nvcc
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not NVCC or not FFI.is_dir(), reason="needs nvcc, and ffi/")
 def test_the_program_that_times_the_kernels_is_one_with_their_interface(tmp_path):
     flags = ["-std=c++20", "-arch=sm_90a", f"-I{FFI / 'include'}", "-c", "-o", tmp_path / "time_cuda.o"]

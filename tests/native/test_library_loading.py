@@ -1,6 +1,7 @@
 """The compiled module: its facts are the library's, and a missing, broken or newer one is dealt with."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from messages import naming
 
 import gtp_jax
 from gtp_jax import native
@@ -39,12 +41,9 @@ def test_formats_are_those_of_python():
 
 
 def test_newer_module_is_refused_before_jax_sees_it():
-    with pytest.raises(
-        ImportError, match=r"were built for version 0\.99 .* but jaxlib .* has 0\.\d+\. Build them again"
-    ):
-        _library._check_version((0, 99))
-    with pytest.raises(ImportError, match=r"version 7\.0"):
-        _library._check_version((7, 0))
+    for version in ("0.99", "7.0"):
+        with pytest.raises(ImportError, match=naming(version, "jaxlib Build again")):
+            _library._check_version(tuple(map(int, version.split("."))))
 
 
 PROGRAM = """
@@ -77,11 +76,10 @@ def run_with(module: bytes | None, folder: Path) -> subprocess.CompletedProcess[
 def test_everything_works_without_the_module_and_the_doctor_says_what_to_do(tmp_path):
     ran = run_with(None, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("not built: no working C++ compiler when gtp_jax was installed")
-    assert "kernels: install a C++20 compiler, and nvcc for GPUs, and build them: `pip install" in ran.stdout
-    assert "Training works here" in ran.stdout
+    assert re.search(naming("C++ compiler", "C++20 nvcc", "pip install", "Training works"), ran.stdout)
 
 
+@pytest.mark.full
 def test_broken_module_fails_loudly(tmp_path):
     ran = run_with(b"not a shared object", tmp_path)
     assert ran.returncode != 0

@@ -20,10 +20,13 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 DRY = "-n"  # says what ninja would compile, and compiles nothing
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 
-pytestmark = pytest.mark.skipif(
-    not (COMPILER and shutil.which("cmake") and shutil.which("ninja") and FFI.is_dir()),
-    reason="needs a C++ compiler, cmake, ninja and the sources in ffi/",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (COMPILER and shutil.which("cmake") and shutil.which("ninja") and FFI.is_dir()),
+        reason="needs a C++ compiler, cmake, ninja and the sources in ffi/",
+    ),
+]
 
 
 def installed(folder: Path) -> Path:
