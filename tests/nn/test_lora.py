@@ -1,6 +1,7 @@
 """Adapters of low rank: what they compute, what a step computes of the base (nothing), and what is refused."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
 from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -76,8 +79,8 @@ def plain_llama(rngs):
     return Llama(CONFIG, rngs=rngs)
 
 
-def adapted(rngs, **options) -> Any:
-    return gtp.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, rngs=rngs, **options)
+def adapted(rngs, config=CONFIG, **options) -> Any:
+    return gtp.lora(Llama(config, rngs=rngs), RANK, ALPHA, rngs=rngs, **options)
 
 
 def layers_of(model) -> Any:
@@ -132,7 +135,10 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @pytest.mark.parametrize(
     ("mesh", "view"),
-    [(None, "local"), ("gtp 8", "local"), ("gtp 4 x tp 2", "local"), ("gtp 4 x tp 2", "global"), ("tp 3", "local")],
+    others_full(
+        [("gtp 4 x tp 2", "local"), (None, "local"), ("gtp 8", "local"), ("gtp 4 x tp 2", "global"), ("tp 3", "local")],
+        [("gtp 4 x tp 2", "local")],
+    ),
 )
 def test_loss_and_gradients_are_those_of_merged_kernels_on_every_mesh(mesh, view):
     wanted, factors = merged_gradients()
@@ -174,7 +180,7 @@ def test_matrices_are_sharded_over_tp_like_the_kernels_side_and_else_whole():
         assert (query.a.get_raw_value().shape, query.b.get_raw_value().shape) == ((2, 32, RANK), (2, RANK, 32))
 
 
-@pytest.mark.parametrize("mesh", ["gtp 8", "dp 2 x gtp 2"])
+@pytest.mark.parametrize("mesh", others_full(["gtp 8", "dp 2 x gtp 2"], ["gtp 8"]))
 def test_a_step_reduces_the_gradients_of_adapters_alone(mesh):
     with scope(mesh):
         optimizer = optax.adam(1e-3)
@@ -191,6 +197,7 @@ def test_a_step_reduces_the_gradients_of_adapters_alone(mesh):
     assert [c for c in found if c.kind == "all-gather"]  # the base travels
 
 
+@pytest.mark.full
 def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
     recipe = gtp.FP8()
     with scope("gtp 4 x tp 2"):
@@ -219,27 +226,31 @@ def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
-def test_dropout_is_of_a_step_and_of_nothing_else():
+@pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
+def test_dropout_is_of_a_step_and_of_nothing_else(view):
     few = ["query", "mlp.down"]  # which tp divides by columns and by rows: a draw is slow to compile
+    one = dataclasses.replace(CONFIG, num_layers=1)
     with scope("gtp 4 x tp 2"):
-        model = with_b(placed(lambda rngs: adapted(rngs, targets=few, dropout=0.5)))
-        created = gtp.TrainState.create(model, optax.sgd(0.0))
+        model, undropped = (
+            with_b(placed(lambda rngs, p=p: adapted(rngs, one, targets=few, dropout=p))) for p in (0.5, 0.0)
+        )
+        state, plain = (gtp.TrainState.create(each, optax.sgd(0.0)) for each in (model, undropped))
+        evaluate = gtp.eval_step(loss, view="local")
+        evaluated, without = (float(evaluate(each, batch_of())["loss"]) for each in (state, plain))
 
         def dropped(view, seed=0):
             """Losses of the same parameters and the same batch in two steps of learning rate 0."""
             step = gtp.train_step(loss, optax.sgd(0.0), view=view, seed=seed)
-            state, losses = jax.tree.map(jnp.copy, created), []  # a step donates its state
+            own, losses = jax.tree.map(jnp.copy, state), []  # a step donates its state
             for _ in range(2):
-                state, metrics = step(state, batch_of())
+                own, metrics = step(own, batch_of())
                 losses.append(float(metrics["loss"]))
             return losses
 
-        evaluated = float(gtp.eval_step(loss, view="local")(created, batch_of())["loss"])
         losses = dropped("local")
-        assert dropped("global") == pytest.approx(losses, rel=1e-12)
-        assert dropped("local", seed=1) != losses
-        undropped = gtp.TrainState.create(with_b(placed(lambda rngs: adapted(rngs, targets=few))), optax.sgd(0.0))
-        without = float(gtp.eval_step(loss, view="local")(undropped, batch_of())["loss"])
+        if view == "global":
+            assert dropped("global") == pytest.approx(losses, rel=1e-12)
+            assert dropped("local", seed=1) != losses
     assert evaluated == pytest.approx(without, rel=1e-12)  # nothing is dropped
     assert len({*losses, evaluated}) == 3
 
@@ -260,64 +271,37 @@ def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
     assert np.std(found) > 0.01
 
 
-class Plain(nnx.Module):
-    def __init__(self, rngs):
-        self.scale = nnx.Param(jnp.ones(8) * rngs.params.count[...])
-
-
-MOE = LlamaConfig(
-    vocab_size=48,
-    hidden_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=16,
-    num_experts=2,
-)
+MOE = dataclasses.replace(CONFIG, num_layers=1, num_experts=2)
 
 
 def llama(config=CONFIG) -> Any:
     return Llama(config, rngs=nnx.Rngs(0))
 
 
+def twice() -> Any:
+    return gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (llama, dict(rank=0), "`rank` is 0; it must be a whole number of at least 1"),
-        (llama, dict(alpha=0), "`alpha` is 0; it must be a finite number above 0, such as twice the rank"),
-        (llama, dict(alpha=math.inf), "`alpha` is inf; it must be a finite number above 0, such as twice the rank"),
-        (llama, dict(dropout=1.0), "`dropout` is 1.0; it must be a number of at least 0 and below 1"),
-        (llama, dict(targets="query"), "`targets` is 'query'; it must be a list of patterns, such as"),
-        (
-            llama,
-            dict(targets=["q_proj"]),
-            "`targets` has 'q_proj', which matches no projection. The projections are blocks",
-        ),
-        (
-            llama,
-            dict(targets=["embed"]),
-            "`targets` has 'embed', which matches embed (Embed). Only projections can have adapters",
-        ),
-        (
-            lambda: llama(MOE),
-            dict(targets=["mlp"]),
-            "matches blocks.layers.mlp.down (GroupedDense). Only projections can have adapters",
-        ),
-        (lambda: Plain(nnx.Rngs(0)), {}, "the Plain contains no layer that supports adapters: no gtp_jax.Dense, "),
-        (
-            lambda: gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0)),
-            {},
-            "blocks.layers.attention.qkv already has an adapter. Call `gtp_jax.lora` once",
-        ),
-        (lambda: abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), {}, "the model is abstract, so there are"),
+        (llama, dict(rank=0), "`rank` 0 whole"),
+        (llama, dict(alpha=0), "`alpha` 0 finite"),
+        (llama, dict(alpha=math.inf), "`alpha` inf finite"),
+        (llama, dict(dropout=1.0), "`dropout` 1.0"),
+        (llama, dict(targets="query"), "`targets` 'query' list"),
+        (llama, dict(targets=["q_proj"]), "`targets` 'q_proj' blocks.layers.attention.qkv"),
+        (llama, dict(targets=["embed"]), "`targets` 'embed' (Embed)"),
+        (lambda: llama(MOE), dict(targets=["mlp"]), "blocks.layers.mlp.down (GroupedDense)"),
+        (lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {}, "Linear gtp_jax.Dense"),
+        (twice, {}, "blocks.layers.attention.qkv once `gtp_jax.lora`"),
+        (lambda: abstract_model(plain_llama), {}, "abstract"),
     ],
 )
 def test_mistakes_are_named(make, options, message):
     options = {"rank": 2, "alpha": 4, **options}
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=naming(message)):
         gtp.lora(make(), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
-    assert message in str(refused.value)
 
 
 def test_targets_choose_projections_and_by_default_all_but_heads():
@@ -333,14 +317,9 @@ def test_targets_choose_projections_and_by_default_all_but_heads():
 
 
 def test_rank_alpha_and_dropout_may_be_numbers_of_numpy():
-    expected = gtp.lora(llama(), 2, 4, targets=["query"], dropout=0.5, rngs=nnx.Rngs(0))
-    found = gtp.lora(
-        llama(),
-        np.int64(2),
-        np.float32(4),
-        targets=["query"],
-        dropout=np.float32(0.5),
-        rngs=nnx.Rngs(0),  # type: ignore
-    )
-    for one, other in zip(*(jax.tree.leaves(nnx.state(m, nnx.LoRAParam)) for m in (expected, found)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    given = (2, 4, 0.5), (np.int64(2), np.float32(4), np.float32(0.5))
+    each = [
+        gtp.lora(gtp.Dense(8, 8, rngs=nnx.Rngs(0)), rank, alpha, dropout=dropout, rngs=nnx.Rngs(0))  # type: ignore
+        for rank, alpha, dropout in given
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.as_pure(nnx.state(one, nnx.LoRAParam)) for one in each))

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from messages import naming
 from padded_states import moved, padding_of, same
 from selection import pairwise
 
@@ -111,7 +112,7 @@ def trained(model, name, view="global", **degrees):
         return jax.tree.map(np.asarray, state.logical().params), losses
 
 
-@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=3))
+@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=2))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_steps_with_padded_arrays_are_those_of_one_device(case, name, x64):
     model, degrees, view = CASES[case]
@@ -151,10 +152,11 @@ def test_an_array_is_read_and_set_in_its_logical_shape(x64):
         raw = np.asarray(param.get_raw_value())
         same(raw[:20], -value, atol=0)
         assert not raw[20:].any()
-        with pytest.raises(ValueError, match=r"array of shape \(16,\) is assigned to a weight of shape \(20, 16\)"):
+        with pytest.raises(ValueError, match=naming("(16,) (20, 16)")):
             param[...] = np.ones(16)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_arrays_moves_from_8_to_7_to_5_and_back(tmp_path, x64):
     @contextlib.contextmanager
     def divided(degree):
@@ -168,6 +170,7 @@ def test_a_checkpoint_of_arrays_moves_from_8_to_7_to_5_and_back(tmp_path, x64):
         moved(checkpoints, meshes, lambda number: gtp.TrainState.create(make(number), optimizer))
 
 
+@pytest.mark.full
 def test_a_frozen_array_stays_padded(x64):
     class Adapted(nnx.Module):
         def __init__(self, rngs):
@@ -188,21 +191,3 @@ def test_a_frozen_array_stays_padded(x64):
             shape = model.arrays.stack.layers.two.get_raw_value().shape
     assert shape == (2, 21, 16)
     same(found[1], found[0], atol=1e-12)
-
-
-@pytest.mark.parametrize("model", [Arrays, Layers])
-def test_nnx_optimizer_refuses_padded_arrays(model, x64):
-    x = jnp.ones((42, 10), jnp.float64)
-    with on(7):
-        made = gtp.init(model, nnx.Rngs(0))
-        before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(made)))
-        with pytest.raises(ValueError, match=r"is stored padded to .*`nnx.Optimizer`.*outside of `gtp_jax.even_shares"):
-            optimizer = nnx.Optimizer(made, optax.adamw(1e-2), wrt=nnx.Param)
-            optimizer.update(made, nnx.grad(lambda model: loss(model, x)[0])(made))
-        same(nnx.as_pure(nnx.state(made)), before, atol=0)
-
-
-def test_linen_refuses_to_store_a_padded_kernel_of_a_convolution():
-    bridged = nnx.bridge.to_linen(gtp.Conv, 10, 10, 3)
-    with on(7), pytest.raises(ValueError, match=r"\(3, 10, 10\) is stored padded to .*, which Linen variables do not"):
-        jax.jit(bridged.init)(jax.random.key(0), jnp.ones((7, 4, 10)))
