@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -52,69 +53,57 @@ def test_every_kind_is_recognised_with_its_axes_and_group():
     assert sum(s.elements for s in by_kind["all-to-all"].operands) == 32 * 8
 
 
+def collectives_of(*lines, ranks=8):
+    """The collectives of a program of these lines."""
+    body = "".join(f"  {line}\n" for line in lines)
+    main = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{body}}}\n"
+    return hlo.collectives(f"HloModule m, num_partitions={ranks}\n\n{main}")
+
+
+def all_reduce(groups, name="ROOT %r", operand="%x"):
+    return f"{name} = f32[4]{{0}} all-reduce({operand}), channel_id=1, replica_groups={groups}, to_apply=%add"
+
+
 def test_groups_are_read_in_every_notation():
-    lines = {
-        "replica_groups=mesh['dp'=2,'gtp'=4,'tp'=1] {'dp','gtp'}": (("dp", "gtp"), 8),
-        "replica_groups=mesh['dp'=2,'gtp'=4] {'gtp':(2)2}": (("gtp",), 2),
-        "replica_groups=[2,4]<=[4,2]T(1,0)": ((), 4),
-        "replica_groups={{0,1},{2,3},{4,5},{6,7}}": ((), 2),
-        "replica_groups={}": ((), 8),
-    }
-    for line, expected in lines.items():
-        text = (
-            "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
-            f"  ROOT %r = f32[4]{{0}} all-reduce(%x), channel_id=1, {line}, to_apply=%add\n}}\n"
-        )
-        (found,) = hlo.collectives(text)
-        assert (found.axes, found.group) == expected, line
+    for groups, expected in {
+        "mesh['dp'=2,'gtp'=4,'tp'=1] {'dp','gtp'}": (("dp", "gtp"), 8),
+        "mesh['dp'=2,'gtp'=4] {'gtp':(2)2}": (("gtp",), 2),
+        "[2,4]<=[4,2]T(1,0)": ((), 4),
+        "{{0,1},{2,3},{4,5},{6,7}}": ((), 2),
+        "{}": ((), 8),
+    }.items():
+        (found,) = collectives_of(all_reduce(groups))
+        assert (found.axes, found.group) == expected, groups
 
 
-def test_listed_groups_have_the_axes_that_their_ranks_make_up():
-    listed = {
+def test_listed_groups_and_permutations_have_the_axes_that_their_ranks_make_up():
+    for groups, expected in {
         "{{0,2,4,6},{1,3,5,7}}": (("ep",), 4),
         "{{0,1},{2,3},{4,5},{6,7}}": (("tp",), 2),
         "{{0,1,2,3,4,5,6,7}}": (("ep", "tp"), 8),
         "{{0,3},{1,2},{4,7},{5,6}}": ((), 2),
         "{{0,1},{2,3,4,5,6,7}}": ((), 2),
         "{{0},{1},{2},{3},{4},{5},{6},{7}}": ((), 1),
-    }
-    for groups, expected in listed.items():
-        text = (
-            "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
-            f"  %y = f32[4]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add\n"
-            "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['ep'=4,'tp'=2] {'tp'}, to_apply=%add\n}\n"
-        )
-        found = hlo.collectives(text)[0]
+    }.items():
+        found = collectives_of(all_reduce(groups, "%y"), all_reduce("mesh['ep'=4,'tp'=2] {'tp'}", operand="%y"))[0]
         assert (found.axes, found.group) == expected, groups
-
-
-def test_a_collective_without_a_name_has_that_of_what_it_sends():
-    text = (
-        "HloModule m, num_partitions=2\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
-        '  %y = f32[4]{0} negate(%x), metadata={op_name="jit(f)/transpose(jvp())/neg"}\n'
-        "  %z = f32[4]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add\n"
-        "  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add\n}\n"
-    )
-    found = hlo.collectives(text)
-    assert [c.direction for c in found] == ["backward", "forward"]
-    assert found[0].op_name == "jit(f)/transpose(jvp())/neg"
-
-
-def test_a_permutation_has_the_axes_that_its_ranks_make_up():
-    wholes = {
+    for pairs, axes in {
         "{0,1},{1,0},{2,3},{3,2}": ("tp",),
         "{0,2},{2,0},{1,3},{3,1}": ("gtp",),
         "{0,1},{1,2},{2,3},{3,0}": ("gtp", "tp"),
-    }
-    parts = {"{0,3},{3,0}": (), "{0,1},{1,2}": ()}
-    for pairs, axes in {**wholes, **parts}.items():
-        text = (
-            "HloModule m, num_partitions=4\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
-            f"  %y = f32[4]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}\n"
-            "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['gtp'=2,'tp'=2] {'tp'}, to_apply=%add\n}\n"
-        )
-        assert hlo.collectives(text)[0].axes == axes, pairs
-        assert hlo.collectives(text.replace("mesh['gtp'=2,'tp'=2] {'tp'}", "{{0,1},{2,3}}"))[0].axes == ()
+        "{0,3},{3,0}": (),
+        "{0,1},{1,2}": (),
+    }.items():
+        for named, expected in (("mesh['gtp'=2,'tp'=2] {'tp'}", axes), ("{{0,1},{2,3}}", ())):
+            permute = f"%y = f32[4]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}"
+            assert collectives_of(permute, all_reduce(named, operand="%y"), ranks=4)[0].axes == expected, pairs
+
+
+def test_a_collective_without_a_name_has_that_of_what_it_sends():
+    negated = '%y = f32[4]{0} negate(%x), metadata={op_name="jit(f)/transpose(jvp())/neg"}'
+    found = collectives_of(negated, all_reduce("{{0,1}}", "%z", "%y"), all_reduce("{{0,1}}"), ranks=2)
+    assert [c.direction for c in found] == ["backward", "forward"]
+    assert found[0].op_name == "jit(f)/transpose(jvp())/neg"
 
 
 def test_table_counts_those_alike_together():
@@ -127,6 +116,7 @@ def test_table_counts_those_alike_together():
     assert hlo.table([]) == "no collectives"
 
 
+@pytest.mark.full
 @needs_target
 def test_combined_collective_is_one_record_with_every_shape():
     mesh = h200_mesh()
@@ -145,6 +135,7 @@ def test_combined_collective_is_one_record_with_every_shape():
     assert combined.operand_bytes == 8 * combined.result_bytes == 2 * 64 * (40 + 64)
 
 
+@pytest.mark.full
 @needs_target
 def test_collective_inside_a_kernel_is_found_and_asynchronous():
     """A small all-reduce becomes a kernel of its own on the GPU: a fusion that is started and waited for."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from messages import naming
 
 from gtp_jax import hlo
 from gtp_jax.hlo._hlo import shapes
@@ -96,5 +97,5 @@ def test_operands_and_attributes_are_read_from_the_line():
 
 
 def test_text_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match=r"no `ENTRY` computation.*compile\(\)\.as_text\(\)"):
+    with pytest.raises(ValueError, match=naming("`ENTRY` compile().as_text()")):
         hlo.parse("module @jit_f { }")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from messages import naming
 
 from gtp_jax import hlo
 
@@ -27,6 +28,7 @@ def test_unrolled_gathers_run_under_matmuls_all_but_the_first():
     assert [len(found.under(g)) for g in gathers] == [0, 1, 1, 1]
 
 
+@pytest.mark.full
 @needs_target
 def test_scanned_gathers_are_exposed():
     found = hlo.launch_order(compiled_text(stack(h200_mesh(), how="scan", **LARGE)))
@@ -34,6 +36,7 @@ def test_scanned_gathers_are_exposed():
     assert gather.times == LAYERS and gather.depth == 1
 
 
+@pytest.mark.full
 @needs_target
 def test_matmul_operations_are_those_of_the_layers():
     found = hlo.launch_order(compiled_text(stack(h200_mesh(), how="scan", grad=True, **LARGE)))
@@ -44,6 +47,7 @@ def test_matmul_operations_are_those_of_the_layers():
     assert totals["backward"] in ((2 * LAYERS - 1) * one, 2 * LAYERS * one)
 
 
+@pytest.mark.full
 @needs_target
 def test_attention_operations_count_the_causal_half():
     mesh, batch, seq, heads, dim = h200_mesh(), 2, 1024, 8, 64
@@ -61,6 +65,7 @@ def test_attention_operations_count_the_causal_half():
     assert (forward.direction, backward.direction) == ("forward", "backward")
 
 
+@pytest.mark.full
 @needs_target
 def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
     text = hlo.render(hlo.launch_order(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE))))
@@ -72,15 +77,9 @@ def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
     assert text.count("29.4 MB") == text.count("275 GFLOP") == LAYERS
 
 
-def test_synchronous_collectives_are_rendered_with_their_loop():
-    text = hlo.render(
-        hlo.launch_order(stack(cpu_mesh(gtp=8), layers=3, size=64, rows=8, how="scan").compile().as_text())
-    )
-    (gather,) = [line for line in text.splitlines() if "■" in line]
+def test_synchronous_collectives_are_rendered_with_their_loop_and_a_program_without_a_schedule_is_refused():
+    text = stack(cpu_mesh(gtp=8), layers=3, size=64, rows=8, how="scan").compile().as_text()
+    (gather,) = [line for line in hlo.render(hlo.launch_order(text)).splitlines() if "■" in line]
     assert gather.split()[1:5] == ["■", "all-gather", "x3", "forward"] and gather.endswith("EXPOSED, sync")
-
-
-def test_unscheduled_program_is_refused():
-    text = stack(cpu_mesh(gtp=8), layers=1, size=64, rows=8, how="scan").compile().as_text()
-    with pytest.raises(ValueError, match="not scheduled.*compiled"):
+    with pytest.raises(ValueError, match=naming("scheduled compiled")):
         hlo.launch_order(text.replace(", is_scheduled=true", ""))

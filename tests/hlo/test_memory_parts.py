@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from messages import naming
 
 from gtp_jax import hlo
 
@@ -17,6 +19,7 @@ from .programs import array, cpu_mesh
 SIZE = 1024
 
 
+@functools.cache
 def step_and_state():
     """A donated step of SGD with momentum on one weight sharded eight ways, the batch likewise."""
     mesh = cpu_mesh(gtp=8)
@@ -64,7 +67,7 @@ def test_bytes_of_a_leaf_are_those_of_its_shard():
 
 def test_state_of_another_step_is_refused():
     compiled, w, _ = step_and_state()
-    with pytest.raises(ValueError, match="`params`, `opt_state` and `frozen`.*Pass the state that the step was"):
+    with pytest.raises(ValueError, match=naming("`params` `opt_state` `frozen` Pass state")):
         hlo.memory(compiled, params=[w] * 20)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from messages import naming
 
 from gtp_jax import hlo
 from gtp_jax.hlo import Collective, Event, LaunchOrder, Network, Shape
@@ -77,17 +78,14 @@ def test_hosts_of_another_size_change_what_leaves_them():
     assert NETWORK.ranks_per_host(gather) == 8 and Network(50e9, 16).ranks_per_host(gather) is None
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(rate=0.0), "`rate` is 0.0; it must be a finite number of bytes per second above 0"),
-        (dict(rate=float("nan")), "`rate` is nan; it must be"),
-        (dict(rate=1e9, gpus_per_host=0), "`gpus_per_host` is 0; it must be a whole number of at least 1"),
-    ],
-)
-def test_impossible_networks_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        Network(**given)
+def test_impossible_networks_are_refused():
+    for named, given in (
+        ("`rate` 0.0", dict(rate=0.0)),
+        ("`rate` nan", dict(rate=float("nan"))),
+        ("`gpus_per_host` 0 1", dict(rate=1e9, gpus_per_host=0)),
+    ):
+        with pytest.raises(ValueError, match=naming(named)):
+            Network(**given)
 
 
 def test_timeline_with_a_network_exposes_what_the_matmul_does_not_hide():

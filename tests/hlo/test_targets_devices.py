@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from messages import naming
 
 from gtp_jax import hlo
 from gtp_jax.hlo import _targets
@@ -24,26 +26,24 @@ def test_target_names_a_chip_and_devices():
 
 @pytest.mark.parametrize("text", ["h200", "h200:", "h200:0", "h200:x8", "8:h200:1", ""])
 def test_malformed_target_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"`target` is .*expected CHIP:DEVICES, such as `h200:8`"):
+    with pytest.raises(ValueError, match=naming("`target` CHIP:DEVICES `h200:8`")):
         hlo.parse_target(text)
 
 
-def test_unknown_chip_is_refused_with_those_known():
-    with pytest.raises(ValueError, match="names the chip 'b200'; the known chips are h100, h200"):
-        hlo.parse_target("b200:8")
-
-
-def test_devices_that_do_not_fill_their_hosts_are_refused():
-    with pytest.raises(ValueError, match="has 12 devices, which do not fill hosts of 8"):
-        hlo.parse_target("h200:12")
-    with pytest.raises(ValueError, match="do not fill hosts of 5. Choose up to 5 devices, or a multiple of that."):
-        hlo.parse_target("h200:12", gpus_per_host=5)
+def test_unknown_chip_and_devices_that_do_not_fill_their_hosts_are_refused():
+    for named, text, options in (
+        ("'b200' h100 h200", "b200:8", {}),
+        ("12 devices hosts of 8", "h200:12", {}),
+        ("hosts of 5 multiple", "h200:12", dict(gpus_per_host=5)),
+    ):
+        with pytest.raises(ValueError, match=naming(named)):
+            hlo.parse_target(text, **options)
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(_targets.REQUIRED, "gtp-jax-no-such-package", "nothing")
     hlo.topology_devices.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r'no-such-package \(nothing\).*pip install "gtp_jax\[target\]"'):
+    with pytest.raises(ModuleNotFoundError, match=naming("no-such-package (nothing)", 'pip install "gtp_jax[target]"')):
         hlo.topology_devices(hlo.parse_target("h200:8"))
 
 
@@ -54,6 +54,7 @@ def test_devices_are_gpus_in_a_process_whose_platform_is_cpu():
     assert {d.device_kind for d in devices} == {"NVIDIA H200"}
 
 
+@pytest.mark.full
 @needs_target
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the plugin starts where there is a driver")
 def test_plugin_that_looked_for_a_driver_is_explained():
@@ -62,10 +63,10 @@ def test_plugin_that_looked_for_a_driver_is_explained():
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "RuntimeError: jax's CUDA plugin is installed but did not start" in done.stderr
-    assert "set JAX_PLATFORMS=cpu" in done.stderr
+    assert re.search(naming("RuntimeError", "plugin JAX_PLATFORMS=cpu"), done.stderr)
 
 
+@pytest.mark.full
 @needs_target
 def test_many_hosts_compile_too():
     lowered = stack(h200_mesh(64), layers=1, size=1024, rows=8, how="scan")
