@@ -31,7 +31,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -41,21 +43,10 @@ from .plain_llama import Oracle
 
 # Nothing divides evenly: features of 56, a hidden size of 120, 1000 tokens.
 UNALIGNED = LlamaConfig(
-    vocab_size=1000,
-    hidden_size=56,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=14,
-    intermediate_size=120,
+    vocab_size=1000, hidden_size=56, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=14, intermediate_size=120,
     dtype="float64",
-)
+)  # fmt: skip
 STEPS = 5
-
-
-def some_slow(cases, slow):
-    """Names of cases; those that differ little from another are marked slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in cases]
 
 
 MESHES = {
@@ -66,14 +57,16 @@ MESHES = {
     "dp 2 x gtp 2 x tp 2, tied": (dict(dp=2, gtp=2, tp=2), dict(tie_embeddings=True), 1),
     "dp 2 x gtp 2, four microbatches": (dict(dp=2, gtp=2), {}, 4),
 }
+USUAL = ["dp 2 x gtp 2 x tp 2, tied", "dp 2 x gtp 2, four microbatches"]
 SCHEDULES = {
     "waited for": dict(prefetch=False),
-    "waited for, looped": dict(prefetch=False, unroll=1),
     "looped": dict(unroll=1),
     "looped by 2": dict(unroll=2),
     "none kept": dict(keep_gathered=0),
     "all kept": dict(keep_gathered="all", unroll=1),
-    "two kept": dict(keep_gathered=2),
+    "nothing saved": dict(remat="nothing"),
+    "activations saved": dict(remat="activations"),
+    "everything saved": dict(remat="everything"),
 }
 
 
@@ -89,14 +82,7 @@ def batches(config: LlamaConfig, size: int, length: int) -> list[dict[str, jax.A
     return found
 
 
-def train(
-    config: LlamaConfig,
-    degrees: dict[str, int] | None,
-    data,
-    microbatches: int = 1,
-    rate: float = 1e-2,
-    view="local",
-):
+def train(config, degrees: dict[str, int] | None, data, microbatches=1, rate=1e-2, view="local"):
     """Initial parameters, first gradient, losses and final parameters, all logical; without a mesh if no degrees.
 
     The gradient is what the first step gives its optimizer, clipped, and its norm from before.
@@ -152,91 +138,50 @@ def check(config: LlamaConfig, degrees: dict[str, int], tolerance: float, microb
     assert_close(end, wanted_end, 30 * tolerance, "after 5 steps ")
 
 
-@pytest.mark.parametrize("name", some_slow(MESHES, [name for name in MESHES if "tied" not in name]))
+@pytest.mark.parametrize("name", others_full(MESHES, USUAL))
 def test_meshes_agree_with_the_plain_model(name, x64):
     degrees, changes, microbatches = MESHES[name]
     check(dataclasses.replace(UNALIGNED, **changes), degrees, 1e-12, microbatches)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(MESHES, [name for name in MESHES if "four" not in name]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", USUAL)
 def test_meshes_agree_with_the_plain_model_in_global_view(name, x64):
     degrees, changes, microbatches = MESHES[name]
     check(dataclasses.replace(UNALIGNED, **changes), degrees, 1e-12, microbatches, view="global")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gtp 8", "dp 2 x gtp 2 x tp 2, tied"])
-def test_meshes_agree_with_the_plain_model_in_float32(name):
-    degrees, changes, microbatches = MESHES[name]
-    config = dataclasses.replace(UNALIGNED, dtype="float32", **changes)
-    data = batches(config, 8, 8)
-    # Adam amplifies rounding where a gradient is near zero, in proportion to its rate
-    start, gradient, losses, _ = train(config, degrees, data, microbatches, rate=1e-3)
-    wanted_gradient, wanted_losses, _ = oracle(config, start, data, rate=1e-3)
-    assert_close(gradient, wanted_gradient, 1e-5, "gradient of ")
-    assert_close(losses, wanted_losses, 1e-5, "loss of step ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(SCHEDULES, [name for name in SCHEDULES if name != "all kept"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_agree_with_the_plain_model(name, x64):
     fields = SCHEDULES[name]
     layers = 4 if fields.get("unroll") == 2 else 3  # the fewest that leave a loop in the middle
     check(dataclasses.replace(UNALIGNED, num_layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
 
 
-@pytest.mark.parametrize("remat", some_slow(names := ["nothing", "activations", "everything"], names))
-def test_what_is_kept_changes_no_gradient(remat, x64):
-    check(dataclasses.replace(UNALIGNED, remat=remat), dict(gtp=2, tp=2), 1e-12)
-
-
 def test_degree_one_is_the_plain_path_bit_for_bit():
-    config = dataclasses.replace(UNALIGNED, dtype="float32")
-    data = batches(config, 4, 8)
-    on_mesh = train(config, dict(dp=1, gtp=1, tp=1), data)
-    plain = train(config, None, data)
-    for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(plain), strict=True):
+    config = dataclasses.replace(UNALIGNED, dtype="float32", num_layers=1)
+    data = batches(config, 4, 8)[:3]
+    found = (train(config, degrees, data) for degrees in (dict(dp=1, gtp=1, tp=1), None))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [*(pytest.param(d, marks=pytest.mark.slow) for d in (dict(gtp=8), dict(gtp=2, tp=2))), dict(dp=2, gtp=2, tp=2)],
-    ids=str,
-)
-def test_models_start_equal_on_every_mesh(degrees):
+@pytest.mark.full
+def test_models_start_equal_on_every_mesh():
     config = dataclasses.replace(UNALIGNED, dtype="float32")
-    count = int(np.prod(list(degrees.values())))
-    plain = gtp.TrainState.create(placed(lambda r: Llama(config, rngs=r), 7), optax.sgd(1.0))
-    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
-        cut = gtp.TrainState.create(placed(lambda r: Llama(config, rngs=r), 7), optax.sgd(1.0))
-        logical = cut.params
-    for a, b in zip(jax.tree.leaves(logical), jax.tree.leaves(plain.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    start = lambda: jax.tree.map(np.asarray, nnx.state(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(7))))  # noqa: E731
+    plain = start()
+    for degrees in (dict(gtp=8), dict(gtp=2, tp=2), dict(dp=2, gtp=2, tp=2)):
+        with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
+            found = start()
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_runs_with_one_seed_are_equal():
     config = dataclasses.replace(UNALIGNED, dtype="bfloat16")
-    data = batches(config, 8, 8)
-    for a, b in zip(*(jax.tree.leaves(train(config, dict(gtp=4, tp=2), data)) for _ in range(2)), strict=True):
+    found = (train(config, dict(gtp=4, tp=2), batches(config, 8, 8)) for _ in range(2))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-MAKERS = {"adafactor": lambda: optax.adafactor(1e-2), "muon": lambda: optax.contrib.muon(1e-2)}
-
-
-@pytest.mark.parametrize("name", some_slow(MAKERS, MAKERS))
-def test_optimizers_with_statistics_of_whole_weights_agree_with_one_device(name, x64):
-    make = MAKERS[name]
-    data = batches(UNALIGNED, 8, 8)
-    end = []
-    for degrees in (None, dict(gtp=4, tp=2)):
-        with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
-            state = gtp.TrainState.create(placed(lambda r: Llama(UNALIGNED, rngs=r), 3), make())
-            step = gtp.train_step(next_token_loss, make())
-            for batch in data[:2]:
-                state, _ = step(state, batch)
-            end.append(jax.tree.map(np.asarray, state.params))
-    assert_close(end[1], end[0], 1e-9, "after 2 steps ")

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -60,6 +61,10 @@ def llama(sequence_parallel, rngs):
         dtype="float64", rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return Llama(config, rngs=rngs)
+
+
+def by_parts(rngs):
+    return llama(True, rngs)
 
 
 MODELS = {"llama": llama, "windows, caps and sinks": Windowed}
@@ -120,7 +125,7 @@ def together(name, mesh):
     return measured(name, mesh, [packed(documents())])[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(name, x64):
     rows = documents()
@@ -134,25 +139,21 @@ def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(nam
     assert abs(mixed - total) > 1e-3 * total  # so that the test would see documents that see each other
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_packed_documents_under_plain_jit_have_the_loss_of_a_step(x64):
     """In global view, where every module opens a `shard_map` of its own for its part of the segments."""
     batch = jax.tree.map(jnp.asarray, packed(documents()))
     wanted, _ = together("llama", "no mesh")
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        graph, params = nnx.split(gtp.init(lambda rngs: llama(True, rngs), nnx.Rngs(3)))
+        graph, params = nnx.split(placed(by_parts, 3))
         found = jax.jit(lambda params, batch: next_token_loss(nnx.merge(graph, params), batch)[0])(params, batch)
     assert float(found) == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("no mesh", marks=pytest.mark.slow), "gtp 4 x tp 2"])
-def test_given_positions_take_the_place_of_those_of_the_segments(mesh, x64):
-    degrees, sequence_parallel = MESHES[mesh]
+def test_given_positions_take_the_place_of_those_of_the_segments(x64):
     batch = packed(documents())
-    with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
-        state = gtp.TrainState.create(
-            gtp.init(lambda rngs: llama(sequence_parallel, rngs), nnx.Rngs(3)), optax.sgd(1.0)
-        )
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state = gtp.TrainState.create(placed(by_parts, 3), optax.sgd(1.0))
         evaluate = gtp.eval_step(next_token_loss)
         loss = lambda **more: float(evaluate(state, {**batch, **more})["loss"])  # noqa: E731
         own = np.asarray(gtp.positions_of(jnp.asarray(batch["segment_ids"])))
