@@ -21,6 +21,7 @@ else:
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import parts  # noqa: E402
 import pytest  # noqa: E402
 
 # Packages whose annotated types and shapes are checked at every call.
@@ -39,12 +40,24 @@ else:
     jax.config.update("jax_num_cpu_devices", 8)
 
 
-# For `benchmarks`; after all else, so that an installed gtp_jax, or the one of PYTHONPATH, is the one that is tested.
+# For `benchmarks` and `tests`; last, so that an installed gtp_jax, or the one of PYTHONPATH, is the one that is tested.
 sys.path.append(str(Path(__file__).parents[1]))
+from tests.structure.programs_compiled import PLUGIN, ProgramCount  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parts.add_option(parser)
+
 
 # Tracing makes many objects that live long: collecting as often as Python does by default takes a tenth of the time.
 gc.freeze()
 gc.set_threshold(100_000, 50, 50)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(parts)
+    if not ON_GPU:
+        config.pluginmanager.register(ProgramCount(config), PLUGIN)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +83,7 @@ def x64():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the quick tests, and skips GPU tests where there is no GPU."""
     for item in items:
-        if item.path.parent.name in QUICK and not {"slow", "gpu"} & set(item.keywords):
+        if item.path.parent.name in QUICK and not {"slow", "full", "gpu"} & set(item.keywords):
             item.add_marker(pytest.mark.quick)
     if ON_GPU:
         return

@@ -1,0 +1,85 @@
+"""A change's slow tests are those of the rooms it touches and of the rooms above them; parts cover all of them once."""
+
+import random
+import re
+from collections import Counter
+
+import parts
+import pytest
+from messages import naming
+from selection import pairwise
+
+from ..changed import TESTED, TESTS, changed_files, folders_of, importers, part_for, room_of, rooms_of, with_those_above
+
+
+def test_rooms_are_packages_wherever_they_lie():
+    files = [
+        "gtp_jax/nn/_dense.py",
+        "gtp_jax/runner/cli/_a.py",
+        "benchmarks/_b.py",
+        "ffi/c.cu",
+        "gtp_jax/_d.py",
+        "docs/e.md",
+    ]
+    assert rooms_of(files) == {"nn", "cli", "benchmarks", "native"}
+    assert room_of("gtp_jax.runner.data._loader") == "data"
+
+
+def test_rooms_above_are_those_that_import():
+    above = importers()
+    assert {"chain", "train"} <= above["collectives"] and "nn" not in above["train"]
+    assert with_those_above({"generation"}, {"generation": {"cli"}, "cli": {"benchmarks"}}, 1) == ["generation", "cli"]
+    assert with_those_above({"generation"}, above, 0) == ["generation"]
+
+
+def test_folders_are_those_of_touched_tests_then_of_rooms_and_every_room_has_one():
+    assert folders_of(["nn"], ["tests/data/test_x.py"]) == ["data", "meaning", "nn", "parity"]
+    folders = {path.name for path in TESTS.iterdir() if list(path.glob("test_*.py"))}
+    tested = set().union(*(TESTED.get(folder, {folder}) for folder in folders))
+    assert set(importers()) - {"flags", "recipes", "variables"} <= tested
+    assert set(TESTED) <= folders
+
+
+def test_a_change_has_the_files_of_the_checkout():
+    assert all(isinstance(file, str) for file in changed_files("HEAD"))
+
+
+def test_parts_have_every_file_once_and_about_as_many_cases():
+    draw = random.Random(0)
+    cases = Counter({f"f{i}": draw.randrange(1, 40) for i in range(60)})
+    taken = [parts.files_of_part(cases, k, 7) for k in range(1, 8)]
+    assert sorted(file for part in taken for file in part) == sorted(cases)
+    sizes = [sum(cases[file] for file in part) for part in taken]
+    assert max(sizes) - min(sizes) < 20
+    assert parts.part("3/8") == (3, 8)
+    for text in ("0/2", "3/2", "x", "1/0"):
+        with pytest.raises(pytest.UsageError, match=naming(f"`--part` {text!r} K/N")):
+            parts.part(text)
+
+
+def test_a_part_is_chosen_by_the_commit_if_there_are_more_tests_than_may_run():
+    assert part_for(200, 200, "ffffffff0") is None
+    assert {part_for(401, 200, f"{i:08x}") for i in range(9)} == {"1/3", "2/3", "3/3"}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2, 4), (2, 2, 2, 2, 2)], ids=str)
+def test_combinations_contain_every_pair_and_the_usual_ones_every_value(sizes):
+    lists = [[f"{name}{i}" for i in range(size)] for name, size in zip("abcde", sizes, strict=False)]
+    rows = pairwise(*lists)
+    usual = [row.values for row in rows if not row.marks]
+    assert all({row[i] for row in usual} == set(values) for i, values in enumerate(lists))
+    for i, first in enumerate(lists):
+        for j in range(i + 1, len(lists)):
+            assert {(row.values[i], row.values[j]) for row in rows} == {(a, b) for a in first for b in lists[j]}
+    second, largest = sorted(sizes)[-2:]
+    assert len(rows) <= 2 * second * largest
+    assert [row.values for row in pairwise(*lists, usual=1) if not row.marks] == [rows[0].values]
+
+
+def test_a_message_is_tested_by_its_parts_in_any_order_and_never_by_none():
+    text = "`num_heads` is 4;\nit must divide `size` (2, 14), or pass `head_dim=`"
+    assert re.search(naming("`size` (2, 14)", "`num_heads` 4 `head_dim=`"), text)
+    for absent in ("14", "1", "heads", "`num_heads` 5", "(2, 15)"):
+        assert (absent == "14") == bool(re.search(naming(absent), text))
+    with pytest.raises(ValueError, match=naming("names nothing")):
+        naming(" ")
