@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -29,6 +30,7 @@ CASES = {  # options, inputs, whether cuDNN computes it
     "float32": (dict(dtype=jnp.float32), {}, False),
     "odd head": (dict(head_dim=60), {}, False),
 }
+DEFAULT = ("causal window", "long rows of segments", "mask", "soft cap", "odd head")
 USUAL = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
 REASONS = {
     "soft cap": "jax.nn has no soft cap in cuDNN's attention",
@@ -41,7 +43,7 @@ REASONS = {
 
 
 @needs_target
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_full(CASES, DEFAULT))
 def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
     options, inputs, cudnn = CASES[name]
     make = lambda rngs: gtp.Attention(128, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **options}, rngs=rngs)  # noqa: E731

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -74,20 +75,17 @@ def measured(name: str, mesh: str | None):
         return jax.tree.map(np.asarray, (logical(state), value, outputs, logical(of_state), of_x))
 
 
-NAMES = [name for name in MODULES if name != "several kernels in blocks"]
+# every mesh and what is fused by default
+DEFAULT = [
+    ("column", "gtp 4 x tp 2, sequence parallel"),
+    ("layer norm", "gtp 4 x tp 2, sequence parallel"),
+    ("plain mlp", "gtp 2 x tp 4, sequence parallel"),
+    ("embed", "dp 2 x gtp 2 x tp 2, whole sequence"),
+    ("several kernels in blocks", "gtp 4 x tp 2, sequence parallel"),
+]
 
 
-@pytest.mark.parametrize(
-    "name, mesh",  # every mesh by default, each pair in the slow tests
-    [
-        *(
-            pytest.param(name, mesh, marks=[] if (i + k) % 3 == 0 and i % 2 == 0 else pytest.mark.slow)
-            for i, name in enumerate(NAMES)
-            for k, mesh in enumerate(MESHES)
-        ),
-        ("several kernels in blocks", "gtp 4 x tp 2, sequence parallel"),
-    ],
-)
+@pytest.mark.parametrize("name, mesh", others_full([(name, mesh) for name in MODULES for mesh in MESHES], DEFAULT))
 def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
     params, *plain = measured(name, None)
     same, *found = measured(name, mesh)
@@ -98,10 +96,9 @@ def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("mesh", [None, "gtp 4 x tp 2, sequence parallel"])
-def test_replaced_weight_is_the_one_used(mesh, x64):
+def test_replaced_weight_is_the_one_used(x64):
     """Upstream's conformance line 4a: a kernel put there later takes part like the first."""
-    with jax.set_mesh(gtp.make_mesh(**MESHES[mesh][0])) if mesh else contextlib.nullcontext():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         module = gtp.init(lambda rngs: gtp.Dense(FEATURES, OUT, rngs=rngs, **F64), nnx.Rngs(0))
         kernel = jnp.asarray(np.random.default_rng(0).normal(size=(FEATURES, OUT)))
         module.kernel.set_value(kernel)

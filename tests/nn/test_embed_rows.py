@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import pairwise
+from selection import every, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
-from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import run_chain
 
 from .arrays import assert_close, mesh_in_scope
@@ -75,7 +74,7 @@ def sent(kind, tokens):
 
 
 @pytest.mark.parametrize(
-    "kind, mesh, length", pairwise(MODELS, ["gtp 4 x tp 2", "gtp 8", "dp 2 x gtp 2 x tp 2"], [2, 4, 64])
+    "kind, mesh, length", pairwise(MODELS, ["gtp 4 x tp 2", "gtp 8", "dp 2 x gtp 2 x tp 2"], [2, 4, 64], usual=2)
 )
 def test_rows_and_gradients_are_those_of_one_device(kind, mesh, length, x64):
     """Up to 4 tokens of each of 8 sequences are exchanged as rows; of 64, the table is gathered."""
@@ -91,7 +90,7 @@ def test_rows_and_gradients_are_those_of_one_device(kind, mesh, length, x64):
         assert_close(value_and_gradients(graph)(own, np.asarray(tokens)), wanted)
 
 
-@pytest.mark.parametrize("rows, mesh", [(97, "gtp 8"), (97, "dp 2 x gtp 2"), (100, "gtp 8")])
+@pytest.mark.parametrize("rows, mesh", every(3, [(97, "dp 2 x gtp 2"), (97, "gtp 8"), (100, "gtp 8")]))
 def test_rows_of_a_padded_table_are_those_of_one_device(rows, mesh, x64):
     """The padding of 97 and 100 rows over 8 ranks is more than one row, and that of 97 over 2 ranks changes no shape
     when it is left out of each rank's share."""
@@ -115,42 +114,6 @@ def test_rows_of_a_padded_table_are_those_of_one_device(rows, mesh, x64):
         padded, found = after_a_step()
     assert padded
     assert_close(found, wanted)
-
-
-def test_steps_of_zero_are_those_with_the_table_gathered(monkeypatch, x64):
-    """The table is divided over dp too, and joined once per step."""
-    config = LlamaConfig(
-        vocab_size=ROWS,
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=32,
-        dtype="float64",
-    )
-    chosen, group_for = [], gtp.Embed.group_for
-    tokens = np.random.default_rng(0).integers(0, 9, (4, 4))
-
-    def after_two_steps():
-        optimizer = optax.adam(1e-2)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
-        step = gtp.train_step(next_token_loss, optimizer)
-        for _ in range(2):
-            state, _ = step(state, {"tokens": tokens, "targets": tokens})
-        return state.params
-
-    def spied(embed, x):
-        chosen.append(group_for(embed, x).ranks)
-        return group_for(embed, x)
-
-    with mesh_in_scope("dp 2 x gtp 2 x tp 2"):
-        monkeypatch.setattr(gtp.Embed, "group_for", spied)
-        rows = after_two_steps()
-        monkeypatch.setattr(gtp.Embed, "group_for", lambda embed, x: embed.group)
-        table = after_two_steps()
-    assert chosen and set(chosen) == {1}
-    assert_close(rows, table)
 
 
 def test_bytes_are_those_of_rows_until_ranks_times_tokens_reach_the_vocabulary(x64):

@@ -50,6 +50,10 @@ WITHOUT_A_MESH = {
         "`units` {'a': 8} 'b' 4",
     ),
     "norm": (lambda: make(gtp.LayerNormDense, 8, 8, norm="batch"), "`norm` 'batch' 'rms' 'layer'"),
+    "norm of a head": (
+        lambda: make(gtp.TiedHead, make(gtp.Embed, 8, 8), norm="batch"),
+        "`norm` 'batch' 'rms' 'layer' None",
+    ),
     "norm of a row": (lambda: make(gtp.LayerNormDense, 8, 8, parallel="row"), "`parallel` 'row'"),
     "kv heads": (lambda: make(gtp.Attention, 16, num_heads=4, num_kv_heads=3), "`num_kv_heads` 3 `num_heads` 4"),
     "heads": (lambda: make(gtp.Attention, 15, num_heads=4), "`num_heads` 4 `features` 15 pass `head_dim`"),

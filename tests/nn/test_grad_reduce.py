@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from messages import naming
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
-from gtp_jax.nn import GRAD_REDUCE, Embed, reduction_of
+from gtp_jax.nn import GRAD_REDUCE, Embed
 from gtp_jax.runner.flags import Execution
 
 from ..chain.programs import lowered_step
@@ -41,10 +43,7 @@ STEPS = {
 }
 
 
-SLOW = ("a longer ring, looped", "experts in nvfp4", "uneven parts", "mxfp8", "nvfp4")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in STEPS])
+@pytest.mark.parametrize("case", others_full(STEPS, ["a ring over tp", "experts", "fp8"]))
 def test_no_weight_gradient_is_bfloat16_between_its_matmul_and_its_reduce_scatter(case):
     made = made_of(case, "float32")
     assert all({"stablehlo.dot_general", "stablehlo.scatter"} & kinds.keys() for kinds in made)
@@ -170,9 +169,9 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", GRAD_REDUCE)
-@pytest.mark.parametrize("degrees", [pytest.param(dict(gtp=8), marks=pytest.mark.slow), dict(gtp=4, tp=2)], ids=str)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("module", "name", "degrees"), pairwise(MODULES, GRAD_REDUCE, [dict(gtp=4, tp=2), dict(gtp=8)], usual=3)
+)
 def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
     x, g = bf16(0, 8, 32, 256), bf16(1, 8, 32, 128)
     with jax.set_mesh(gtp.make_mesh(**degrees)):
@@ -180,8 +179,7 @@ def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
     check(found, exact(x, g), name)
 
 
-@pytest.mark.parametrize("name", GRAD_REDUCE)
-@pytest.mark.parametrize("unroll", [pytest.param("full", marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(("name", "unroll"), pairwise(GRAD_REDUCE, [1, "full"], usual=1))
 def test_so_it_is_in_a_stack(unroll, name):
     def make(rngs):
         schedule = gtp.Schedule(unroll=unroll)
@@ -194,7 +192,7 @@ def test_so_it_is_in_a_stack(unroll, name):
     check(found, exact(x, g), name)
 
 
-@pytest.mark.parametrize("name", GRAD_REDUCE)
+@pytest.mark.parametrize("name", others_full(GRAD_REDUCE, ["bf16"]))
 def test_with_one_rank_nothing_is_rounded(name):
     x, g = (jax.random.normal(jax.random.key(i), (8, 32, size)) for i, size in enumerate((256, 128)))
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
@@ -204,7 +202,7 @@ def test_with_one_rank_nothing_is_rounded(name):
     assert np.any(np.asarray(wanted) != np.asarray(wanted.astype(jnp.bfloat16)))
 
 
-@pytest.mark.parametrize("name", GRAD_REDUCE)
+@pytest.mark.parametrize("name", others_full(GRAD_REDUCE, ["float32"]))
 def test_so_it_is_of_a_table(name):
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (8, 128)))
     g = bf16(3, 8, 128, 128)
@@ -224,8 +222,7 @@ def check(found, wanted, name):
 WIRE = {"float32": ("reduce-scatter", "f32", 4), "bf16-wire": ("all-to-all", "u16", 2)}
 
 
-@pytest.mark.parametrize("name", WIRE)
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "parts"), pairwise(["bf16-wire", "float32"], [1, 2], usual=1))
 def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     """`bf16` compiled: `tests/chain/test_overlap_h200.py`; XLA's CPU backend widens its sum."""
     kind, dtype, size = WIRE[name]
@@ -239,8 +236,7 @@ def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     assert sum(c.times * c.operand_bytes for c in sums) == size * parts * (2 * block + 2 * 640 * 128)
 
 
-@pytest.mark.parametrize("unroll", ["full", 1])
-@pytest.mark.parametrize("remat", ["matmuls", "everything"])
+@pytest.mark.parametrize(("remat", "unroll"), pairwise(["matmuls", "everything"], ["full", 1], usual=1))
 def test_a_slot_is_never_saved_for_backward(remat, unroll):
     def saved(name):
         def make(rngs):
@@ -257,20 +253,11 @@ def test_a_slot_is_never_saved_for_backward(remat, unroll):
     assert sum(saved("float32").values())
 
 
-def test_float32_stands_for_at_least_float32():
-    assert reduction_of("float32", "float64") == (np.float64, np.float64, None)
-    assert reduction_of("float32", "bfloat16") == (np.float32, np.float32, None)
-    assert reduction_of("bf16-wire", "bfloat16") == (np.float32, np.float32, jnp.bfloat16)
-    assert reduction_of("bf16", "float32") == (np.float32, jnp.bfloat16, None)
-
-
 def test_an_unknown_name_is_refused():
-    refused = pytest.raises(
-        ValueError, match="`grad_reduce` is 'int8'; it must be one of 'float32', 'bf16-wire', 'bf16'"
-    )
+    refused = pytest.raises(ValueError, match=naming("`grad_reduce` 'int8' float32 bf16-wire bf16"))
     with refused:
         gtp.Dense(8, 8, grad_reduce="int8", rngs=nnx.Rngs(0))
     with refused:
         LlamaConfig(**SIZES, grad_reduce="int8")
-    with pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it must be one of float32, bf16-wire, bf16"):
+    with refused:
         Execution(grad_reduce="int8")

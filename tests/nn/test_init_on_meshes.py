@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from placed import placed
+from selection import every
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig
@@ -18,7 +19,7 @@ def llama(rngs):
     return Llama(CONFIG, rngs=rngs)
 
 
-@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(dp=2, gtp=2, tp=2)], ids=["gtp 8", "dp 2 x gtp 2 x tp 2"])
+@pytest.mark.parametrize("degrees", every(2, [dict(dp=2, gtp=2, tp=2), dict(gtp=8)]))
 def test_arrays_are_those_drawn_without_a_mesh_and_places_those_of_an_abstract_model(degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)):
         found, wanted = gtp.init(llama, nnx.Rngs(3)), placed(llama, 3)

@@ -1,6 +1,5 @@
 """Weights of any shape that gtp does not divide are stored padded, and train as on one device."""
 
-import contextlib
 import functools
 import math
 import warnings
@@ -13,11 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from messages import naming
-from padded_states import moved, padding_of, same
+from padded_states import padding_of, same
 from selection import pairwise
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.layout import layout_of_array
 
 from .test_padded import on
@@ -154,20 +152,6 @@ def test_an_array_is_read_and_set_in_its_logical_shape(x64):
         assert not raw[20:].any()
         with pytest.raises(ValueError, match=naming("(16,) (20, 16)")):
             param[...] = np.ones(16)
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_arrays_moves_from_8_to_7_to_5_and_back(tmp_path, x64):
-    @contextlib.contextmanager
-    def divided(degree):
-        with on(degree), warnings.catch_warnings():
-            warnings.filterwarnings("error", "a weight of shape .* stays whole")
-            yield
-
-    optimizer, make = optax.adamw(1e-2), lambda number: gtp.init(Stacked, nnx.Rngs(number))
-    with Checkpoints(tmp_path) as checkpoints:
-        meshes = map(divided, (8, 7, 5, 8))
-        moved(checkpoints, meshes, lambda number: gtp.TrainState.create(make(number), optimizer))
 
 
 @pytest.mark.full

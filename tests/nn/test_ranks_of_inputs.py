@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from messages import naming
 from selection import others_full
 
 import gtp_jax as gtp
@@ -79,8 +80,7 @@ def values(model):
     "name, mesh",
     others_full(
         [(name, mesh) for name in MODULES for mesh in MESHES],
-        [("column", "tp 2"), ("mlp", "gtp 2 x tp 2"), ("experts of tokens", "gtp 2 x tp 2")]
-        + [("mlp of whole sequences", "tp 2"), ("uneven row", "tp 2")],
+        [("mlp", "gtp 2 x tp 2"), ("uneven row", "tp 2")],
     ),
 )
 def test_layers_alone_and_stacked_have_the_value_and_gradient_of_their_formula(name, mesh, x64):
@@ -156,7 +156,7 @@ def test_embeddings_and_heads_take_one_token_or_sequences(norm, x64):
         logits = [(normed(x) if norm else x) @ table.T for x in rows]
         return sum(jnp.sum(jnp.sin(30 * y)) for y in logits), logits
 
-    (_, plain), slope = jax.value_and_grad(wanted, has_aux=True)(jnp.asarray(table))
+    (_, plain), slope = jax.jit(jax.value_and_grad(wanted, has_aux=True))(table)
     for (_, logits), gradients in results:
         for a, b in zip(logits, plain, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
@@ -200,21 +200,13 @@ def test_a_chain_whose_first_layer_adds_a_dimension_is_that_of_one_device():
 @pytest.mark.parametrize(
     "make, shape, message",
     [
-        (
-            lambda rngs: gtp.Dense(8, 8, rngs=rngs),
-            (8,),
-            r"input of Dense has shape \(8,\).*at least 2 dimensions in all. Add a batch",
-        ),
-        (
-            lambda rngs: gtp.MoE(8, 8, num_experts=2, rngs=rngs),
-            (8,),
-            r"input of MoE has shape \(8,\).*at least 2 dimensions in all",
-        ),
-        (lambda rngs: gtp.Attention(8, num_heads=2, rngs=rngs), (8, 8), r"Attention takes .*; got shape \(8, 8\)"),
+        (lambda rngs: gtp.Dense(8, 8, rngs=rngs), (8,), "Dense (8,) 2 batch"),
+        (lambda rngs: gtp.MoE(8, 8, num_experts=2, rngs=rngs), (8,), "MoE (8,) 2"),
+        (lambda rngs: gtp.Attention(8, num_heads=2, rngs=rngs), (8, 8), "Attention (8, 8)"),
     ],
 )
 def test_an_input_without_a_batch_or_a_sequence_is_refused_by_its_own_shape(make, shape, message):
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         model = gtp.nn.abstract_model(make)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=naming(message)):
             jax.eval_shape(lambda x: model(x), jax.ShapeDtypeStruct(shape, jnp.float32))
