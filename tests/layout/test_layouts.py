@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import every
 
 import gtp_jax as gtp
 from gtp_jax.layout import BLOCK, Division, Layout, layouts_of_kernels
@@ -57,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
     (gtp_degree, tp), shapes, split_dim, units, spec = CASES[name]
     rng = np.random.default_rng(len(name))
@@ -156,39 +158,35 @@ def test_storage_is_even_whatever_the_sizes(sizes, into, degrees, split_dim):
             assert layouts[0].ranks >= degrees[0], "a dimension can be divided or padded, so nothing stays whole"
 
 
-def test_a_weight_that_nothing_divides_stays_whole_with_a_warning_that_names_even_shares():
-    whole = r"shape \(25, 100\) stays whole on every rank of gtp 7, which cannot divide .*gtp_jax\.even_shares\(\)"
-    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares(), gtp.even_shares(False), pytest.warns(UserWarning, match=whole):
-        (layout,) = layouts_of_kernels([(25, 100)], rows=1)
-    assert layout.spec == P(None, None) and layout.ranks == 1 and layout.array_shape == (25, 100)
+PADDED = {
+    # (gtp, tp), the shape, dimension of tp, the stored shape, and what shards it
+    "along the dimension that costs less": ((7, 1), (25, 100), WHOLE, (25, 105), P(None, "gtp")),
+    "112 rows to a block on every rank": ((7, 1), (4096, 4096), WHOLE, (4096, 4144), P(None, "gtp")),
+    "where blocks of 1024 rows would add 9 %": ((7, 1), (4096, 1024), WHOLE, (4102, 1024), P("gtp", None)),
+    "224 columns": ((7, 1), (9001, 1024), WHOLE, (9184, 1024), P("gtp", None)),
+    "over tp and gtp together": ((2, 3), (50, 100), COLUMN, (50, 102), P(None, ("tp", "gtp"))),
+}
 
 
-def test_a_weight_that_nothing_divides_is_padded_along_the_dimension_that_costs_less():
-    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares():
-        (layout,) = layouts_of_kernels([(25, 100)], rows=1)
-    assert layout.spec == P(None, "gtp") and layout.array_shape == (25, 105) and layout.shape == (25, 100)
+@pytest.mark.parametrize("name", PADDED)
+def test_a_weight_that_nothing_divides_is_padded_where_that_costs_least(name):
+    degrees, shape, split_dim, stored, spec = PADDED[name]
+    with jax.set_mesh(mesh_of(*degrees)), gtp.even_shares():
+        (layout,) = layouts_of_kernels([shape], rows=1, split_dim=split_dim)
+    assert (layout.shape, layout.array_shape, layout.spec) == (shape, stored, spec)
 
 
-def test_a_weight_is_padded_to_whole_blocks_where_that_costs_at_most_3_percent():
-    with jax.set_mesh(mesh_of(7, 1)), gtp.even_shares():
-        stored = [layouts_of_kernels([(4096, rows)], rows=1)[0].array_shape for rows in (4096, 1024)]
-        (alone,) = layouts_of_kernels([(9001, 1024)], rows=1)
-    assert stored == [(4096, 4144), (4102, 1024)], "112 rows to a block on every rank; 96 of 1024 would be 9 %"
-    assert alone.array_shape == (9184, 1024), "224 columns"
-
-
-def test_one_element_is_not_padded():
-    whole = r"stays whole on every rank of gtp 3, which cannot .* choose sizes that the degrees divide\.$"
-    with jax.set_mesh(mesh_of(3, 2)), gtp.even_shares(), pytest.warns(UserWarning, match=whole):
-        (single,) = layouts_of_kernels([(1, 1)], rows=1)
-    assert single.ranks == 1 and single.array_shape == (1, 1)
-
-
-def test_a_weight_that_tp_divides_unevenly_is_padded_over_tp_and_gtp_together():
-    with jax.set_mesh(mesh_of(2, 3)), gtp.even_shares():
-        (layout,) = layouts_of_kernels([(50, 100)], rows=1, split_dim=1)
-    assert layout.takes_part and layout.ranks == 6 and layout.spec == P(None, ("tp", "gtp"))
-    assert (layout.array_shape, layout.shard_shape, layout.whole_shape) == ((50, 102), (50, 17), (50, 100))
+@pytest.mark.parametrize(
+    ("degrees", "shape", "pad", "message"),
+    [
+        ((7, 1), (25, 100), False, "(25, 100) whole gtp 7 gtp_jax.even_shares()"),
+        ((3, 2), (1, 1), True, "(1, 1) whole gtp 3 sizes"),
+    ],
+)
+def test_a_weight_that_stays_whole_is_told_with_the_remedy(degrees, shape, pad, message):
+    with jax.set_mesh(mesh_of(*degrees)), gtp.even_shares(pad), pytest.warns(UserWarning, match=naming(message)):
+        (layout,) = layouts_of_kernels([shape], rows=1)
+    assert layout.spec == P(None, None) and layout.ranks == 1 and layout.array_shape == shape
 
 
 OVER_DP = {
@@ -214,27 +212,13 @@ def test_storage_is_padded_so_that_dp_divides_it_and_shards_stay_as_they_are_whe
     assert layout.of_shards.copies == 1 and layout.of_shards.shard_shape == shard
 
 
-def test_padding_that_is_not_at_the_end_of_a_dimension_is_refused():
+def test_uneven_storage_is_refused():
     storage = {"tensor": Division(0, ("tp",), (2,)), "gather": Division(0, ("gtp",), (3,))}
-    with pytest.raises(ValueError, match=r"dimension 0 of a weight of shape \(10, 8\) is padded, and divided among"):
+    with pytest.raises(ValueError, match=naming("0 (10, 8) padded")):
         Layout((10, 8), **storage, padding=Padding(0, 2), rows=1)
-
-
-def test_a_dense_layer_stores_its_logical_shape():
-    """`Dense(64, 10)` on gtp 8 stored 8,192 numbers once."""
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        from flax import nnx
-
-        kernel = gtp.init(lambda rngs: gtp.Dense(64, 10, rngs=rngs), nnx.Rngs(0)).kernel.get_value()
-    assert kernel.shape == (64, 10) and kernel.addressable_shards[0].data.size == 80
-
-
-def test_an_uneven_split_of_storage_is_refused():
     with jax.set_mesh(mesh_of(1, 3)):
         split = layouts_of_kernels([(8, 10)], rows=1, split_dim=1)[0].split
-    with pytest.raises(
-        ValueError, match=r"divides dimension 1 of a weight of shape \(8, 10\) unevenly.*Leave `tensor` out"
-    ):
+    with pytest.raises(ValueError, match=naming("1 (8, 10) `tensor`")):
         Layout((8, 10), tensor=Division(1, ("tp",), (3,)), rows=1, split_dim=1, split=split)
-    with pytest.raises(ValueError, match=r"dimension 1 of a weight of shape \(8, 10\) is sharded 3 ways"):
+    with pytest.raises(ValueError, match=naming("1 (8, 10) 3")):
         Layout((8, 10), gather=Division(1, ("gtp",), (3,)), rows=1)

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.collectives import join_split
@@ -33,8 +35,7 @@ OWNERS = {
 }
 
 
-@pytest.mark.parametrize("unit", [1, 4])
-@pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
+@pytest.mark.parametrize(("owners", "unit"), pairwise(OWNERS.values(), [1, 4], usual=4))
 def test_each_rank_takes_its_own_units_followed_by_zeros(owners, unit):
     split = Split(sum(owners) * unit, unit, owners, "tp")
     whole = np.random.default_rng(0).uniform(1, 2, (3, split.size)).astype(np.float32)  # never zero
@@ -44,9 +45,9 @@ def test_each_rank_takes_its_own_units_followed_by_zeros(owners, unit):
         assert parts.shape[2] == split.width and not parts[rank, :, count:].any()
 
 
-@pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
+@pytest.mark.parametrize("owners", others_full(map(list, OWNERS.values()), [[2, 2, 1, 0], [2, 0, 3]]), ids=str)
 def test_what_stands_in_the_padding_is_dropped_even_if_it_is_not_finite(owners):
-    split = Split(sum(owners), 1, owners, "tp")
+    split = Split(sum(owners), 1, tuple(owners), "tp")
 
     def place(x):
         padded = split.mask(split.take(x, 0), 0, jnp.nan)
@@ -90,5 +91,5 @@ def test_blocks_give_every_unit_one_owner_and_no_rank_more_than_its_share_rounde
 
 
 def test_owners_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match=r"`owners` is \(2, 2\), in units of 3, but the dimension has 10 elements"):
+    with pytest.raises(ValueError, match=naming("`owners` (2, 2) 3 10")):
         Split(10, 3, (2, 2), "tp")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax
 import pytest
+from messages import naming
 
 import gtp_jax as gtp
 from benchmarks import StepOptions
-from gtp_jax.mesh import Roles, check_degrees, fill_degrees
+from gtp_jax.mesh import Roles, check_degrees, degrees, fill_degrees
 from gtp_jax.runner.flags import Parallelism
 from gtp_jax.runner.trainer import TrainConfig
 
@@ -16,28 +17,34 @@ from gtp_jax.runner.trainer import TrainConfig
 @pytest.mark.parametrize("open_axis", ["dp", "gtp", "tp"])
 def test_the_open_degree_fills_the_devices_where_it_can(devices, open_axis):
     given = {"dp": 1, "gtp": 2, "tp": 1, open_axis: None}
-    degrees = fill_degrees(given, devices)
-    others = degrees["dp"] * degrees["gtp"] * degrees["tp"] // degrees[open_axis]
-    assert degrees[open_axis] == max(1, devices // others)
-    assert {name: degrees[name] for name in given if name != open_axis} == {
-        name: degree for name, degree in given.items() if degree is not None
-    }
+    filled = fill_degrees(given, devices)
+    others = filled["dp"] * filled["gtp"] * filled["tp"] // filled[open_axis]
+    assert filled == {**given, open_axis: max(1, devices // others)}
 
 
 def test_a_product_that_is_not_the_number_of_devices_is_refused_with_both():
-    with pytest.raises(ValueError, match="dp 1 x gtp 3 x tp 2 = 6, but there are 8 devices. Choose degrees whose"):
-        check_degrees({"dp": 1, "gtp": 3, "tp": 2}, 8)
+    for call in (lambda: check_degrees({"dp": 1, "gtp": 3, "tp": 2}, 8), lambda: gtp.make_mesh(gtp=3, tp=2)):
+        with pytest.raises(ValueError, match=naming("dp 1 gtp 3 tp 2 6 8 Choose")):
+            call()
+    with pytest.raises(ValueError, match=naming("dp 1 gtp 4 tp 1 4 2")):
+        gtp.make_mesh(gtp=4, devices=jax.devices()[:2])
 
 
 @pytest.mark.parametrize("degree", [0, -1, 1.5, "2"])
 def test_degrees_are_whole_numbers_wherever_they_are_given(degree):
-    message = f"`gtp` is {degree!r}; a degree is a whole number of at least 1"
-    with pytest.raises(ValueError, match=message):
-        fill_degrees({"dp": 1, "gtp": degree}, 8)
-    with pytest.raises(ValueError, match=message):
-        gtp.make_mesh(gtp=degree)
-    with pytest.raises(ValueError, match=f"`gtp` is {degree!r}; it must be a whole number of at least 1"):
+    for call in (lambda: fill_degrees({"dp": 1, "gtp": degree}, 8), lambda: gtp.make_mesh(gtp=degree)):
+        with pytest.raises(ValueError, match=naming(f"`gtp` {degree!r} whole 1")):
+            call()
+    with pytest.raises(ValueError, match=naming(f"`gtp` {degree!r} whole 1")):
         Parallelism(gtp=degree)
+
+
+def test_a_mesh_keeps_the_order_of_devices():
+    given = jax.devices()[::-1]
+    mesh = gtp.make_mesh(gtp=2, tp=2, devices=given)
+    assert list(mesh.devices.flat) == given and dict(mesh.shape) == {"dp": 2, "gtp": 2, "tp": 2}
+    with jax.set_mesh(mesh):
+        assert degrees(("dp", "gtp")) == 4
 
 
 def test_all_users_agree():
