@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -19,11 +20,8 @@ TILE = (128, 128)
 RECIPE = gtp.FP8Blocks(exclude=())
 # rows of each kernel; degrees; the layer's options
 PLACES = {
-    "one device": ((256, 64), {}, {}),
     "parts of tiles": ((256, 512), dict(gtp=8), {}),
     "kernels of odd sizes": ((200, 72), dict(gtp=4), {}),
-    "columns": ((7, 9), dict(gtp=4), {}),
-    "whole tiles": ((256, 512), dict(gtp=2), {}),
     "gtp 4 x ep 2": ((256, 64), dict(gtp=4, ep=2), dict(experts_axis="ep")),
     "gtp 2 x tp 2 x ep 2, features": (
         (512, 256),
@@ -80,7 +78,7 @@ def spec_without(layout, *axes):
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", others_full(PLACES, list(PLACES)[1:5:3]))
 def test_codes_and_scales_are_those_of_one_device_bit_for_bit(place):
     sizes, degrees, options = PLACES[place]
     (kernel,) = kernels_of(sizes[:1]).values()
@@ -95,7 +93,7 @@ def test_codes_and_scales_are_those_of_one_device_bit_for_bit(place):
         np.testing.assert_array_equal(scales[expert].view(np.int32), inverse.view(np.int32))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", others_full(PLACES, list(PLACES)[:5:2]))
 def test_experts_multiply_the_values_of_one_device(place):
     """Both kernels of a gather: a product with the identity is the weight."""
     sizes, degrees, options = PLACES[place]
@@ -127,6 +125,7 @@ class Model(nnx.Module):
         return self.last(self.blocks(x))
 
 
+@pytest.mark.full
 def test_one_maximum_is_reduced_and_weights_of_experts_travel_as_bytes():
     with scope(dict(gtp=4, ep=2)):
         optimizer = optax.sgd(0.1)

@@ -1,11 +1,15 @@
 """Weights in tiles that shards may cut: codes are those of one device, one maximum is reduced, and codes travel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -15,16 +19,13 @@ from ..ops import oracle
 WIDTH = 192
 # sizes of kernels that share a gather; degrees; the layer's parallelism
 PLACES = {
-    "one device": ((256,), dict(gtp=1), {}),
     "whole tiles": ((256,), dict(gtp=2), {}),
     "half a tile": ((256,), dict(gtp=4), {}),
-    "parts of 28 rows": ((224,), dict(gtp=8), {}),
     "columns": ((7,), dict(gtp=4), {}),
     "columns of kernels of whole tiles": ((128, 256), dict(gtp=3), {}),
     "kernels of whole tiles": ((256, 512), dict(gtp=2), {}),
     "kernels cut": ((256, 64, 32), dict(gtp=8), {}),
     "kernels of odd sizes": ((200, 72), dict(gtp=4), {}),
-    "kernels of odd sizes, one device": ((200, 72), dict(gtp=1), {}),
     "parts of dp": ((256, 64), dict(gtp=2, dp=4), {}),
     "parallel by column": ((512, 256), dict(gtp=4, tp=2), dict(parallel="column")),
 }
@@ -41,7 +42,10 @@ def numbers(shape):
     return kernel
 
 
-@pytest.mark.parametrize("place", PLACES)
+USUAL = ["half a tile", "columns of kernels of whole tiles", "kernels of odd sizes", "parallel by column"]
+
+
+@pytest.mark.parametrize("place", others_full(PLACES, USUAL))
 def test_a_layer_multiplies_the_codes_of_one_device(place):
     sizes, degrees, options = PLACES[place]
     names = {str(i): size for i, size in enumerate(sizes)}
@@ -66,7 +70,7 @@ class Model(nnx.Module):
     """A stack of fused kernels, cut by 8 ranks, and a layer outside of it."""
 
     def __init__(self, rngs):
-        self.blocks = gtp.Stack(lambda rngs: gtp.MLP(64, 192, dtype="float32", rngs=rngs), 3, rngs=rngs)
+        self.blocks = gtp.Stack(lambda rngs: gtp.MLP(64, 192, dtype="float32", rngs=rngs), 2, rngs=rngs)
         self.last = gtp.Dense(64, {"a": 32, "b": 64}, dtype="float32", rngs=rngs)
 
     def __call__(self, x):
@@ -85,7 +89,7 @@ def batch(features=64, out_features=96):
     return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize("degrees", [dict(gtp=4), dict(gtp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("degrees", others_full([dict(gtp=2, dp=2), dict(gtp=4)], [dict(gtp=2, dp=2)]), ids=str)
 def test_one_maximum_is_reduced_and_weights_travel_as_bytes(degrees):
     with scope(degrees):
         optimizer = optax.sgd(0.1)
@@ -97,32 +101,38 @@ def test_one_maximum_is_reduced_and_weights_travel_as_bytes(degrees):
     found = hlo.collectives(text)
     (reduced,) = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name]
     assert reduced.times == 1 and reduced.dtype == "s32"
-    # tiles of gate and up (2 x 1 each) and down (1 x 2) of three layers, and two tiles of `last`
-    assert reduced.operand_bytes == 4 * (3 * 6 + 2)
+    # tiles of gate and up (2 x 1 each) and down (1 x 2) of two layers, and two tiles of `last`
+    assert reduced.operand_bytes == 4 * (2 * 6 + 2)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.dtype for c in gathers} == {"u8"}
     along = sum(c.result_bytes * c.times for c in gathers if c.axes == ("gtp",) and c.direction == "forward")
-    assert along == 3 * 3 * 192 * 64 + 96 * 64
+    assert along == 2 * 3 * 192 * 64 + 96 * 64
 
 
-@pytest.mark.parametrize(
-    "degrees, options",
-    [(dict(gtp=8), {}), (dict(gtp=2, dp=2), dict(microbatches=2)), (dict(gtp=4), dict(view="local"))],
-    ids=str,
-)
+@functools.cache
+def trained(degrees, **options):
+    """The losses of two steps, and the parameters after them."""
+    with scope(dict(degrees)):
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(placed(Model), optimizer)
+        step = gtp.train_step(loss, optimizer, recipe=gtp.FP8Blocks(), **options)
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, batch())
+            losses.append(float(metrics["loss"]))
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+STEPS = [
+    ((("gtp", 2), ("dp", 2)), dict(microbatches=2)),
+    ((("gtp", 8),), {}),
+    ((("gtp", 4),), dict(view="local")),
+]
+
+
+@pytest.mark.parametrize("degrees, options", others_full(STEPS, STEPS[:1]), ids=str)
 def test_a_step_is_that_of_one_device(degrees, options):
-    def trained(degrees, **options):
-        with scope(degrees):
-            optimizer = optax.sgd(0.1)
-            state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
-            step = gtp.train_step(loss, optimizer, recipe=gtp.FP8Blocks(), **options)
-            losses = []
-            for _ in range(2):
-                state, metrics = step(state, batch())
-                losses.append(float(metrics["loss"]))
-            return losses, jax.tree.map(np.asarray, state.params)
-
-    losses, params = trained(dict(gtp=1))
+    losses, params = trained((("gtp", 1),))
     found, there = trained(degrees, **options)
     # each rank's tokens are rounded along tokens by themselves, in runs of its own
     np.testing.assert_allclose(found, losses, rtol=1e-3)

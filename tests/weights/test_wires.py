@@ -6,6 +6,7 @@ recipe to `RECIPES` and its largest error to `ERROR`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -16,6 +17,9 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from messages import naming
+from placed import placed
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.nn import abstract_model, groups_of, shards_of
@@ -101,8 +105,7 @@ def gathered(groups, stretches, layer):
     return {".".join(name): weight.astype(jnp.float32) for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name, mesh", pairwise(RECIPES, MESHES))
 def test_a_wire_has_the_protocol_and_gathers_the_weights_up_to_its_rounding(name, mesh, key):
     with jax.set_mesh(mesh_of(mesh)):
         dtype = "bfloat16" if name == "bfloat16" else "float32"
@@ -139,7 +142,7 @@ def test_a_wire_has_the_protocol_and_gathers_the_weights_up_to_its_rounding(name
         np.testing.assert_array_equal(mine, found[path])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", others_full(RECIPES, ["nvfp4", "row_scaled"]))
 def test_in_global_view_the_partitions_of_a_wire_are_those_that_specs_tells(name, key):
     with jax.set_mesh(mesh_of("gtp 4")):
         dtype = "bfloat16" if name == "bfloat16" else "float32"
@@ -195,7 +198,10 @@ def test_frozen_weights_keep_their_formats_and_on_one_rank_only_codes_travel():
     """Codes are decoded, whereas arrays are only joined."""
     for ranks in (1, 2):
         with jax.set_mesh(gtp.make_mesh(gtp=ranks, devices=jax.devices()[:ranks])):
-            arrays, codes = (gtp.freeze(Adapted(nnx.Rngs(0)), recipe) for recipe in (None, gtp.NVFP4()))
+            arrays, codes = (
+                abstract_model(lambda rngs, recipe=recipe: gtp.freeze(Adapted(rngs), recipe))
+                for recipe in (None, gtp.NVFP4())
+            )
             for model, wire in ((arrays, None), (codes, gtp.formats.NVFP4)):
                 groups = groups_of(model, None).values()
                 assert {group.wire for group in groups} == {wire} and all(group.frozen for group in groups)
@@ -208,33 +214,42 @@ class Adapted(Stacked):
         self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
 
 
-def losses(model, mesh, key, **options):
-    x = np.asarray(jax.random.normal(key, (8, 4, WIDTH)), np.float32)
+@functools.cache
+def of_two_layers(model):
+    return lambda rngs: model(rngs, layers=2)
+
+
+@functools.cache
+def losses(model, mesh, recipe, **options):
+    """The losses of three steps; without a mesh if there is none."""
+    x = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
     optimizer = optax.adam(1e-2)
 
     def loss(model, batch):
         terms = jnp.square(model(batch["x"]) - jnp.roll(batch["x"], 1, -1)).mean(-1)
         return (terms.sum(), jnp.asarray(terms.size, jnp.float32)) if options.get("view") == "local" else terms.mean()
 
-    def run():
-        state = gtp.TrainState.create(gtp.init(lambda rngs: model(rngs, layers=2), nnx.Rngs(0)), optimizer)
-        step = gtp.train_step(loss, optimizer, **{"recipe": RowScaledRecipe(), **options})
+    found = []
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh_of(mesh)):
+        state = gtp.TrainState.create(placed(of_two_layers(model)), optimizer)
+        step = gtp.train_step(loss, optimizer, recipe=recipe, **options)
         for _ in range(3):
             state, metrics = step(state, {"x": x})
-            yield float(metrics["loss"])
-
-    if mesh is None:
-        return list(run())
-    with jax.set_mesh(mesh_of(mesh)):
-        return list(run())
+            found.append(float(metrics["loss"]))
+    return found
 
 
-@pytest.mark.parametrize("model", [Stacked, Listed])
-def test_a_format_of_ones_own_trains_as_on_one_device(model, key):
-    expected = losses(model, None, key)
+WAYS = [("gtp 4", {"view": "local"}), ("gtp 4", {}), ("dp 2 x gtp 2", {"microbatches": 2})]
+OF_LISTS = (Listed, *WAYS[2])
+
+
+@pytest.mark.parametrize(
+    "model, mesh, options", others_full([*((Stacked, *w) for w in WAYS), OF_LISTS], [(Stacked, *WAYS[0])])
+)
+def test_a_format_of_ones_own_trains_as_on_one_device(model, mesh, options):
+    expected = losses(model, None, RowScaledRecipe())
     assert expected[-1] < expected[0]
-    for mesh, options in [("gtp 4", {}), ("gtp 4", {"view": "local"}), ("dp 2 x gtp 2", {"microbatches": 2})]:
-        np.testing.assert_allclose(losses(model, mesh, key, **options), expected, rtol=2e-6)
+    np.testing.assert_allclose(losses(model, mesh, RowScaledRecipe(), **options), expected, rtol=2e-6)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("members", "format"))
@@ -274,44 +289,41 @@ class OneScaleRecipe(RowScaledRecipe):
         return OneScale()
 
 
-@pytest.mark.parametrize("model", [Stacked, Listed])
-def test_partitions_of_ones_own_hold_for_what_is_made_and_for_what_is_gathered(model, key):
+PLACES = [(Stacked, "gtp 2 x tp 2", {}), (Stacked, "dp 2 x gtp 2", {"view": "local"}), (Listed, "gtp 2 x tp 2", {})]
+
+
+@pytest.mark.parametrize("model, mesh, options", others_full(PLACES, PLACES[:1]))
+def test_partitions_of_ones_own_hold_for_what_is_made_and_for_what_is_gathered(model, mesh, options):
     """Of a stack both weights of a layer are in one wire."""
-    recipe = OneScaleRecipe()
-    expected = losses(model, None, key, recipe=recipe)
-    for mesh, options in [("gtp 4", {}), ("gtp 2 x tp 2", {}), ("dp 2 x gtp 2", {"view": "local"})]:
-        np.testing.assert_allclose(losses(model, mesh, key, recipe=recipe, **options), expected, rtol=2e-6)
+    expected = losses(model, None, OneScaleRecipe())
+    np.testing.assert_allclose(losses(model, mesh, OneScaleRecipe(), **options), expected, rtol=2e-6)
 
 
-def test_a_wire_of_ones_own_that_leaves_out_a_weight_is_refused(key, monkeypatch):
-    whole = RowScaled.make
-    monkeypatch.setattr(
-        RowScaled, "make", lambda *args: dataclasses.replace(rows := whole(*args), members=rows.members[:1])
-    )
-    message = r"`make` of the format ROW_SCALED got the weights .*'up'.* with the members .*`members=tuple"
-    with pytest.raises(ValueError, match=message):
-        losses(Stacked, "gtp 4", key)
+# what a format's `make` returns in place of its wire, and what the message names
+WRONG = {
+    "a weight left out": (lambda rows: dict(members=rows.members[:1]), "`make` ROW_SCALED members"),
+    "no format": (lambda _: dict(format=None), "`make` ROW_SCALED `format` RowScaled `self`"),
+    "another format": (lambda _: dict(format=OneScale()), "`make` ROW_SCALED `format` RowScaled `self`"),
+}
 
 
-@pytest.mark.parametrize("format", [None, OneScale()], ids=str)
-def test_a_wire_of_ones_own_in_another_format_is_refused(format, key, monkeypatch):
-    whole = RowScaled.make
-    monkeypatch.setattr(RowScaled, "make", lambda *args: dataclasses.replace(whole(*args), format=format))
-    message = r"`make` of the format ROW_SCALED returned a wire with the `format` .*; it must be RowScaled.*Pass `self`"
-    with pytest.raises(ValueError, match=message):
-        losses(Stacked, "gtp 4", key)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wire_of_ones_own_that_is_not_what_was_asked_for_is_refused(wrong, monkeypatch):
+    whole, (change, message) = RowScaled.make, WRONG[wrong]
+    monkeypatch.setattr(RowScaled, "make", lambda *args: dataclasses.replace(rows := whole(*args), **change(rows)))
+    with pytest.raises(ValueError, match=naming(message)):
+        losses.__wrapped__(Stacked, "gtp 4", RowScaledRecipe())
 
 
-def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key):
+def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form():
     with jax.set_mesh(mesh_of("gtp 4")):
-        model = abstract_model(Stacked)
-        facts = {fact.module: fact for fact in gtp.explain(model, RowScaledRecipe()).facts}
+        facts = {fact.module: fact for fact in gtp.explain(abstract_model(Stacked), RowScaledRecipe()).facts}
         up = facts["blocks.layers.up"]
         assert up.wire == "ROW_SCALED" and up.bytes == 384 * (WIDTH + 4)
-        with pytest.raises(ValueError, match="in ROW_SCALED, which cannot be stored"):
-            gtp.init(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()), nnx.Rngs(key))
-        with pytest.raises(ValueError, match="weights are sent in ROW_SCALED, which cannot be gathered in advance"):
-            losses(Stacked, "gtp 4", key, pregathered_layers=1)
+        with pytest.raises(ValueError, match=naming("ROW_SCALED stored")):
+            abstract_model(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()))
+    with pytest.raises(ValueError, match=naming("ROW_SCALED gathered")):
+        losses(Stacked, "gtp 4", RowScaledRecipe(), pregathered_layers=1)
 
 
 def test_a_part_is_sent_as_it_is():
