@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from flax import nnx
+from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints, StreamedArray
 from gtp_jax.convert import export_llama, import_llama
@@ -59,71 +60,62 @@ def change_config(source, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(model_type="gemma"), "has model_type 'gemma' .* are expected. Others cannot be imported"),
-        (dict(architectures=["LlamaForSequenceClassification"]), "and .'LlamaForCausalLM'. or .* are expected"),
+        (dict(model_type="gemma"), "model_type 'gemma'"),
+        (dict(architectures=["LlamaForSequenceClassification"]), "LlamaForCausalLM"),
         (
             dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}),
-            "type 'llama3' without numbers for low_freq_factor, high_freq_factor, original_max_position_embeddings",
+            "'llama3' high_freq_factor",
         ),
-        (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` of RopeScaling is 0; it must be a number above"),
-        (
-            dict(rope_parameters={"rope_type": "longrope"}),
-            "the type 'longrope'; one of linear, llama3, yarn or none",
-        ),
-        (dict(rope_parameters={"rope_type": "yarn"}), "of the type 'yarn' without numbers for factor"),
-        (
-            dict(attention_bias=True),
-            "has attention_bias True; False is expected: gtp_jax's Llama has no bias in the output of its attention",
-        ),
-        (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*gtp_jax's Llama computes no other activation"),
-        (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),
-        (dict(hidden_size=None), "lacks hidden_size. Use the config.json that belongs to the weights"),
-        (dict(hidden_size="64"), "has hidden_size '64': sizes must be whole numbers"),
-        (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes must be whole numbers"),
-        (dict(num_attention_heads=4.0, rms_norm_eps="x"), "has num_attention_heads 4.0, rms_norm_eps 'x': sizes"),
-        (dict(rope_theta=float("nan")), "has rope_theta nan: .* finite numbers"),
-        (dict(rope_theta=10**400, rms_norm_eps=1e39), r"has rms_norm_eps 1e\+39, rope_theta 10+\.\.\.0+: .* finite"),
-        (dict(rope_scaling={"type": "linear", "factor": 10**400}), "type 'linear' without numbers for factor"),
-        (dict(vocab_size=10**400), r"`vocab_size` is 10+\.\.\.0+; it must be .* below 2\*\*31"),
-        (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
-        (
-            dict(rope_scaling={"rope_type": None, "type": "linear", "factor": 8.0}),
-            "has rope_scaling with type, factor and the rope_type None, which does not say how to scale.",
-        ),
-        (dict(rope_scaling={"factor": 8.0}), "has rope_scaling with factor and the rope_type None, which does not"),
-        (dict(rope_parameters={"rope_theta": 5e5, "factor": 8.0}), "has rope_parameters with factor and the rope_type"),
-        (dict(rope_scaling={"type": "default", "factor": 8.0}), "with factor and the rope_type 'default', which does"),
+        (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` RopeScaling 0"),
+        (dict(rope_parameters={"rope_type": "longrope"}), "'longrope' linear, llama3, yarn"),
+        (dict(rope_parameters={"rope_type": "yarn"}), "'yarn' factor"),
+        (dict(attention_bias=True), "attention_bias True False"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (dict(num_attention_heads=3), "`num_kv_heads` 2 `num_heads` 3"),
+        (dict(hidden_size=None), "lacks hidden_size"),
+        (dict(hidden_size="64"), "hidden_size '64'"),
+        (dict(hidden_size="64", head_dim=None), "hidden_size '64'"),
+        (dict(num_attention_heads=4.0, rms_norm_eps="x"), "num_attention_heads 4.0 rms_norm_eps 'x'"),
+        (dict(rope_theta=float("nan")), "rope_theta nan finite"),
+        (dict(rope_theta=10**400, rms_norm_eps=1e39), "rms_norm_eps 1e+39 rope_theta finite"),
+        (dict(rope_scaling={"type": "linear", "factor": 10**400}), "'linear' factor"),
+        (dict(vocab_size=10**400), "`vocab_size` 2**31"),
+        (dict(tie_word_embeddings="no"), "tie_word_embeddings 'no' true"),
+        (dict(rope_scaling={"rope_type": None, "type": "linear", "factor": 8.0}), "rope_scaling rope_type None"),
+        (dict(rope_scaling={"factor": 8.0}), "rope_scaling factor rope_type None"),
+        (dict(rope_parameters={"rope_theta": 5e5, "factor": 8.0}), "rope_parameters factor rope_type"),
+        (dict(rope_scaling={"type": "default", "factor": 8.0}), "factor rope_type 'default'"),
         (
             dict(rope_scaling={"rope_type": "llama3", "type": "linear", "factor": 8.0}),
-            "has rope_scaling.rope_type 'llama3' and rope_scaling.type 'linear', which contradict each other",
+            "rope_scaling.rope_type 'llama3' rope_scaling.type 'linear'",
         ),
-        (dict(rope_scaling=[]), r"has rope_scaling \[\]; an object of numbers"),
-        (dict(rope_scaling=False), "has rope_scaling False; an object of numbers"),
-        (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
-        (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
-        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5; 1 or none is expected"),
-        (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
+        (dict(rope_scaling=[]), "rope_scaling []"),
+        (dict(rope_scaling=False), "rope_scaling False"),
+        (dict(rope_scaling="linear"), "rope_scaling 'linear'"),
+        (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "rope_parameters all layers"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 1"),
+        (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
         (
             dict(partial_rotary_factor=0.5, **dict.fromkeys(_PLACES, {"partial_rotary_factor": None})),
-            "has partial_rotary_factor 0.5; 1 or none is expected",
+            "partial_rotary_factor 0.5",
         ),
         (
             dict(partial_rotary_factor=0.5, rope_scaling={"partial_rotary_factor": 1.0}),
-            "has partial_rotary_factor 0.5 and rope_scaling.partial_rotary_factor 1.0, which contradict each other",
+            "partial_rotary_factor 0.5 rope_scaling.partial_rotary_factor 1.0",
         ),
         (
             dict(rope_theta=5e5, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
-            "has rope_theta 500000.0 and rope_parameters.rope_theta 1000000.0, which contradict each other",
+            "rope_theta 500000.0 rope_parameters.rope_theta 1000000.0",
         ),
         (
             dict(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
-            "has rope_scaling {.*'factor': 2.0} and rope_parameters {'kind': 'default'}, which contradict",
+            "rope_scaling rope_parameters contradict",
         ),
     ],
 )
 def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields, message):
     change_config(source, **fields)
-    assert re.search(message, refused(import_llama, source, out=tmp_path / "out"))
+    assert re.search(naming(message), refused(import_llama, source, out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -153,59 +145,44 @@ def test_newer_place_of_the_wavelengths_is_read(source, tmp_path):
 
 
 def test_files_that_are_not_there(source, tmp_path):
-    out = tmp_path / "out"
-    (source / "model-00002-of-00002.safetensors").unlink()
-    message = refused(import_llama, source, out=out, error=FileNotFoundError)
-    assert "names model-00002-of-00002.safetensors, not in" in message and "Download them as well" in message
-    (source / "model.safetensors.index.json").unlink()
-    message = refused(import_llama, source, out=out, error=FileNotFoundError)
-    assert "has neither model.safetensors nor model.safetensors.index.json" in message
-    (source / "config.json").unlink()
-    assert "has no config.json" in refused(import_llama, source, out=out, error=FileNotFoundError)
-    message = refused(import_llama, tmp_path / "nowhere", out=out, error=FileNotFoundError)
-    assert "nowhere has no config.json. Give a directory with a Hugging Face model" in message
+    for name, message in (
+        ("model-00002-of-00002.safetensors", "model-00002-of-00002.safetensors Download"),
+        ("model.safetensors.index.json", "model.safetensors model.safetensors.index.json"),
+        ("config.json", "no config.json"),
+    ):
+        (source / name).unlink()
+        found = refused(import_llama, source, out=tmp_path / "out", error=FileNotFoundError)
+        assert re.search(naming(message), found)
+    found = refused(import_llama, tmp_path / "nowhere", out=tmp_path / "out", error=FileNotFoundError)
+    assert re.search(naming("nowhere has no config.json Hugging Face"), found)
 
 
 def test_files_that_are_not_json(source, tmp_path):
-    for text in ("{}", '{"weight_map": {"lm_head.weight": 5}}', '{"weight_map": [1]}', "[" * 100_000):
-        (source / "model.safetensors.index.json").write_text(text)
-        assert "cannot be read as an index with an object `weight_map`: " in refused(
-            import_llama, source, out=tmp_path / "out"
-        )
     index, elsewhere = source / "model.safetensors.index.json", tmp_path / "elsewhere.json"
+    for text in ("{}", '{"weight_map": {"lm_head.weight": 5}}', '{"weight_map": [1]}', "[" * 100_000):
+        index.write_text(text)
+        assert "`weight_map`" in refused(import_llama, source, out=tmp_path / "out")
     index.rename(elsewhere)
     index.symlink_to(elsewhere)
     message = refused(import_llama, source, out=tmp_path / "out")
     assert "outside the folder" in message and "weight_map" not in message
     for text in ("[1]", "[" * 100_000):
         (source / "config.json").write_text(text)
-        assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
+        assert re.search(naming("config.json JSON object"), refused(import_llama, source, out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "tokenizer.json",
-            b'{"model":',
-            "tokenizer.json is not a JSON object .Expecting value.*Download it again, or move",
-        ),
-        ("tokenizer.json", b"[" * 100_000, "tokenizer.json is not a JSON object .it has more than 64 levels"),
-        ("generation_config.json", b"[1]", "generation_config.json is not a JSON object .it holds something else"),
-        ("vocab.json", b"\xff", "vocab.json is not a JSON object"),
-        ("added_tokens.json", b"{" + b'"":0,' * 4_000_000 + b"}", "it holds more than 4000000 values"),
-        (
-            "tokenizer.model",
-            1 << 40,
-            "tokenizer.model has more than 67108864 bytes, the maximum that a checkpoint",
-        ),
-        ("merges.txt", "../secret", "merges.txt is a link to .*secret, outside the folder"),
-        ("chat_template.jinja", "nowhere", "chat_template.jinja is not in .* Download it as well"),
-        (
-            "special_tokens_map.json",
-            "/dev/zero",
-            "special_tokens_map.json is a link to /dev/zero, outside the folder",
-        ),
+        ("tokenizer.json", b'{"model":', "tokenizer.json JSON Download"),
+        ("tokenizer.json", b"[" * 100_000, "tokenizer.json 64 levels"),
+        ("generation_config.json", b"[1]", "generation_config.json JSON"),
+        ("vocab.json", b"\xff", "vocab.json JSON"),
+        ("added_tokens.json", b"{" + b'"":0,' * 4_000_000 + b"}", "added_tokens.json 4000000"),
+        ("tokenizer.model", 1 << 40, "tokenizer.model 67108864"),
+        ("merges.txt", "../secret", "merges.txt secret outside"),
+        ("chat_template.jinja", "nowhere", "chat_template.jinja Download"),
+        ("special_tokens_map.json", "/dev/zero", "special_tokens_map.json /dev/zero outside"),
     ],
     ids=["cut", "deep", "list", "bytes", "values", "huge", "outside", "dangling", "device"],
 )
@@ -219,7 +196,7 @@ def test_malformed_files_of_a_tokenizer(source, tmp_path, name, content, message
     else:
         (source / name).symlink_to(content)
     error = FileNotFoundError if content == "nowhere" else ValueError
-    assert re.search(message, refused(import_llama, source, out=tmp_path / "out", error=error))
+    assert re.search(naming(message), refused(import_llama, source, out=tmp_path / "out", error=error))
 
 
 def test_files_of_a_tokenizer_in_the_cache_of_hugging_face_are_kept(source, tmp_path):
@@ -239,23 +216,22 @@ def test_an_index_of_other_files(source, tmp_path):
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
     message = refused(import_llama, source, out=tmp_path / "out")
-    assert re.search("model.norm.weight is in model-00002.*index.json has it in model-00001", message)
+    assert re.search("model.norm.weight .* model-00002.*index.json .* model-00001", message)
     del content["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(content))
-    assert "has it in no file" in refused(import_llama, source, out=tmp_path / "out")
+    assert "no file" in refused(import_llama, source, out=tmp_path / "out")
 
 
 def test_a_single_file_beside_an_index_that_does_not_name_it_is_refused(source, tmp_path):
     write_model(source, random_tensors(CONFIG, seed=1), CONFIG)
     message = refused(import_llama, source, out=tmp_path / "out")
-    assert "holds model.safetensors and model.safetensors.index.json, which names other files: two models" in message
-    assert "Delete or move the one that does not belong there" in message
+    assert re.search(naming("model.safetensors model.safetensors.index.json two models Delete"), message)
     index, single = source / "model.safetensors.index.json", "model.safetensors"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(CONFIG), single)}))
     assert [file.name for file in import_llama(source, tmp_path / "out").files] == [single]
 
 
-@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("files", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stored_head_is_left_out_if_it_equals_the_tied_embedding_and_refused_otherwise(tmp_path, files, capsys):
     config = {**CONFIG, "tie_word_embeddings": True}
     tensors = random_tensors(config)
@@ -271,37 +247,30 @@ def test_a_stored_head_is_left_out_if_it_equals_the_tied_embedding_and_refused_o
     for number, other in enumerate((last, table[:-1], table.astype(np.float16))):
         source = write_model(tmp_path / f"hf{number}", {**tensors, "lm_head.weight": other}, config, files=files)
         message = refused(import_llama, source, out=tmp_path / "other")
-        assert re.search(r"lm_head.weight in .* differs from the tied embedding, model.embed_tokens.weight", message)
-        assert "set tie_word_embeddings to false; otherwise save the model again without it" in message
+        wanted = "lm_head.weight model.embed_tokens.weight tie_word_embeddings to false save again"
+        assert re.search(naming(wanted), message)
+
+
+HEAD, NORM, OTHER = "lm_head.weight", "model.norm.weight", "model.layers.3.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight: in no file, [102, 64] wanted"),
-        (
-            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:-1]}),
-            "lm_head.weight: F32[101, 64] in model.safetensors, [102, 64] of F32, BF16, F16 wanted",
-        ),
-        (
-            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T}),
-            "lm_head.weight: F32[64, 102] in model.safetensors, [102, 64]",
-        ),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": np.ones(64, np.int32)}),
-            "model.norm.weight: I32[64] in model.safetensors, [64] of F32, BF16, F16 wanted",
-        ),
-        (
-            lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": np.ones(64, np.float32)}),
-            "model.layers.3.input_layernorm.weight: F32[64] in model.safetensors, no such tensor wanted",
-        ),
+        (lambda t: t.pop(HEAD), "in no file, [102, 64] wanted"),
+        (lambda t: t.update({HEAD: t[HEAD][:-1]}), "F32[101, 64] in model.safetensors, [102, 64] of F32, BF16, F16"),
+        (lambda t: t.update({HEAD: t[HEAD].T}), "F32[64, 102] in model.safetensors, [102, 64]"),
+        (lambda t: t.update({NORM: np.ones(64, np.int32)}), "I32[64] in model.safetensors, [64] of F32, BF16, F16"),
+        (lambda t: t.update({OTHER: np.ones(64, np.float32)}), "F32[64] in model.safetensors, no such tensor"),
     ],
 )
 def test_tensors_that_are_not_the_models(tmp_path, change, message):
     tensors = random_tensors(CONFIG)
+    before = dict(tensors)
     change(tensors)
+    [name] = {name for name in {**before, **tensors} if before.get(name) is not tensors.get(name)}
     found = refused(import_llama, write_model(tmp_path / "hf", tensors, CONFIG), out=tmp_path / "out")
-    assert "are not those of the Llama in its config.json (1 differ)" in found and message in found
+    assert re.search(naming("config.json (1 differ)"), found) and f"{name}: {message}" in found
 
 
 def headed(header: bytes) -> bytes:
@@ -312,19 +281,19 @@ def test_files_that_are_not_whole(source, tmp_path):
     path = source / "model-00001-of-00002.safetensors"
     whole = path.read_bytes()
     for changed, message in (
-        (whole[:-1], f"it is truncated: {len(whole) - 1} bytes, {len(whole)} are expected"),
-        (whole + b"\0", f"it is longer than its tensors: {len(whole) + 1} bytes"),
-        (whole[:100], "announce a header of"),
-        (whole[:4], "announce a header of"),
-        (b"", "announce a header of 0 bytes"),
-        (b"\xff" * 8 + whole[8:], "announce a header of 18446744073709551615 bytes"),
-        (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
-        (headed(b"[" * 100_000), "its header is not JSON"),
-        (headed(b'{"w":{"dtype":[],"shape":[],"data_offsets":[0,0]}}'), "w has the unknown dtype []"),
+        (whole[:-1], f"truncated {len(whole) - 1} {len(whole)}"),
+        (whole + b"\0", f"longer {len(whole) + 1}"),
+        (whole[:100], "header"),
+        (whole[:4], "header"),
+        (b"", "header 0 bytes"),
+        (b"\xff" * 8 + whole[8:], "header 18446744073709551615"),
+        (whole[:8] + b"[" + whole[9:], "header JSON"),
+        (headed(b"[" * 100_000), "header JSON"),
+        (headed(b'{"w":{"dtype":[],"shape":[],"data_offsets":[0,0]}}'), "w dtype []"),
     ):
         path.write_bytes(changed)
         found = refused(import_llama, source, out=tmp_path / "out")
-        assert f"{path} is not a safetensors file that can be read" in found and message in found
+        assert re.search(naming(str(path), message), found)
 
 
 def test_a_changed_byte_of_a_header_is_found_or_harmless(tmp_path):
@@ -354,9 +323,10 @@ def test_out_is_not_overwritten(made, tmp_path):
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for convert, source in ((import_llama, made / "hf"), (export_llama, made / "imported")):
-        message = refused(convert, source, out=tmp_path / "full")
-        assert "is a directory that is not empty. Choose a new or an empty directory" in message
-        assert "is a file. Choose" in refused(convert, source, out=tmp_path / "file")
+        for name in ("full", "file"):
+            assert re.search(
+                naming(f"{tmp_path / name} new empty directory"), refused(convert, source, out=tmp_path / name)
+            )
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
@@ -374,10 +344,8 @@ def test_an_out_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_p
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "mounted").mkdir()
     monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "mounted")
-    for name, message in (("loop", "is a link that leads to itself"), ("mounted", "is a mount point")):
-        with pytest.raises(
-            ValueError, match=f"`out` {tmp_path / name} {message}.*. Choose a new or an empty directory"
-        ):
+    for name, message in (("loop", "link"), ("mounted", "mount")):
+        with pytest.raises(ValueError, match=naming(f"`out` {tmp_path / name} {message} new empty directory")):
             with fresh_directory(tmp_path / name):
                 pytest.fail("it was written to")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "mounted"]
@@ -395,32 +363,31 @@ def test_a_path_may_have_two_dots(made, source, tmp_path, monkeypatch):
 
 def test_a_missing_checkpoint(made, tmp_path):
     message = refused(export_llama, tmp_path / "nowhere", out=tmp_path / "out", error=FileNotFoundError)
-    assert "no checkpoint in" in message and "no such directory" in message
+    assert re.search(naming("checkpoint no such directory"), message)
     message = refused(export_llama, made / "imported", out=tmp_path / "out", error=FileNotFoundError, step=5)
-    assert "no step 5 in" in message and "it has [0]" in message
+    assert re.search(naming("step 5 [0]"), message)
 
 
 def test_arguments_out_of_range(made, tmp_path):
-    message = refused(export_llama, made / "imported", out=tmp_path / "out", dtype="int4")
-    assert message == "`dtype` is 'int4'; it must be one of bfloat16, float32, fp8, mxfp8, nvfp4."
-    message = refused(export_llama, made / "imported", out=tmp_path / "out", shard_bytes=0)
-    assert message == "`shard_bytes` is 0; it must be a whole number of at least 1."
-    for positions in (0, -1, 1.5, "x", True):
-        message = refused(export_llama, made / "imported", out=tmp_path / "out", max_positions=positions)
-        assert message.startswith(f"`max_positions` is {positions!r}; it must be an int of at least 1, or None")
+    for options, wanted in (
+        ({"dtype": "int4"}, "`dtype` 'int4' bfloat16 float32 fp8 mxfp8 nvfp4"),
+        ({"shard_bytes": 0}, "`shard_bytes` 0"),
+        *(({"max_positions": n}, f"`max_positions` {n!r} None") for n in (0, -1, 1.5, "x", True)),
+    ):
+        assert re.search(naming(wanted), refused(export_llama, made / "imported", out=tmp_path / "out", **options))
 
 
 def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):
     other = LlamaConfig(**{**SIZES, "num_layers": 4})
     message = refused(export_llama, made / "imported", out=tmp_path / "out", config=other)
-    assert "is not a Llama of the sizes" in message and "(3, 64, 128) found, (4, 64, 128) wanted" in message
+    assert re.search(naming("(3, 64, 128) found (4, 64, 128) wanted"), message)
     array = StreamedArray((2, 2), np.float32, 1, lambda begin: np.zeros((1, 2), np.float32))
     with Checkpoints(tmp_path / "unknown") as checkpoints:
         checkpoints.save_params(0, {"kernel": array})
     message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out")
-    assert "does not say which model it contains. Pass `config`" in message
+    assert re.search(naming("which model `config`"), message)
     message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out", config=other)
-    assert "params/embed/table: no such array found, (102, 64) wanted" in message and "and 5 more" in message
+    assert re.search(naming("params/embed/table no array (102, 64) wanted 5 more"), message)
 
 
 def test_rows_that_are_not_whole_blocks(tmp_path):
@@ -428,10 +395,7 @@ def test_rows_that_are_not_whole_blocks(tmp_path):
     import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
     for dtype, block in (("mxfp8", 32), ("nvfp4", 16)):
         message = refused(export_llama, tmp_path / "imported", out=tmp_path / "out", dtype=dtype)
-        assert (
-            f"blocks of {block} input features, which do not divide the 168 of model.layers.0.mlp.down_proj.w"
-            in message
-        )
+        assert re.search(naming(f"{block} 168 model.layers.0.mlp.down_proj.weight"), message)
 
 
 def test_of_a_damaged_checkpoint_nothing_wrong_is_exported(made, tmp_path):
@@ -460,7 +424,7 @@ def test_a_truncated_file_of_a_checkpoint_is_named(made, tmp_path):
     size = file.stat().st_size
     file.write_bytes(b"")
     message = refused(export_llama, copy, out=tmp_path / "out")
-    assert message.startswith(f"the checkpoint {copy}/0 is damaged:\n  {file}: 0 bytes, {size} were written\nRestore")
+    assert re.search(naming(f"{copy}/0 {file} 0 bytes {size} Restore"), message)
 
 
 def test_an_error_while_tensors_are_written_leaves_nothing(made, tmp_path, monkeypatch):

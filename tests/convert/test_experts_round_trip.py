@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from messages import naming
 from selection import others_full
 
 import gtp_jax as gtp
@@ -49,19 +50,19 @@ def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": -1}, "has sliding_window -1; a number of tokens, at least 1 and below"),
-        ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1; 0.0 is expected: gtp_jax's Llama has no jitter"),
-        ({"num_local_experts": 0}, "has num_local_experts 0; a model of type 'mixtral' has at least 1"),
-        ({"num_experts_per_tok": 9}, "`top_k` is 9 of 8 experts"),
-        ({"num_local_experts": "8"}, "has num_local_experts '8': sizes must be whole numbers"),
-        ({"architectures": ["MixtralForTokenClassification"]}, "'mixtral' and .'MixtralForCausalLM'.* are expected"),
+        ({"sliding_window": -1}, "sliding_window -1"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ({"num_local_experts": 0}, "num_local_experts 0 'mixtral' 1"),
+        ({"num_experts_per_tok": 9}, "`top_k` 9 8"),
+        ({"num_local_experts": "8"}, "num_local_experts '8'"),
+        ({"architectures": ["MixtralForTokenClassification"]}, "'mixtral' MixtralForCausalLM"),
     ],
 )
 def test_mixtures_that_are_not_computed_are_refused(changes, message, tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**MIXTRAL, **changes}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(message)):
         import_llama(folder, tmp_path / "out")
 
 
@@ -91,10 +92,10 @@ def test_what_hugging_face_cannot_store_is_refused(tmp_path):
         {"shared_hidden": 64},
         {"qkv_bias": True},
     ):
-        with pytest.raises(ValueError, match="the model is none of LlamaForCausalLM, MistralForCausalLM, Mixtr"):
+        with pytest.raises(ValueError, match=naming("LlamaForCausalLM MistralForCausalLM")):
             hugging_face_of(dataclasses.replace(mixtral, **changes))
     unnormalized = dataclasses.replace(PRESETS["qwen3-30b-a3b"], routing=Routing(normalize=False))
     assert hugging_face_of(unnormalized).to_json(unnormalized)["norm_topk_prob"] is False
     import_llama(write_model(tmp_path / "hf", random_tensors(MIXTRAL), MIXTRAL), tmp_path / "imported")
-    with pytest.raises(ValueError, match="`dtype` 'mxfp8' does not support experts, but the model has .*w1.weight"):
+    with pytest.raises(ValueError, match=naming("`dtype` 'mxfp8' w1.weight")):
         export_llama(tmp_path / "imported", tmp_path / "out", dtype="mxfp8")

@@ -77,15 +77,6 @@ def test_files_are_as_large_as_asked_and_the_index_names_each_tensor_once(source
     assert digests(tmp_path / "again") == digests(imported)
 
 
-def test_a_tied_head_has_no_tensor(tmp_path):
-    config = {**CONFIG, "tie_word_embeddings": True}
-    tensors = random_tensors(config)
-    import_llama(write_model(tmp_path / "hf", tensors, config), tmp_path / "imported")
-    export_llama(tmp_path / "imported", tmp_path / "out", dtype="float32")
-    assert_same(read_model(tmp_path / "out"), tensors)
-    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
-
-
 def test_config_comes_back_with_what_it_said_of_other_things(source, tmp_path):
     export_llama(source[2], tmp_path / "out")
     found = json.loads((tmp_path / "out/config.json").read_text())
@@ -96,6 +87,7 @@ def test_config_comes_back_with_what_it_said_of_other_things(source, tmp_path):
 
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALING["original_max_position_embeddings"] = 8192
+EMPTY = {"rope_scaling": {}}
 
 
 @pytest.mark.parametrize(
@@ -125,27 +117,19 @@ def test_scaled_frequencies_are_read_from_either_place_and_written_for_all_versi
     assert found == {"rope_theta": 7e5, "rope_scaling": SCALING, "rope_parameters": None}
 
 
-@pytest.mark.parametrize("theta", [5e5, 1e4], ids=["another base than the default", "the default base"])
-def test_a_base_in_the_place_of_transformers_5_alone_is_written_where_transformers_4_reads_it(tmp_path, theta):
+@pytest.mark.parametrize(
+    ("theta", "scaling", "others"), [(5e5, None, {}), (1e4, None, {}), (5e5, None, EMPTY), (5e5, SCALING, EMPTY)]
+)
+def test_what_transformers_5_alone_reads_is_written_where_transformers_4_reads_it(tmp_path, theta, scaling, others):
+    """But for a base that is its default, and for an empty scaling."""
     given = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
-    given["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"}
-    write_model(tmp_path / "hf", random_tensors(CONFIG), given)
+    given["rope_parameters"] = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    write_model(tmp_path / "hf", random_tensors(CONFIG), {**given, **others})
     import_llama(tmp_path / "hf", tmp_path / "imported")
     export_llama(tmp_path / "imported", tmp_path / "out")
+    more = {**({} if theta == 1e4 else {"rope_theta": theta}), **({"rope_scaling": scaling} if scaling else {})}
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written == {**({} if theta == 1e4 else {"rope_theta": theta}), **given, "torch_dtype": "bfloat16"}
-
-
-@pytest.mark.parametrize("scaling", [None, SCALING], ids=["no scaling", "a scaling"])
-def test_an_empty_scaling_is_not_exported(tmp_path, scaling):
-    given = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
-    given["rope_parameters"] = {"rope_theta": 5e5, **(scaling or {"rope_type": "default"})}
-    write_model(tmp_path / "hf", random_tensors(CONFIG), {**given, "rope_scaling": {}})
-    import_llama(tmp_path / "hf", tmp_path / "imported")
-    export_llama(tmp_path / "imported", tmp_path / "out")
-    for_transformers_4 = {"rope_theta": 5e5, **({"rope_scaling": scaling} if scaling else {})}
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written == {**given, **for_transformers_4, "torch_dtype": "bfloat16"}
+    assert written == {**given, **more, "torch_dtype": "bfloat16"}
 
 
 def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):
@@ -154,13 +138,8 @@ def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):
     tensors = random_tensors(config)
     partial = {name: value for name, value in config.items() if name not in left_out}
     found = import_llama(write_model(tmp_path / "hf", tensors, partial), tmp_path / "imported").config
-    assert (found.head_dim, found.num_kv_heads, found.rope_theta, found.tie_embeddings, found.epsilon) == (
-        16,
-        4,
-        10000.0,
-        False,
-        1e-6,
-    )
+    sizes = found.head_dim, found.num_kv_heads, found.rope_theta, found.tie_embeddings, found.epsilon
+    assert sizes == (16, 4, 10000.0, False, 1e-6)
 
 
 def test_tables_of_the_rotary_embedding_in_old_files_are_left_out(source, tmp_path):
