@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import _of_files, _of_layers, _of_operations, _of_sharded_models, _of_steps
 from .mutant import Mutant
 
 _PLAIN = "tests/meaning/test_transformations.py::test_loss_and_gradients_are_those_of_plain_jax"
@@ -258,8 +259,8 @@ MUTANTS = (
         "ranks of tp count a replica's gradient again",
         "found = self._cast(jax.tree.map(lambda g: g / copies, found), self._sent_back)",
         "found = self._cast(found, self._sent_back)",
-        (
-            "tests/nonuniform/test_nonuniform_step.py::test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device[column-parallel]",
-        ),
+        ("tests/nonuniform/test_nonuniform_step.py::test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device",),
     ),
 )
+MUTANTS += _of_operations.MUTANTS + _of_layers.MUTANTS + _of_steps.MUTANTS
+MUTANTS += _of_sharded_models.MUTANTS + _of_files.MUTANTS

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -34,10 +37,7 @@ def adapted(rngs, *, of=WIDE, recipe=None, **options):
 
 CASES = {
     "most of a model, of every kind of leaf": (frozen, FOUR_AND_THREE),
-    "the tied table as codes": (
-        functools.partial(frozen, of=Tiny, recipe=gtp.FP8(exclude=()), trained=["mlp"]),
-        FOUR_AND_THREE,
-    ),
+    "the tied table as codes": (functools.partial(frozen, of=Tiny, recipe=gtp.FP8(exclude=())), FOUR_AND_THREE),
     "all but a tied table": (
         functools.partial(frozen, of=WIDE, recipe=gtp.NVFP4(), trained=["embed", "head"]),
         TWO_AND_ONE,
@@ -57,12 +57,7 @@ CASES = {
 }
 
 
-QUICK = "all but a tied table"
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", others_full(CASES, ["all but a tied table"]))
 def test_steps_around_frozen_weights_are_those_of_one_device(name, x64):
     make, degrees = CASES[name]
     plan = gtp.plan_faults(**degrees)
@@ -98,14 +93,29 @@ def moves(monkeypatch):
     return found
 
 
-def test_codes_are_moved_once_whatever_the_number_of_steps(moves, x64):
+def test_codes_are_moved_once_per_state_and_states_may_take_turns_in_one_step(moves, x64):
+    """A step must not go on with the frozen weights of the state before."""
     replicas, state, step = placed()
-    before = bits(state.frozen)
+    losses, batch = {}, next(batches(9))
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        for seed in (3, 4):
+            total, tokens = jax.jit(lambda state: loss(state.model(), batch))(begin(CODED, seed=seed))
+            losses[seed] = float(total / tokens)
     with jax.set_mesh(replicas.core):
-        for batch in list(batches(9))[:3]:
-            state, _ = step(state, batch)
-    assert [moves.count(name) for name in ("unfold_frozen", "unfold", "fold")] == [2, 6, 6]
-    assert bits(state.frozen) == before
+        again, before = jax.tree.map(jnp.copy, state), bits(state.frozen)
+        for seed, one in ((3, state), (4, begin(CODED, seed=4)), (3, again)):
+            after, metrics = step(one, batch)
+            np.testing.assert_allclose(float(metrics["loss"]), losses[seed], rtol=1e-12)
+        assert abs(losses[3] - losses[4]) > 1e-6
+        del moves[:]
+        for _ in range(3):
+            after, _ = step(after, batch)
+    assert [moves.count(name) for name in ("unfold_frozen", "unfold", "fold")] == [0, 6, 6]
+    assert bits(after.frozen) == before
+    with jax.set_mesh(replicas.core):
+        for make in (functools.partial(adapted, recipe=gtp.MXFP8()), adapted):
+            with pytest.raises(ValueError, match=naming("frozen weights format")):
+                step(begin(make), batch)
 
 
 IN_TILES = functools.partial(adapted, of=functools.partial(Tiny, features=256, hidden=256), recipe=gtp.FP8Blocks())
@@ -122,26 +132,6 @@ def test_every_replica_has_the_bits_of_the_core_in_its_own_layout(make, form, x6
             assert found.sharding.mesh == mesh
     (codes,) = {leaf.dtype for leaf in jax.tree.leaves(state.frozen["mlp"]["down"]["kernel"])} - {np.dtype("float32")}
     assert codes == np.uint8 and state.frozen["mlp"]["down"]["kernel"].format.name == form
-
-
-def test_states_with_other_frozen_weights_take_turns_in_one_step(x64):
-    """A step must not go on with the frozen weights of the state before."""
-    found, alone = {}, {}
-    replicas, _, step = placed()
-    steps = {seed: placed()[2] for seed in (3, 4)}
-    data = list(batches(9))[:2]
-    with jax.set_mesh(replicas.core):
-        states = {seed: begin(CODED, seed=seed) for seed in (3, 4)}
-        for batch in data:
-            for seed, state in states.items():
-                states[seed], metrics = step(state, batch)
-                found.setdefault(seed, []).append(float(metrics["loss"]))
-        for seed in states:
-            state = begin(CODED, seed=seed)
-            for batch in data:
-                state, metrics = steps[seed](state, batch)
-                alone.setdefault(seed, []).append(float(metrics["loss"]))
-    assert found == alone and len({loss for losses in found.values() for loss in losses}) == 4
 
 
 @pytest.mark.slow
@@ -188,13 +178,3 @@ def test_frozen_weights_that_replicas_divide_are_gathered_first(moves, x64):
     found = train(make, loss, data, plan=replicas.plan, devices=jax.devices()[:4])
     assert moves.count("unfold_frozen") == 2
     assert_close(found, train(make, loss, data))
-
-
-def test_codes_of_another_format_than_the_replicas_were_made_for_are_refused_by_message(x64):
-    replicas, _, step = placed()
-    with jax.set_mesh(replicas.core):
-        state = begin(functools.partial(adapted, recipe=gtp.MXFP8()))
-        with pytest.raises(ValueError, match="frozen weights of the state, or the format of their codes, are not"):
-            step(state, next(batches(9)))
-        with pytest.raises(ValueError, match="frozen weights of the state, or the format of their codes, are not"):
-            step(begin(adapted), next(batches(9)))

@@ -94,6 +94,7 @@ def test_codes_are_what_travels(x64):
     assert sent == kernels * (1 + 1 / 32)
 
 
+@pytest.mark.full
 def test_a_step_compiled_under_one_recipe_runs_under_others(x64):
     replicas = gtp.Replicas(WIDE, gtp.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
     found = {}

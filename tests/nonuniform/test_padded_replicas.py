@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -35,10 +36,16 @@ def frozen_codes(rngs, recipe):
     return with_b(gtp.lora(ODD(rngs), 3, 6, recipe=recipe, rngs=rngs))
 
 
-@pytest.fixture(autouse=True)
-def even_shares():
+@contextlib.contextmanager
+def shared_evenly():
     with gtp.even_shares(), warnings.catch_warnings():
         warnings.filterwarnings("error", "a weight of shape .* stays whole")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def even_shares():
+    with shared_evenly():
         yield
 
 
@@ -57,39 +64,41 @@ CASES = {
     "4, 3 and 2 of three": (ODD, dict(dp=2, tp=4, failed=(0, 4, 5), batch=12)),
     "gtp 2, 2 and 1": (ALL_ODD, TWO_AND_ONE),
 }
-QUICK = ("4 and 3", "gtp 2, 2 and 1")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_gradients_and_steps_are_those_of_one_device(name, x64):
-    make, degrees = CASES[name]
+def trained(make, degrees):
+    """Five steps over replicas, and on one device."""
     plan = gtp.plan_faults(**degrees)
     _, padded = padded_on(plan, make)
     assert all(padded) and len({tuple(sorted(one.items())) for one in padded}) > 1, "each side pads in its own way"
     data, options = list(batches(plan.batch)), dict(microbatches=plan.microbatches)
-    wanted = train(make, loss, data, **options)
     found = train(make, loss, data, plan=plan, devices=jax.devices()[: plan.slots], **options)
+    return found, train(make, loss, data, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_steps_of_every_kind_of_leaf_are_those_of_one_device(name, x64):
+    found, wanted = trained(*CASES[name])
     assert_close(found, wanted)
     assert_replicas_agree(found)
 
 
-def test_an_optimizer_that_reads_whole_arrays_gets_logical_ones(x64):
-    data, optimizer = list(batches(14))[:3], keeps_gradient(optax.adafactor(1e-2, min_dim_size_to_factor=8))
-    wanted = train(ODD, loss, data, optimizer=optimizer)
-    found = train(ODD, loss, data, plan=gtp.plan_faults(**FOUR_AND_THREE), optimizer=optimizer)
+@pytest.fixture(scope="module")
+def four_and_three():
+    with jax.enable_x64(True), shared_evenly():
+        yield trained(ODD, FOUR_AND_THREE)
+
+
+def test_gradients_and_steps_are_those_of_one_device(four_and_three):
+    found, wanted = four_and_three
     assert_close(found, wanted)
+    assert_replicas_agree(found)
 
 
-def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(x64):
-    plan = gtp.plan_faults(**FOUR_AND_THREE)
-    replicas, _ = padded_on(plan, ODD)
-    with jax.set_mesh(replicas.core):
-        step = gtp.train_step(loss, optax.adamw(1e-2), view="local", replicas=replicas)
-        state = begin(ODD, optax.adamw(1e-2))
-        for batch in list(batches(14))[:2]:
-            state, _ = step(state, batch)
+def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(four_and_three, x64):
+    state, step, core = (four_and_three[0][name] for name in ("state", "step", "mesh"))
+    with jax.set_mesh(core):
         logical, seen = state.logical(), 0
         for side in (state.params, *step.weights(state)):
             for stored, own in zip(jax.tree.leaves(side), jax.tree.leaves(logical.params), strict=True):
@@ -102,13 +111,33 @@ def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(x64):
     assert seen
 
 
+def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(four_and_three, tmp_path, x64):
+    state, wanted = four_and_three[0]["state"], four_and_three[0]["end"]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+            found, _ = checkpoints.restore(begin(ODD, seed=4))
+            for name, leaf in named(found.params).items():
+                np.testing.assert_array_equal(leaf, wanted[name], err_msg=name)
+
+
+@pytest.mark.full
+def test_an_optimizer_that_reads_whole_arrays_gets_logical_ones(x64):
+    data, optimizer = list(batches(14))[:3], keeps_gradient(optax.adafactor(1e-2, min_dim_size_to_factor=8))
+    wanted = train(ODD, loss, data, optimizer=optimizer)
+    found = train(ODD, loss, data, plan=gtp.plan_faults(**FOUR_AND_THREE), optimizer=optimizer)
+    assert_close(found, wanted)
+
+
 RECIPES = {
     "FP8": gtp.FP8(exclude=("embed",)),
     "NVFP4, 1 x 16": gtp.NVFP4(block=(1, 16), exclude=("embed", "*down")),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("FP8"), pytest.param("NVFP4, 1 x 16", marks=pytest.mark.slow)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["FP8", "NVFP4, 1 x 16"])
 def test_adapters_on_padded_codes_train_as_on_one_device(name, x64):
     make = functools.partial(frozen_codes, recipe=RECIPES[name])
     data = list(batches(12))[:3]
@@ -138,24 +167,6 @@ def test_gradients_of_padded_weights_travel_as_codes_in_whole_blocks():
     for name, leaf in found[""]["gradient"].items():
         error = np.linalg.norm(found["codes"]["gradient"][name] - leaf) / np.linalg.norm(leaf)
         assert (1e-3 < error < 0.06) if ".kernel" in name else error < 1e-5, f"{name}: {error:.1e}"
-
-
-def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(tmp_path, x64):
-    plan = gtp.plan_faults(**FOUR_AND_THREE)
-    replicas, _ = padded_on(plan, ODD)
-    with Checkpoints(tmp_path) as checkpoints:
-        with jax.set_mesh(replicas.core):
-            optimizer = optax.adamw(1e-2)
-            step = gtp.train_step(loss, optimizer, view="local", replicas=replicas)
-            state = begin(ODD, optimizer)
-            state, _ = step(state, next(batches(14)))
-            checkpoints.save(1, state)
-            checkpoints.wait()
-            wanted = named(state.logical().params)
-        with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
-            found, _ = checkpoints.restore(begin(ODD, optimizer, seed=4))
-            for name, leaf in named(found.params).items():
-                np.testing.assert_array_equal(leaf, wanted[name], err_msg=name)
 
 
 def padded_to(shape, spec, sizes):
