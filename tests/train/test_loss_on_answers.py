@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,20 +12,13 @@ import optax
 import pytest
 from flax import nnx
 from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=32,
-    dtype="float64",
-)
+SIZES = dict(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=32)
+CONFIG = LlamaConfig(**SIZES, dtype="float64")
 ROWS, LENGTH = 16, 8
 
 
@@ -59,8 +53,9 @@ def on_one_device():
     return computed(dict(gtp=1, devices=jax.devices()[:1]), view="global")
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize(
+    "view, microbatches", others_full(itertools.product(["local", "global"], [4, 1]), [("local", 4)])
+)
 def test_a_sharded_step_is_that_of_one_device(view, microbatches, x64):
     loss, tokens, params = on_one_device()
     found = computed(dict(gtp=2, tp=2, dp=1, devices=jax.devices()[:4]), view=view, microbatches=microbatches)
@@ -69,7 +64,8 @@ def test_a_sharded_step_is_that_of_one_device(view, microbatches, x64):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found[2], params)
 
 
-def test_the_loss_is_the_sum_over_answers_divided_by_their_number(x64):
+def test_the_loss_is_the_sum_over_answers_divided_by_their_number_in_training_and_evaluation(x64):
+    """Megatron-LM's GTP once did not average the loss of an evaluation over gtp (#6717)."""
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         model = placed(llama)
         logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, batch()["tokens"]))
@@ -80,3 +76,8 @@ def test_the_loss_is_the_sum_over_answers_divided_by_their_number(x64):
     counted = batch()["targets"] >= 0
     assert counted.sum() == answers().sum()
     np.testing.assert_allclose(on_one_device()[0], losses[counted].mean(), rtol=1e-12)
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
+        state = gtp.TrainState.create(placed(llama), optax.sgd(1.0))
+        metrics = gtp.eval_step(next_token_loss)(state, batch())
+    np.testing.assert_allclose(metrics["loss"], losses[counted].mean(), rtol=1e-12)
+    assert metrics["tokens"] == counted.sum()

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -80,16 +81,14 @@ def thawed():
 
 
 @pytest.mark.usefixtures("thawed")
-@pytest.mark.parametrize("recipe", [None, gtp.FP8()], ids=["none", "fp8"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind, call, recipe", pairwise(MODELS, CALLS, [None, gtp.FP8()]))
 def test_no_tracer_is_alive_after_a_trace(kind, call, recipe):
     make, sizes = MODELS[kind]
     with jax.set_mesh(gtp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
-        state = gtp.TrainState.create(gtp.init(lambda rngs: make(rngs), nnx.Rngs(0)), optax.sgd(1.0))
+        state = gtp.TrainState.create(gtp.nn.abstract_model(make), optax.sgd(1.0))
         step = gtp.train_step(lambda model, x: jnp.mean(CALLS[call](model, x) ** 2), optax.sgd(1.0), recipe=recipe)
         gc.freeze()  # what a worker already has is neither walked nor found
-        step.trace(state, jnp.zeros((8, 32)))
+        step.trace(state, jax.ShapeDtypeStruct((8, 32), jnp.float32))
         gc.collect()
         left = [found.aval for found in gc.get_objects() if isinstance(found, jax.core.Tracer)]
     assert not left

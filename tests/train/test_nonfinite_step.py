@@ -6,6 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
+from placed import placed
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -32,31 +35,31 @@ def loss(model, batch):
     return jnp.mean(y**2) + bad.sum() + steep.sum()
 
 
-def make_batch(key, mark=0):
+def make_batch(mark=0):
     marks = np.zeros(BATCH, np.int32)
     marks[5] = mark  # of one rank's rows, in one microbatch
-    return {"x": jax.random.normal(key, (BATCH, 8, WIDTH)), "mark": jnp.asarray(marks)}
+    return {"x": np.random.default_rng(0).normal(size=(BATCH, 8, WIDTH)).astype(np.float32), "mark": marks}
 
 
-def make_state(optimizer):
-    return gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs), nnx.Rngs(0)), optimizer)
+copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def host(state):
     """Values of a copy: a view of an array would keep its memory from being donated."""
-    return [np.asarray(jnp.copy(leaf)) for leaf in jax.tree.leaves(state)]
+    return jax.tree.leaves(jax.tree.map(np.asarray, copied(state)))
 
 
 def assert_equal(one, other):
     assert all(a.tobytes() == b.tobytes() for a, b in zip(host(one), other, strict=True))
 
 
-def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there(key):
+def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there():
     optimizer = optax.adamw(1e-2)
-    good, nan, steep = (make_batch(key, mark) for mark in (0, 1, 2))
+    good, nan, steep = (make_batch(mark) for mark in (0, 1, 2))
     with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
         step = gtp.train_step(loss, optimizer, microbatches=2, max_grad_norm=1.0)
-        state, never_skip = make_state(optimizer), jnp.zeros((), bool)
+        first_state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
+        state, never_skip = copied(first_state), jnp.zeros((), bool)
         compiled = step.lower(state, good, never_skip).compile()
         size = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(state))
         assert compiled.memory_analysis().alias_size_in_bytes >= size  # donated, whatever the branch
@@ -68,9 +71,7 @@ def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there(key):
             state, metrics = step(state, bad, never_skip)
             assert metrics["skipped"] and bool(jnp.isfinite(metrics["loss"])) == losses_finite
             assert_equal(state, before)
-            with pytest.raises(
-                FloatingPointError, match=r"the .* of step 7 is (nan|inf)\. The update was skipped: the"
-            ):
+            with pytest.raises(FloatingPointError, match=naming("step 7 skipped")):
                 gtp.check_finite(metrics, step=7)
             state, metrics = step(state, good, metrics["skipped"])  # launched behind it: does nothing either
             assert metrics["skipped"]
@@ -78,58 +79,49 @@ def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there(key):
             assert_equal(state, before)
         assert all(array.is_deleted() for array in donated)
         state, _ = step(state, good, never_skip)
-        other = make_state(optimizer)
+        other = first_state
         for _ in range(2):
             other, _ = step(other, good, never_skip)
         assert_equal(state, host(other))
 
 
-def test_on_one_device_a_finite_step_is_bit_for_bit_the_step_without_a_branch(key):
-    optimizer, batch = optax.adamw(1e-2), make_batch(key)
+@pytest.mark.full
+def test_on_one_device_a_finite_step_is_bit_for_bit_the_step_without_a_branch():
+    optimizer, batch, found = optax.adamw(1e-2), make_batch(), []
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
-        found = []
+        first = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
         for skip_nonfinite in (True, False):
             step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, skip_nonfinite=skip_nonfinite)
-            state = make_state(optimizer)
+            state = copied(first)
             for _ in range(3):
                 state, _ = step(state, batch)
             found.append(state)
         assert_equal(found[0], host(found[1]))
-        state, metrics = step(state, make_batch(key, 2))  # which applies whatever it is
+        state, metrics = step(state, make_batch(2))  # which applies whatever it is
     assert not metrics["skipped"] and np.isnan(np.asarray(state.params["dense"]["kernel"])).any()
-    with pytest.raises(FloatingPointError, match="the gradient norm of a step is nan.$"):
+    with pytest.raises(FloatingPointError, match=naming("norm nan")):
         gtp.check_finite(metrics)
 
 
-def test_a_loss_that_raises_leaves_the_state_alive(key):
-    optimizer = optax.adamw(1e-2)
-
-    def broken(model, batch):
-        model(batch["x"])
-        raise KeyError("labels")
-
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state = make_state(optimizer)
-        before = host(state)
-        with pytest.raises(KeyError, match="labels"):
-            gtp.train_step(broken, optimizer)(state, make_batch(key))
-        assert_equal(state, before)
+def dense(rngs):
+    return gtp.Dense(WIDTH, WIDTH, dtype=jnp.float32, rngs=rngs)
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
-@pytest.mark.parametrize("number", [np.float32(np.nan), np.float32(-3), np.int32(-3)], ids=["nan", "negative", "int"])
-def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, view, key):
-    x, optimizer = jax.random.normal(key, (8, 4, WIDTH)), optax.sgd(1e-2)
+NUMBERS = [np.float32(np.nan), np.float32(-3), np.int32(-3)]
+
+
+@pytest.mark.parametrize("number, view", pairwise(NUMBERS, ["global", "local"], usual=2))
+def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, view):
+    x, optimizer = make_batch()["x"], optax.sgd(1e-2)
 
     def loss(model, x):
         return jnp.sum(model(x) ** 2), jnp.asarray(number)
 
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        model = gtp.init(lambda rngs: gtp.Dense(WIDTH, WIDTH, dtype=jnp.float32, rngs=rngs), nnx.Rngs(0))
-        state = gtp.TrainState.create(model, optimizer)
+        state = gtp.TrainState.create(placed(dense), optimizer)
         before = host(state)
         state, metrics = gtp.train_step(loss, optimizer, view=view)(state, x)
         assert_equal(state, before)
-        mean, gradients = gtp.loss_and_gradients(loss, state, x, view=view)
+        mean, gradients = jax.jit(lambda s, x: gtp.loss_and_gradients(loss, s, x, view=view))(state, x)
     assert metrics["skipped"] and np.isnan([metrics["loss"], metrics["grad_norm"], mean]).all()
     assert np.isnan(gradients["kernel"]).all()

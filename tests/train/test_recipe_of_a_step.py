@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from messages import naming
+from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.train import compile_options
@@ -56,41 +57,61 @@ def test_delayed_scales_that_xla_would_round_are_refused_on_gpus(where, monkeypa
     delayed()  # on CPUs, scales are applied in float32
     monkeypatch.setattr("gtp_jax.train._step.platform", lambda: "gpu")
     current()
-    with pytest.raises(
-        ValueError, match=f"{where} sets `xla_allow_excess_precision` to (F|f)alse, with which XLA would"
-    ):
+    with pytest.raises(ValueError, match=naming(where, "`xla_allow_excess_precision`")):
         gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=gtp.FP8Delayed()).jitted()
 
 
-def test_under_each_recipe_in_scope_one_step_computes_what_the_argument_does():
-    x = jax.random.normal(jax.random.key(0), (4, 4, 32), jnp.bfloat16)
+def copy(state):
+    return jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), state)
+
+
+X = np.random.default_rng(0).normal(size=(8, 4, 32)).astype(jnp.bfloat16)
+
+
+@pytest.fixture
+def mesh():
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(gtp.init(lambda rngs: gtp.Stack(block, 2, rngs=rngs), nnx.Rngs(0)), OPTIMIZER)
-        step, norms = gtp.train_step(squares, OPTIMIZER), []
-        for recipe in (None, FP8):
-            argued, _ = gtp.train_step(squares, OPTIMIZER, recipe=recipe)(jax.tree.map(jnp.copy, state), x)
-            with gtp.use_recipe(recipe):
-                scoped, metrics = step(jax.tree.map(jnp.copy, state), x)
-            jax.tree.map(np.testing.assert_array_equal, argued.params, scoped.params)
-            norms.append(float(metrics["grad_norm"]))
-        assert norms[0] != norms[1]
-        with gtp.use_recipe(gtp.NVFP4(stochastic=False)):
-            ahead = gtp.train_step(squares, OPTIMIZER, microbatches=2, pregathered_layers="all")
-            _, metrics = ahead(jax.tree.map(jnp.copy, state), x)
-            _, wanted = gtp.train_step(squares, OPTIMIZER, microbatches=2)(jax.tree.map(jnp.copy, state), x)
-        assert float(metrics["grad_norm"]) == float(wanted["grad_norm"])
-        message = "without a recipe there are no codes to gather in advance: no recipe was passed, and none is in"
-        with pytest.raises(ValueError, match=message):
-            ahead(state, x)
+        yield
 
 
+def stacked(rngs):
+    return gtp.Stack(block, 2, rngs=rngs)
+
+
+def test_one_step_has_the_recipe_in_scope_at_each_call_as_if_it_were_the_argument(mesh):
+    state = gtp.TrainState.create(placed(block), OPTIMIZER)
+    step, found = gtp.train_step(squares, OPTIMIZER), {}
+    argued, _ = gtp.train_step(squares, OPTIMIZER, recipe=FP8)(copy(state), X)
+    for recipe in (None, FP8):
+        with gtp.use_recipe(recipe):
+            found[recipe] = step(copy(state), X)
+    jax.tree.map(np.testing.assert_array_equal, argued.params, found[FP8][0].params)
+    assert found[FP8][1]["grad_norm"] != found[None][1]["grad_norm"]
+
+
+def test_codes_are_gathered_in_advance_of_the_recipe_in_scope_alone(mesh):
+    ahead = gtp.train_step(squares, OPTIMIZER, microbatches=2, pregathered_layers="all")
+    with pytest.raises(ValueError, match=naming("recipe codes")):
+        ahead(gtp.TrainState.create(gtp.nn.abstract_model(stacked), OPTIMIZER), X)
+
+
+@pytest.mark.full
+def test_codes_gathered_in_advance_give_the_same_gradient(mesh):
+    state, norms = gtp.TrainState.create(placed(stacked), OPTIMIZER), []
+    with gtp.use_recipe(gtp.NVFP4(stochastic=False)):
+        for options in ({}, dict(pregathered_layers="all")):
+            step = gtp.train_step(squares, OPTIMIZER, microbatches=2, **options)
+            norms.append(float(step(copy(state), X)[1]["grad_norm"]))
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.full
 def test_check_compares_steps_under_the_recipe_in_scope():
-    x = jax.random.normal(jax.random.key(0), (8, 4, 32), jnp.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
 
         def errors(**options):
             make = lambda rngs: gtp.MLP(32, 64, dtype="float32", rngs=rngs)  # noqa: E731
-            return gtp.check(squares, make, x, tolerance=1.0, **options)
+            return gtp.check(squares, make, X.astype("float32"), tolerance=1.0, **options)
 
         with gtp.use_recipe(FP8):
             scoped = errors()

@@ -8,20 +8,15 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
+from messages import naming
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    dtype="float64",
+SIZES = dict(
+    vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
 )
+CONFIG = LlamaConfig(**SIZES, dtype="float64")
 
 
 def mesh_of(**degrees: int) -> Mesh:
@@ -119,12 +114,10 @@ def test_a_model_of_mixed_roles_is_refused():
             with gtp.use_roles(gtp.Roles(batch=("data",), weights=("data",), tensor=None)):
                 self.b = gtp.Dense(8, 8, rngs=rngs)
 
-    with pytest.raises(
-        ValueError, match="the model has modules built under different roles: .* Build the whole model under"
-    ):
+    with pytest.raises(ValueError, match=naming("different roles: Build")):
         gtp.TrainState.create(Mixed(nnx.Rngs(0)), optax.sgd(1.0))
 
 
 def test_roles_of_another_kind_are_refused():
-    with pytest.raises(TypeError, match="`roles` is a dict; it must be a `gtp_jax.Roles`"):
+    with pytest.raises(TypeError, match=naming("`roles` `gtp_jax.Roles`")):
         gtp.use_roles({"batch": "data"})

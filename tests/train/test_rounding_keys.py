@@ -39,12 +39,7 @@ def gradient(*, microbatches=1, ranks=1, step=0, seed=0, view="local"):
         return np.asarray(run(state, jnp.asarray(np.repeat(EXAMPLE, microbatches * ranks, 0)))[1]["dense"]["kernel"])
 
 
-OTHERS = {
-    "microbatches": dict(microbatches=2),
-    "ranks": dict(ranks=2),
-    "steps": dict(step=1),
-    "seeds": dict(seed=1),
-}
+OTHERS = {"microbatches": dict(microbatches=2), "ranks": dict(ranks=2), "steps": dict(step=1), "seeds": dict(seed=1)}
 
 
 @pytest.mark.parametrize("view", ["local", pytest.param("global", marks=pytest.mark.slow)])

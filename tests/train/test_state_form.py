@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -39,14 +41,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, microbatches", pairwise(CASES, [1, 2], usual=2))
 def test_a_call_that_changes_the_form_of_a_variable_is_refused_by_name(case, microbatches, x64):
     make, line = CASES[case]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=naming("variables", "Create shape dtype")) as error:
         step(Writes(make(), nnx.Rngs(0)), microbatches=microbatches, skip_nonfinite=microbatches == 1)
-    assert f"changes the form of the model's variables:\n  {line}\n" in str(error.value)
-    assert "Create the variable with its final shape and dtype" in str(error.value)
+    assert f"\n  {line}\n" in str(error.value)
 
 
 def test_sown_values_are_dropped_by_a_step_and_refused_if_an_earlier_call_left_some(x64):
@@ -62,7 +62,7 @@ def test_sown_values_are_dropped_by_a_step_and_refused_if_an_earlier_call_left_s
     assert step(Sows(nnx.Rngs(0)))[0].model_state == {}
     model = Sows(nnx.Rngs(0))
     model(np.ones((4, 4)))
-    with pytest.raises(ValueError, match=r"hidden.1: from nothing to float64\[\](.|\n)*nnx.pop\(model, nnx.Interm"):
+    with pytest.raises(ValueError, match=naming("hidden.1 float64 nnx.pop nnx.Intermediate")):
         step(model)
 
 

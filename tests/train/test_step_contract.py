@@ -9,23 +9,18 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from messages import naming
 from placed import placed
-from selection import every
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn._init import _birth
 
-CONFIG = LlamaConfig(
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    dtype="float32",
+SIZES = dict(
+    vocab_size=96, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48
 )
+CONFIG = LlamaConfig(**SIZES, dtype="float32")
 
 
 # several tests share their programs
@@ -41,13 +36,13 @@ def created(mesh, optimizer):
     return jax.tree.map(np.asarray, state), jax.tree.map(lambda a: a.sharding, state)
 
 
-def make_state(optimizer=ADAMW):
+def make_state(optimizer=SGD):
     """Returns a state of its own arrays, which may be donated."""
     return jax.device_put(*created(jax.sharding.get_mesh(), optimizer))
 
 
-def make_batch(key, size=8, length=8, **weights):
-    tokens = jax.random.randint(key, (size, length + 1), 0, CONFIG.vocab_size)
+def make_batch(size=8, length=8, **weights):
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (size, length + 1)).astype(np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **weights}
 
 
@@ -55,130 +50,150 @@ def host(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def test_the_state_is_donated_and_a_step_is_compiled_once(key):
+def test_the_state_is_donated_and_a_step_is_compiled_once():
     compiled = []
 
     def listen(event: str, seconds: float, **_) -> None:
         if event.endswith("backend_compile_duration"):
             compiled.append(seconds)
 
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state, batch = make_state(), make_batch(key)
-        step = gtp.train_step(next_token_loss, ADAMW, microbatches=2)
-        state, _ = step(state, batch)
+    with jax.set_mesh(gtp.make_mesh(**MESH)):
+        state, batch = make_state(), make_batch(weights=np.ones((8, 8), np.float32))
+        state, _ = STEP(state, batch)
         before = jax.tree.leaves((state.params, state.opt_state))
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
-            state, _ = step(state, batch)
-            state, _ = step(state, batch)
+            state, _ = STEP(state, batch)
+            state, _ = STEP(state, batch)
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
     assert all(array.is_deleted() for array in before)
     assert not compiled
 
 
-def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
+def test_a_batch_without_tokens_is_no_loss_and_moves_nothing():
     with jax.set_mesh(gtp.make_mesh(**MESH)):
-        state = make_state(SGD)
+        state = make_state()
         before = host(state.params)
-        batch = make_batch(key, weights=jnp.zeros((8, 8)))
+        batch = make_batch(weights=np.zeros((8, 8), np.float32))
         assert float(EVALUATE(state, batch)["loss"]) == 0
         state, metrics = STEP(state, batch)
-    assert {name: float(value) for name, value in metrics.items()} == {
-        "loss": 0,
-        "tokens": 0,
-        "grad_norm": 0,
-        "skipped": 0,
-    }
+    assert {name: float(v) for name, v in metrics.items()} == dict(loss=0, tokens=0, grad_norm=0, skipped=0)
     for a, b in zip(host(state.params), before, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_arguments_by_name_are_those_by_place(key):
-    state, batch = make_state(), make_batch(key)
-    step, evaluate = gtp.train_step(next_token_loss, ADAMW), gtp.eval_step(next_token_loss)
-    assert float(evaluate(state=state, batch=batch)["loss"]) == float(evaluate(state, batch)["loss"])
-    assert step.eval_shape(batch=batch, state=state)[0].step.shape == ()
-    after, metrics = step(skip=True, batch=batch, state=state)
+def dense(rngs):
+    return gtp.Dense(8, 8, dtype="float32", rngs=rngs)
+
+
+def squares(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def test_arguments_by_name_are_those_by_place():
+    optimizer, x = optax.adam(1e-2), np.ones((4, 8), np.float32)
+    state = gtp.TrainState.create(placed(dense), optimizer)
+    step, evaluate = gtp.train_step(squares, optimizer), gtp.eval_step(squares)
+    assert float(evaluate(state=state, batch=x)["loss"]) == float(evaluate(state, x)["loss"])
+    assert step.eval_shape(batch=x, state=state)[0].step.shape == ()
+    after, metrics = step(skip=True, batch=x, state=state)
     assert bool(metrics["skipped"]) and all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    with pytest.raises(TypeError, match="'skipp'"):
-        step(after, batch, skipp=True)
+    with pytest.raises(TypeError, match=naming("'skipp'")):
+        step(after, x, skipp=True)
 
 
-def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipped(key):
+def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipped():
+    optimizer, x = optax.adamw(0.1, weight_decay=0.5), np.ones((4, 8), np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        optimizer = optax.adamw(0.1, weight_decay=0.5)
-        batch = make_batch(key, weights=jnp.zeros((8, 8)))
-        step, state = gtp.train_step(next_token_loss, optimizer), make_state(optimizer)
+        step = gtp.train_step(lambda model, x: (0 * jnp.sum(model(x)), jnp.float32(0)), optimizer)
+        state = gtp.TrainState.create(placed(dense), optimizer)
         before = host(state.params)
-        state, metrics = step(state, batch, skip=True)
-        assert bool(metrics["skipped"])
-        for a, b in zip(host(state.params), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-        state, metrics = step(state, batch, skip=False)
-    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0 and not bool(metrics["skipped"])
-    for a, b in zip(host(state.params), before, strict=True):
-        np.testing.assert_allclose(a, (1 - 0.1 * 0.5) * b, rtol=1e-5)
+        for skip in (True, False):
+            state, metrics = step(state, x, skip=skip)
+            assert bool(metrics["skipped"]) == skip
+            for a, b in zip(host(state.params), before, strict=True):
+                np.testing.assert_allclose(a, b if skip else (1 - 0.1 * 0.5) * b, rtol=0 if skip else 1e-5)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
 
 
-def test_a_batch_of_nothing_is_refused(key):
+def test_a_batch_of_nothing_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state = make_state(SGD)
+        state = make_state()
         for view in ("global", "local"):
             step = gtp.train_step(next_token_loss, SGD, view=view)
             for size, length in ((0, 8), (8, 0)):
-                message = rf"`batch`\['targets'\] has shape \({size}, {length}\), so it has no elements. Leave out"
+                message = naming(f"`batch`['targets'] ({size}, {length}) elements")
                 for run in (step, gtp.eval_step(next_token_loss, view=view)):
                     with pytest.raises(ValueError, match=message):
-                        run(state, make_batch(key, size, length))
+                        run(state, make_batch(size, length))
 
 
-def test_a_negative_target_is_left_out_like_a_weight_of_zero(key):
+def test_a_negative_target_is_left_out_like_a_weight_of_zero():
     with jax.set_mesh(gtp.make_mesh(**MESH)):
-        state, batch = make_state(SGD), make_batch(key)
-        out = jax.random.bernoulli(key, 0.3, (8, 8))
-        marked = EVALUATE(state, {**batch, "targets": jnp.where(out, -100, batch["targets"])})
-        weighed = EVALUATE(state, {**batch, "weights": jnp.asarray(~out, jnp.float32)})
-    assert float(marked["tokens"]) == float(weighed["tokens"]) == float(jnp.sum(~out))
+        state, batch = make_state(), make_batch()
+        out, ones = np.random.default_rng(1).random((8, 8)) < 0.3, np.ones((8, 8), np.float32)
+        marked = EVALUATE(state, {**batch, "targets": np.where(out, -100, batch["targets"]), "weights": ones})
+        weighed = EVALUATE(state, {**batch, "weights": np.float32(~out)})
+    assert float(marked["tokens"]) == float(weighed["tokens"]) == np.sum(~out)
     assert float(marked["loss"]) == float(weighed["loss"])
 
 
-def test_evaluation_is_the_loss_that_the_next_step_reports(key):
+def test_evaluation_is_the_loss_that_the_next_step_reports():
     with jax.set_mesh(gtp.make_mesh(**MESH)):
-        state, batch = make_state(SGD), make_batch(key, weights=jnp.ones((8, 8)))
+        state, batch = make_state(), make_batch(weights=np.ones((8, 8), np.float32))
         found = EVALUATE(state, batch)
         _, metrics = STEP(state, batch)
     assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
     assert float(found["tokens"]) == float(metrics["tokens"]) == 64
 
 
-def test_gradients_outside_of_jit_are_those_within(key):
-    x = jax.random.normal(key, (4, 2, 8))  # on no mesh
-
-    def loss(model, x):
-        return jnp.mean(model(x) ** 2)
-
+@pytest.mark.full
+def test_gradients_outside_of_jit_are_those_within():
+    x = np.random.default_rng(0).normal(size=(4, 2, 8)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
-        state = gtp.TrainState.create(placed(lambda rngs: gtp.MLP(8, 16, rngs=rngs), 1), optax.sgd(0.1))
+        state = gtp.TrainState.create(
+            placed(lambda rngs: gtp.MLP(8, 16, dtype="float32", rngs=rngs), 1), optax.sgd(0.1)
+        )
         for count in (1, 2):
-            call = lambda state, x, count=count: gtp.loss_and_gradients(loss, state, x, microbatches=count)  # noqa: E731
+            call = lambda state, x, count=count: gtp.loss_and_gradients(squares, state, x, microbatches=count)  # noqa: E731
             for found, wanted in zip(host(call(state, x)), host(jax.jit(call)(state, x)), strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-5)
 
 
-def test_a_state_made_for_another_mesh_is_refused(key):
-    state = make_state()
+class Brings:
+    """Remembers what was requested."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def own_step(self, request, optimizer, **limits):
+        self.request, self.optimizer, self.limits = request, optimizer, limits
+        return self.step
+
+
+def test_a_step_that_replicas_bring_is_returned_as_it_is_and_is_told_what_was_asked_for():
+    step, optimizer = lambda state, batch: (state, {}), optax.sgd(0.1)
+    brings = Brings(step)
+    options = dict(microbatches=2, seed=3, view="local", max_grad_norm=2.0, skip_nonfinite=False)
+    assert gtp.train_step(squares, optimizer, replicas=brings, **options) is step and brings.optimizer is optimizer
+    request = brings.request
+    assert (request.loss, request.view, request.microbatches, request.seed) == (squares, "local", 2, 3)
+    assert brings.limits.pop("options")() == gtp.train.compile_options("cpu", None, tp=1, fp8=False)
+    assert brings.limits == {"max_grad_norm": 2.0, "skip_nonfinite": False}
+    of_one_mesh = gtp.train_step(squares, optimizer, replicas=Brings(None))
+    assert type(of_one_mesh) is type(gtp.train_step(squares, optimizer))
+
+
+def test_a_state_made_for_another_mesh_is_refused():
+    state = gtp.TrainState.create(placed(dense), SGD)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        message = (
-            "was built for a mesh with gtp 1 x tp 1; the mesh in scope has gtp 8 x tp 1. Build the model under that"
-        )
-        with pytest.raises(ValueError, match=message):
-            gtp.train_step(next_token_loss, ADAMW)(state, make_batch(key))
-        with pytest.raises(ValueError, match=message):
-            gtp.eval_step(next_token_loss)(state, make_batch(key))
+        for run in (gtp.train_step(squares, SGD), gtp.eval_step(squares)):
+            with pytest.raises(ValueError, match=naming("gtp 1 8 Build")):
+                run(state, np.ones((8, 8), np.float32))
 
 
-@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("degrees", others_full([dict(gtp=8), dict(gtp=4, tp=2)], [dict(gtp=4, tp=2)]), ids=str)
 def test_no_device_holds_a_whole_model_at_birth(degrees):
     config = LlamaConfig(
         vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=64, intermediate_size=768
@@ -198,17 +213,19 @@ def _pair(second):
     return lambda model, batch: (_sum(model, batch), second(model, batch))
 
 
-@pytest.mark.parametrize("view, degrees", every(2, [("local", dict(gtp=2, dp=2)), ("global", dict(gtp=4, tp=2))]))
-def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, degrees, key):
+@pytest.mark.parametrize(
+    "view, degrees", [("local", dict(gtp=2, dp=2)), pytest.param("global", dict(gtp=4, tp=2), marks=pytest.mark.full)]
+)
+def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
-        state, batch = make_state(), make_batch(key)
+        state, batch = make_state(), make_batch()
 
         def traced(loss):
             jax.eval_shape(lambda s, b: gtp.loss_and_gradients(loss, s, b, view=view), state, batch)
 
-        with pytest.raises(TypeError, match=r"uses the second, float32, as the number of tokens.*`has_aux=True`.*stop"):
+        with pytest.raises(TypeError, match=naming("float32 `has_aux=True` stop_gradient")):
             traced(_pair(lambda model, batch: _sum(model, batch) / 7))
-        with pytest.raises(TypeError, match="uses the second, float32, as the number of tokens"):
+        with pytest.raises(TypeError, match=naming("float32")):
             evaluate = gtp.eval_step(_pair(lambda model, batch: _sum(model, batch) / 7), view=view)
             jax.eval_shape(evaluate, state, batch)
         jax.eval_shape(gtp.eval_step(next_token_loss, view=view), state, batch)
@@ -233,8 +250,6 @@ def test_a_parameter_of_integers_is_named():
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         state = gtp.TrainState.create(placed(Shifted), optax.sgd(0.1))
-        with pytest.raises(
-            TypeError, match="the parameter shift is int32, which has no gradient. Hold it in a subclass"
-        ):
+        with pytest.raises(TypeError, match=naming("shift int32 subclass")):
             gtp.train_step(loss, optax.sgd(0.1))(state, jnp.ones((8, 4)))
         assert gtp.eval_step(loss)(state, jnp.ones((8, 4)))["loss"] > 0  # which needs none

@@ -11,7 +11,9 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from messages import naming
 from placed import placed
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -84,7 +86,7 @@ def test_aux_has_the_same_dtypes_for_every_number_of_microbatches():
     def loss(model, x):
         return jnp.square(model(x).astype(jnp.float32) - 1).mean(), {name: jnp.ones(3, name) for name in given}
 
-    for count in (1, 2, 4):
+    for count in (1, 2):
         aux = metrics_of(loss, batch_of(8), count, has_aux=True)["aux"]
         assert {name: str(value.dtype) for name, value in aux.items()} == given, count
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
@@ -100,10 +102,7 @@ def test_a_leaf_whose_first_dimension_is_not_the_batch_s_is_refused_where_it_wou
         return errors.sum(), jnp.float32(errors.size)
 
     batch = {"x": batch_of(8), "weights": jnp.ones(16)}
-    message = (
-        r"`batch`\['weights'\] has 16, `batch`\['x'\] has 8\. Let the loss close over.*"
-        r"If an example has several rows, reshape `batch`\['weights'\] to `\(8, 2, \.\.\.\)`\."
-    )
+    message = naming("`batch`['weights'] 16, `batch`['x'] 8. close reshape `(8, 2, ...)`.")
     with pytest.raises(ValueError, match=message):
         metrics_of(loss, batch, 2, view=view)
     if view == "global":
@@ -113,7 +112,7 @@ def test_a_leaf_whose_first_dimension_is_not_the_batch_s_is_refused_where_it_wou
             metrics_of(loss, batch, 1, view=view)
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
-        with pytest.raises(ValueError, match=f"whose samples are run one by one must.*{message}"):
+        with pytest.raises(ValueError, match=message):
             gtp.diagnose(loss, state, batch, view=view)
         with pytest.raises(ValueError, match=message):
             gtp.check(loss, Model, batch, view=view, microbatches=2)
@@ -125,21 +124,21 @@ def test_what_examples_have_several_of_is_reshaped_as_the_refusal_says():
         return jnp.square(model(batch["x"] + parts.sum(1)).astype(jnp.float32)).sum(), jnp.float32(len(batch["x"]))
 
     batch = {"x": batch_of(8), "parts": batch_of(16)}
-    with pytest.raises(ValueError, match=r"reshape `batch`\['parts'\] to `\(8, 2, \.\.\.\)`"):
+    with pytest.raises(ValueError, match=naming("`batch`['parts'] `(8, 2, ...)`")):
         metrics_of(loss, batch, 2)
     reshaped = {**batch, "parts": jnp.reshape(batch["parts"], (8, 2, -1))}
     once, twice = metrics_of(loss, batch, 1), metrics_of(loss, reshaped, 2)
     np.testing.assert_allclose(twice["loss"], once["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("view, microbatches", [("global", 1), ("global", 2), ("local", 1)])
+@pytest.mark.parametrize("view, microbatches", [("global", 2), pytest.param("local", 1, marks=pytest.mark.full)])
 def test_a_list_of_numbers_in_a_batch_is_named(view, microbatches):
     def loss(model, batch):
         errors = jnp.square(model(batch["x"]).astype(jnp.float32))
         return errors.sum(), jnp.float32(errors.size)
 
     batch = {"x": batch_of(4).tolist()}
-    expected = r"`batch\['x'\]` is a list of numbers, .* a pytree of 16 scalars.*`jnp\.asarray\(batch\['x'\]\)`"
+    expected = naming("`batch['x']` 16 `jnp.asarray(batch['x'])`")
 
     def said(call):
         with pytest.raises(Exception) as caught:  # noqa: PT011  a loss's own, with a note
@@ -171,7 +170,7 @@ def test_what_has_no_sum_is_refused_by_name_in_aux():
     def loss(model, x):
         return jnp.square(model(x).astype(jnp.float32)).mean(), {"key": jax.random.key(0)}
 
-    with pytest.raises(TypeError, match=r"`aux`\['key'\] is key<.*cannot be summed over microbatches.*key_data"):
+    with pytest.raises(TypeError, match=naming("`aux`['key'] key_data")):
         metrics_of(loss, batch_of(8), 2, has_aux=True)
 
 
@@ -190,9 +189,10 @@ def test_microbatch_m_has_every_row_that_follows_m_at_their_distance(view):
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
-@pytest.mark.parametrize("view", ["global", "local"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=str)
+CASTS = pairwise([jnp.bfloat16, jnp.float8_e4m3fn], ["global", "local"], ["standard", "strict"])
+
+
+@pytest.mark.parametrize("dtype, view, promotion", CASTS)
 def test_a_gradient_that_ends_in_a_cast_from_few_bits_is_added_in_its_parameters_dtype(dtype, view, promotion):
     class Cast(nnx.Module):
         def __init__(self, rngs):
@@ -214,19 +214,14 @@ def test_a_gradient_that_ends_in_a_cast_from_few_bits_is_added_in_its_parameters
     np.testing.assert_array_equal(gradient, np.repeat(x.mean(0)[:, None], FEATURES, 1))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for an H100 needs packages of the extra `target`")
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_weights_stay_in_the_layout_in_which_they_are_stored(view):
     """Compiled for H100s: XLA copied all weights into the layout in which they travel, before the loop."""
     mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h100:2")))
     config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        intermediate_size=512,
+        vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512
     )
     with jax.set_mesh(mesh):
         state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optax.sgd(0.1))

@@ -41,7 +41,7 @@ def loss(model, x):
     return jnp.mean(model(x))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_rule_moves_its_parameters_by_the_mean_gradient_once_a_step(microbatches):
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
