@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
@@ -91,46 +90,4 @@ def muon() -> optax.GradientTransformation:
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices)
 
 
-class ShampooState(NamedTuple):
-    """Sums of G G^T and of G^T G; of a dimension above the limit, and of a vector, nothing (a scalar)."""
-
-    left: Any
-    right: Any
-
-
-def shampoo(limit: int = 256) -> optax.GradientTransformation:
-    """As Shampoo (Gupta et al., 2018), with inverses for roots: preconditioners on both sides of all matrices."""
-
-    def size(leaf: Any, dim: int) -> int:
-        return leaf.shape[dim] if leaf.ndim > 1 and leaf.shape[dim] <= limit else 0
-
-    def zeros(leaf: Any, dim: int) -> Any:
-        n = size(leaf, dim)
-        return jnp.zeros((*leaf.shape[:-2], n, n) if n else ())
-
-    def init(params: Any) -> ShampooState:
-        return ShampooState(*(jax.tree.map(lambda leaf, dim=dim: zeros(leaf, dim), params) for dim in (-2, -1)))
-
-    def inverse(matrix: Any) -> Any:
-        return jnp.linalg.inv(matrix + jnp.eye(matrix.shape[-1]))
-
-    def update(updates: Any, state: ShampooState, params: Any = None) -> tuple[Any, ShampooState]:
-        del params
-        left = jax.tree.map(lambda g, a: a + g @ jnp.swapaxes(g, -1, -2) if a.ndim else a, updates, state.left)
-        right = jax.tree.map(lambda g, b: b + jnp.swapaxes(g, -1, -2) @ g if b.ndim else b, updates, state.right)
-
-        def preconditioned(g: Any, a: Any, b: Any) -> Any:
-            g = inverse(a) @ g if a.ndim else g
-            return -1e-2 * (g @ inverse(b) if b.ndim else g)
-
-        return jax.tree.map(preconditioned, updates, left, right), ShampooState(left, right)
-
-    return optax.GradientTransformation(init, update)
-
-
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-3),
-    "adafactor": optax.adafactor(1e-3),
-    "muon": muon(),
-    "shampoo": shampoo(),
-}
+OPTIMIZERS = {"adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3), "muon": muon()}

@@ -46,7 +46,7 @@ def mesh(**degrees):
     return gtp.make_mesh(**degrees, devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.full)])
 def test_a_model_with_dropout_restored_through_its_shapes_goes_on_as_if_never_stopped(impl, x64, tmp_path):
     with jax.default_prng_impl(impl), Checkpoints(tmp_path) as checkpoints:
         with jax.set_mesh(mesh(gtp=2)):

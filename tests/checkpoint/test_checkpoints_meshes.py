@@ -13,22 +13,28 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.layout import Layout
 
 from .meshes import OPTIMIZERS, PLACES
 
-RING = list(itertools.pairwise([*PLACES, next(iter(PLACES))]))
 
-
-def test_each_mesh_restores_what_the_one_before_saved(tmp_path, filled, assert_restored):
+@pytest.mark.parametrize(
+    "ring",
+    [
+        ["hsdp_tp2", "gtp4_tp2_strided", "tp3", "hsdp_tp2"],
+        pytest.param([*PLACES, next(iter(PLACES))], marks=pytest.mark.full),
+    ],
+    ids=["four", "all"],
+)
+def test_each_mesh_restores_what_the_one_before_saved(tmp_path, filled, assert_restored, ring):
     """With one optimizer; the next test has every pair of meshes, with each optimizer."""
     optimizer = OPTIMIZERS["adamw"]
-    for index, (saved_on, restored_on) in enumerate(RING):
+    for index, (saved_on, restored_on) in enumerate(itertools.pairwise(ring)):
         state = filled(PLACES[saved_on].state(optimizer), seed=index)
-        with Checkpoints(tmp_path / saved_on) as checkpoints:
+        with Checkpoints(tmp_path / str(index)) as checkpoints:
             checkpoints.save(7, state, {"batches": [1, 2]})
             assert_restored(checkpoints, PLACES[restored_on].state(optimizer), state)
 
@@ -59,35 +65,6 @@ def assert_restored(logical, assert_same_bits):
             assert array.shape == leaf.shape
 
     return check
-
-
-def test_the_states_of_these_tests_have_uneven_and_factored_arrays(make_state):
-    layouts = jax.tree.leaves(PLACES["tp3"].state(OPTIMIZERS["adamw"]).model_def.layouts, is_leaf=_is_layout)
-    uneven = {layout.shape for layout in layouts if layout.takes_part}
-    assert uneven >= {(128, 256), (128, 128), (256, 128)}, "of eight heads in four groups over three ranks"
-    state = make_state({"gtp": 4, "tp": 2}, OPTIMIZERS["adafactor"])
-    assert state.opt_state[0].v_row["embed"]["table"].shape == (128,)
-    assert state.opt_state[0].v_col["embed"]["table"].shape == (1002,)
-
-
-def _is_layout(node):
-    return isinstance(node, Layout)
-
-
-def test_the_meshes_of_these_tests_shard_in_both_orders_and_different_dimensions():
-    params = {name: place.state(OPTIMIZERS["muon"]).params for name, place in PLACES.items()}
-    layers = {name: p["blocks"]["layers"] for name, p in params.items()}
-    queries = {name: p["attention"]["qkv"]["kernel"]["query"].sharding.spec for name, p in layers.items()}
-    assert queries["gtp4_tp2"][2] == ("tp", "gtp") and queries["gtp4_tp2_strided"][2] == ("gtp", "tp")
-    gates = {name: p["mlp"]["up"]["kernel"]["gate"].sharding.spec for name, p in layers.items()}
-    assert gates["gtp4_tp2"] == PartitionSpec(None, "gtp", "tp"), "15 of 120 rows are no whole block, 32 columns are"
-    tables = {name: p["embed"]["table"].sharding.spec for name, p in params.items()}
-    assert tables["fsdp"] == tables["gtp4_tp2"] == PartitionSpec("tp", "gtp"), "8 does not divide 1002"
-    assert tables["three_devices"] == PartitionSpec(("tp", "gtp"), None), "1002 rows are 3 times 334"
-    assert {p["embed"]["table"].shape for p in params.values()} == {(1002, 128)}
-    moments = PLACES["fsdp"].state(OPTIMIZERS["muon"]).opt_state.inner_states["muon"].inner_state[0].mu
-    assert moments["embed"]["table"].shape == (1002, 128)
-    assert {leaf.ndim for leaf in jax.tree.leaves(moments)} == {2, 3}, "no stacks of matrices"
 
 
 @pytest.mark.slow
@@ -133,6 +110,7 @@ def test_a_history_of_a_weight_is_saved_in_its_logical_shape(tmp_path, make_stat
     assert leaves["opt_state/diff_params_memory/embed/table"]["shape"] == [3, 1002, 128]
 
 
+@pytest.mark.full
 def test_real_arrays_serve_as_the_target_and_stay_as_they_are(tmp_path, make_state, filled, logical, assert_same_bits):
     state, other = (filled(make_state({"gtp": 4, "tp": 2}), seed) for seed in (1, 2))
     before = logical(other)
@@ -162,17 +140,16 @@ def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, 
     assert np.asarray(flat["params/embed/table"]).tobytes() == table.tobytes()
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda: SingleDeviceSharding(jax.devices()[3]),
-        lambda: NamedSharding(gtp.make_mesh(gtp=4, devices=jax.devices()[4:]), PartitionSpec(None, "gtp")),
-        lambda: NamedSharding(gtp.make_mesh(gtp=8), PartitionSpec(None, "gtp")),
-    ],
-    ids=["one device", "four devices", "another mesh of the eight"],
-)
+ELSEWHERE = {
+    "one device": lambda: SingleDeviceSharding(jax.devices()[3]),
+    "four devices": lambda: NamedSharding(gtp.make_mesh(gtp=4, devices=jax.devices()[4:]), PartitionSpec(None, "gtp")),
+    "another mesh of the eight": lambda: NamedSharding(gtp.make_mesh(gtp=8), PartitionSpec(None, "gtp")),
+}
+
+
+@pytest.mark.parametrize("place", others_full(ELSEWHERE, ["four devices"]))
 def test_arrays_need_not_be_on_the_mesh_in_scope(tmp_path, plain, place):
-    sharding, values = place(), np.arange(96, dtype=np.float32).reshape(2, 8, 6)
+    sharding, values = ELSEWHERE[place](), np.arange(96, dtype=np.float32).reshape(2, 8, 6)
     state = plain({"w": jax.device_put(values, sharding), "key": jax.device_put(jax.random.key(3), jax.devices()[5])})
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)

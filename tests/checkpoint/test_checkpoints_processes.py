@@ -151,6 +151,7 @@ def test_two_directories_are_saved_at_the_same_time(tmp_path):
         assert checkpoints.restore({"w": jnp.zeros(8, jnp.int32)})[0]["w"].tolist() == [20] * 8
 
 
+@pytest.mark.full
 def test_a_manifest_is_read_before_processes_are_connected(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, {"w": jnp.ones(2)})

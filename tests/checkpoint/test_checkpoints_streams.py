@@ -4,6 +4,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from messages import naming
+from selection import others_full
 
 from gtp_jax.checkpoint import Checkpoints, Digest, StreamedArray
 from gtp_jax.checkpoint._digest import Digests
@@ -11,7 +13,9 @@ from gtp_jax.checkpoint._digest import Digests
 MESH = dict(gtp=2, tp=2)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8, np.bool_, np.uint16])
+@pytest.mark.parametrize(
+    "dtype", others_full([np.float32, ml_dtypes.bfloat16, np.int8, np.bool_], [np.float32, np.int8])
+)
 def test_a_digest_of_parts_in_any_order_is_that_of_the_whole(dtype):
     values = np.random.default_rng(0).integers(0, 2, (6, 5, 7)).astype(dtype)
     digest = Digest()
@@ -42,6 +46,7 @@ def flat(tree, path=()):
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, (*path, key)).items()}
 
 
+@pytest.mark.full
 def test_streamed_parameters_are_restored_as_those_in_memory(tmp_path, make_state, filled, logical):
     state = filled(make_state(MESH))
     names = list(flat(state.params))
@@ -84,13 +89,13 @@ def test_streams_are_refused_as_states_are(tmp_path):
     array = streamed(np.zeros((4, 2), np.float32), 2)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_params(3, {"a/b": array})
-        with pytest.raises(ValueError, match="`step` is 3, but .* already has step 3; steps must ascend"):
+        with pytest.raises(ValueError, match=naming("`step` 3 ascend")):
             checkpoints.save_params(3, {"a/b": array})
-        with pytest.raises(ValueError, match="`step` is -1"):
+        with pytest.raises(ValueError, match=naming("`step` -1")):
             checkpoints.save_params(-1, {"a/b": array})
-        with pytest.raises(TypeError, match="`extra` cannot be written as JSON"):
+        with pytest.raises(TypeError, match=naming("`extra` JSON")):
             checkpoints.save_params(4, {"a/b": array}, {"x": object()})
-    with pytest.raises(ValueError, match="opened with `read_only=True`"):
+    with pytest.raises(ValueError, match=naming("`read_only=True`")):
         Checkpoints(tmp_path, read_only=True).save_params(4, {"a/b": array})
 
 
@@ -100,7 +105,7 @@ def test_streams_delete_nothing_if_the_guard_forbids_it(tmp_path):
 
     half_written = tmp_path / "2.orbax-checkpoint-tmp"
     half_written.mkdir()
-    with pytest.raises(RuntimeError, match="another run owns the directory"):
+    with pytest.raises(RuntimeError, match=naming("another run")):
         Checkpoints(tmp_path, guard=lost).save_params(3, {"a": streamed(np.zeros((4, 2), np.float32), 2)})
     assert half_written.exists()
 
@@ -108,5 +113,5 @@ def test_streams_delete_nothing_if_the_guard_forbids_it(tmp_path):
 def test_parameters_of_another_model_are_not_restored(tmp_path, make_state):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_params(0, {"a/b": streamed(np.zeros((4, 2), np.float32), 2)})
-        with pytest.raises(ValueError, match="belongs to another model or optimizer .13 of 13 arrays differ."):
+        with pytest.raises(ValueError, match=naming("another model 13")):
             checkpoints.restore_params(make_state(MESH))

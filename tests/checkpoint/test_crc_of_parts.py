@@ -8,16 +8,6 @@ import pytest
 from etils import epath
 
 from gtp_jax.checkpoint import _file_sums
-from gtp_jax.checkpoint._crc import joined
-
-
-def test_joined_parts_have_the_crc_of_the_whole():
-    rng = random.Random()
-    for size in (0, 1, 2, 3, 255, 256, 1000, 70_001):
-        data = rng.randbytes(size)
-        for cut in {0, size, *(rng.randint(0, size) for _ in range(8))}:
-            left, right = data[:cut], data[cut:]
-            assert joined(zlib.crc32(left), zlib.crc32(right), len(right)) == zlib.crc32(data), (size, cut)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +15,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(_file_sums, "_PART_BYTES", 4096)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 50_000])
+@pytest.mark.parametrize("size", [0, 4095, 4096, 4097, 50_000])
 def test_a_file_read_in_parts_by_threads_has_the_crc_of_the_whole(tmp_path, size):
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
