@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import jax
 import pytest
+from messages import naming
+from selection import others_full
 
 from gtp_jax.inspect import InspectOptions, inspect
 from gtp_jax.runner.cli._inspect import add_parser
@@ -19,42 +22,37 @@ def run(*arguments: str) -> int:
     return args.run(args)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "7b"], "unknown `preset` '7b'; the known presets are tiny, .*405b"),
-        (["--dp", "0"], "`dp` is 0; it must be a whole number of at least 1"),
-        (["--microbatches", "-2"], "`microbatches` is -2"),
-        (["--tp", "3", "--gtp", "1"], "`seq` is 2048, which tp 3 does not divide; the sequence is sharded over tp"),
-        (["--tp", "2", "--gtp", "2", "--seq", "33"], "`seq` is 33, which tp 2 does not divide"),
-        (
-            ["--gtp", "4", "--batch", "6"],
-            "`batch` is 6, which is not divisible by dp \\* gtp .* = 1 \\* 4 \\* 1 = 4",
-        ),
-        (["--unroll", "0"], "`unroll` is 0"),
-        (["--keep-gathered", "-1"], "`keep_gathered` is -1"),
-        (["--target", "h200"], "`target` is 'h200'; expected CHIP:DEVICES"),
-        (["--gtp", "1000"], "needs 1000 CPU devices, but jax already runs with .* Start a new process"),
-        (["--network-rate", "50"], "`network_rate` is 50.0, but there is no target, .*: give `--target`"),
-        (["--gpus-per-host", "4"], "`gpus_per_host` is 4, but there is no target, .*: give `--target`"),
-        (["--target", "h200:8", "--network-rate", "0"], "`network_rate` is 0.0; it must be a number above 0"),
-        (
-            ["--target", "h200:8", "--gpus-per-host", "0"],
-            "`gpus_per_host` is 0; it must be a whole number of at least 1",
-        ),
-        (["--target", "h200:8", "--gpus-per-host", "3"], "has 8 devices, which do not fill hosts of 3"),
-        (["--png", "x.png"], "`--png` draws the schedule of a GPU program: give `--target`"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        run(*arguments)
+REFUSED = {
+    "--preset 7b": "`preset` '7b' tiny 405b",
+    "--dp 0": "`dp` 0 whole 1",
+    "--microbatches -2": "`microbatches` -2",
+    "--tp 3 --gtp 1": "`seq` 2048 tp 3",
+    "--tp 2 --gtp 2 --seq 33": "`seq` 33 tp 2",
+    "--gtp 4 --batch 6": "`batch` 6 dp gtp 1 * 4 * 1 = 4",
+    "--unroll 0": "`unroll` 0",
+    "--keep-gathered -1": "`keep_gathered` -1",
+    "--target h200": "`target` 'h200' CHIP:DEVICES",
+    "--gtp 1000": "1000 CPU process",
+    "--network-rate 50": "`network_rate` 50.0 `--target`",
+    "--gpus-per-host 4": "`gpus_per_host` 4 `--target`",
+    "--target h200:8 --network-rate 0": "`network_rate` 0.0",
+    "--target h200:8 --gpus-per-host 0": "`gpus_per_host` 0 whole 1",
+    "--target h200:8 --gpus-per-host 3": "8 devices hosts 3",
+    "--png x.png": "`--png` `--target`",
+}
+USUAL = ["--preset 7b", "--dp 0", "--tp 3 --gtp 1", "--gtp 4 --batch 6", "--gpus-per-host 4", "--png x.png"]
+
+
+@pytest.mark.parametrize("arguments", others_full(REFUSED, USUAL))
+def test_bad_arguments_are_refused_by_name(arguments):
+    with pytest.raises(ValueError, match=naming(REFUSED[arguments])):
+        run(*arguments.split())
 
 
 def test_words_where_numbers_belong_are_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit):
         run("--unroll", "most")
-    assert "'most' is neither a number nor 'full'" in capsys.readouterr().err
+    assert re.search(naming("'most' 'full'"), capsys.readouterr().err)
 
 
 def test_degrees_that_do_not_fill_a_target_are_refused():
@@ -62,7 +60,7 @@ def test_degrees_that_do_not_fill_a_target_are_refused():
 
     if hlo.missing_packages():
         pytest.skip(f"compiling for a GPU needs {', '.join(hlo.missing_packages())}")
-    with pytest.raises(ValueError, match="dp 1 x gtp 4 x tp 1 = 4, but there are 8 devices"):
+    with pytest.raises(ValueError, match=naming("dp 1 gtp tp = 4 8 devices")):
         inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))
 
 
@@ -72,7 +70,7 @@ def test_platforms_without_cpu_devices_are_refused(monkeypatch):
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", "cuda")
     try:
-        with pytest.raises(ValueError, match=r"`jax_platforms` is 'cuda', .* Set JAX_PLATFORMS=cuda,cpu before jax"):
+        with pytest.raises(ValueError, match=naming("`jax_platforms` 'cuda' JAX_PLATFORMS=cuda,cpu")):
             inspect(InspectOptions(parallelism=Parallelism(gtp=2)))
     finally:
         jax.config.update("jax_platforms", before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def found() -> Inspection:
     return inspection
 
 
+@pytest.mark.full
 def test_a_cpu_copies_nothing_to_its_host_and_the_text_says_so():
     found = inspect(InspectOptions(parallelism=Parallelism(gtp=8), execution=Execution(remat="offload"), seq=64))
     assert found.host_copies == () and found.host_bytes == as_json(found)["host_bytes"] == 0
@@ -38,13 +40,9 @@ def test_a_cpu_copies_nothing_to_its_host_and_the_text_says_so():
 
 
 def test_every_parameter_is_listed_with_its_logical_shape(found):
-    elements = 0
-    for p in found.parameters:
-        size = 1
-        for dim in p.logical_shape:
-            size *= dim
-        elements += size
-    assert elements == found.param_count == PRESETS["tiny"].param_count()
+    assert (
+        sum(math.prod(p.logical_shape) for p in found.parameters) == found.param_count == PRESETS["tiny"].param_count()
+    )
     (table,) = [p for p in found.parameters if p.path == "embed.table"]
     assert (table.logical_shape, table.partition) == ((256, 128), (("tp", "gtp"), None))
     assert table.bytes_per_device == 4 * 256 * 128 // 8
@@ -150,8 +148,8 @@ def test_devices_that_jax_prefers_to_cpus_stay_the_default():
     [
         ("padded", 2, "matmuls", "bf16"),
         ("gather", 1, "everything", "bf16"),
-        pytest.param("padded", 2, "matmuls", "fp8-matmuls", marks=pytest.mark.slow),
-        pytest.param("gather", 2, "matmuls", "mxfp8-matmuls", marks=pytest.mark.slow),
+        ("padded", 2, "matmuls", "fp8-matmuls"),
+        ("gather", 2, "matmuls", "mxfp8-matmuls"),
     ],
 )
 def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat, recipe):

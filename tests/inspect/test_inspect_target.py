@@ -18,7 +18,10 @@ from gtp_jax.runner.flags import Execution, Parallelism
 jax.devices()  # fixes the number of devices to what the suite runs with
 
 MISSING = hlo.missing_packages()
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +31,6 @@ def found() -> Inspection:
         target="h200:8", network_rate=20.0, gpus_per_host=4, parallelism=Parallelism(gtp=8), seq=128
     )
     return inspect(options)
-
-
-@pytest.fixture(scope="module")
-def alone(found) -> Inspection:
-    """The same without a network."""
-    options = dataclasses.replace(found.options, network_rate=None)
-    return dataclasses.replace(found, options=options, over_network=None)
 
 
 def test_the_launch_order_holds_every_matmul_and_attention_of_the_step(found):
@@ -67,22 +63,6 @@ def test_network_between_hosts_is_modelled_beside_nvlink_alone(found):
     sent = sum(c["count"] * c["wire_bytes"] for c in data["collectives"])
     assert near["communication_us"] == pytest.approx(sent / 326e3)
     assert far["communication_us"] == pytest.approx(sent / 4 / 20e3)
-
-
-def test_text_and_picture_tell_both_models(found, alone):
-    line = found.over_network
-    rows = as_text(found).split("\n\nmodelled ")[1].splitlines()[2:4]
-    assert [row.split("  ")[0] for row in rows] == [
-        "NVLink between all GPUs",
-        "NVLink within hosts, network between them",
-    ]
-    assert rows[1].endswith(f"{line.exposed_us / line.total_us:.0%}") and rows[0].split()[4:] != rows[1].split()[6:]
-    assert "network at 20 GB/s per GPU between hosts of 4, as --network-rate says" in as_text(found)
-    assert "collectives over dp, and what hides them, with the network" in as_text(found)
-    assert "collectives at 326 GB/s, between hosts at 20 GB/s, elementwise" in picture(line, "a step").get_suptitle()
-    text = as_text(alone)
-    assert "network between them" not in text and "with the network" not in text
-    assert "--network-rate describes them" in text and "modelled_over_network" not in as_json(alone)
 
 
 @pytest.mark.slow

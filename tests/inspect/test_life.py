@@ -13,6 +13,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from messages import naming
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -49,8 +51,7 @@ def told(recipe: Recipe | None, path: str = "up") -> dict[str, str]:
     return {state.state: state.what for state in life.states}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe, mesh", pairwise(sorted(RECIPES), sorted(MESHES), usual=2))
 def test_a_weights_life_has_the_bytes_axes_and_dtypes_of_the_compiled_step(mesh, recipe):
     with jax.set_mesh(gtp.make_mesh(**MESHES[mesh], devices=jax.devices()[:4])):
         states = told(RECIPES[recipe])
@@ -73,23 +74,11 @@ def test_a_weights_life_has_the_bytes_axes_and_dtypes_of_the_compiled_step(mesh,
         assert f"reduce-scatter over {axis} in {dict(f32='float32', bf16='bfloat16')[dtype]}" in states["reduced"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_function_that_a_life_names_exists(recipe):
-    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, devices=jax.devices()[:4])):
-        (life,) = gtp.explain(abstract_model(Mlp), RECIPES[recipe], path="up").lives
-    named = [state.function for state in life.states if state.function.startswith("weights.")]
-    assert len(named) >= 5
-    for name in named:
-        room, module, *rest = name.split(".")
-        assert callable(functools.reduce(getattr, rest, importlib.import_module(f"gtp_jax.{room}.{module}")))
-        assert name in str(life)
-
-
 def test_with_one_rank_of_gtp_gradients_are_reduced_over_dp_alone():
     with jax.set_mesh(gtp.make_mesh(dp=2, devices=jax.devices()[:2])):
-        assert told(None)["reduced"] == "this rank's part of the sum: reduce-scatter over dp in float32"
+        assert told(None)["reduced"].endswith("reduce-scatter over dp in float32")
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
-        assert told(None)["reduced"] == "nothing to do"
+        assert "reduce-scatter" not in told(None)["reduced"]
 
 
 def test_a_frozen_weight_has_no_gradient_in_its_life():
@@ -116,7 +105,7 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", others_full(RECIPES, ["fp8"]))
 def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(recipe):
     chosen = RECIPES[recipe] or gtp.BF16()
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])), gtp.use_recipe(chosen):
@@ -129,7 +118,7 @@ def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(reci
         everywhere = NamedSharding(jax.sharding.get_mesh(), PartitionSpec("gtp"))
         batch = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=everywhere)
         program = hlo.collectives(step.lower(state, batch).compile().as_text())
-        with pytest.raises(ValueError, match=r"`path` is 'kernel', which fits several.*'blocks\.0\.kernel'"):
+        with pytest.raises(ValueError, match=naming("`path` 'kernel' 'blocks.0.kernel'")):
             gtp.explain(model, chosen, path="kernel")
     states = {state.state: state for state in life.states}
     sizes = {hlo.quantity(c.operand_bytes, "B") for c in program if c.kind == "all-gather"}
@@ -148,23 +137,12 @@ def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(reci
 
 def test_a_path_that_is_not_one_modules_is_refused_with_the_nearest():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        with pytest.raises(ValueError, match="`path` is 'upp', which fits no gathered weight and.*Name one: 'up'"):
+        with pytest.raises(ValueError, match=naming("`path` 'upp' 'up'")):
             told(None, "upp")
 
         class Two(nnx.Module):
             def __init__(self, rngs):
                 self.a, self.b = Mlp(rngs), Mlp(rngs)
 
-        with pytest.raises(ValueError, match=r"which fits several modules or weights.*'a\.up', 'b\.up'"):
+        with pytest.raises(ValueError, match=naming("'a.up' 'b.up'")):
             gtp.explain(abstract_model(Two), path="up")
-
-
-def test_an_end_of_path_that_fits_several_weights_is_refused_with_their_paths():
-    class Two(nnx.Module):
-        def __init__(self, rngs):
-            self.a, self.b = (nnx.Linear(128, 128, rngs=rngs) for _ in range(2))
-
-    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        model = gtp.shard(Two(nnx.Rngs(0)), blocks=nnx.Linear)
-        with pytest.raises(ValueError, match=r"fits several modules or weights.*'a\.kernel', 'b\.kernel'"):
-            gtp.explain(model, path="kernel")

@@ -1,11 +1,14 @@
 """What `gtp.explain` says of layers that keep activations in the host's memory: bytes, and the break-even."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -20,12 +23,9 @@ def facts(preset="1b", remat="offload", mesh=None, rows=1, seq=SEQ, call=None, *
     """The facts of a model with four layers, of its whole sequences on `rows` rows."""
     config = dataclasses.replace(preset_of(preset), num_layers=4, remat=remat, **changes)
     mesh = mesh or {"gtp": 1}
-    count = 1
-    for size in mesh.values():
-        count *= size
-    with jax.set_mesh(gtp.make_mesh(**mesh, devices=jax.devices()[:count])):
+    with jax.set_mesh(gtp.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])):
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
-        tokens = jnp.zeros((rows, seq), jnp.int32)
+        tokens = np.zeros((rows, seq), np.int32)
         return config, gtp.explain(model, call=call or (lambda model: model(tokens)))
 
 
@@ -38,7 +38,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(("preset", "remat"), COMPILED)
+@pytest.mark.parametrize(("preset", "remat"), others_full(COMPILED, [("1b", "offload"), ("8b", "offload-matmuls")]))
 def test_bytes_and_operations_of_a_layer_are_those_of_the_program_compiled_for_a_gpu(preset, remat):
     config, found = facts(preset, remat)
     (fact,) = found.offloads
@@ -55,7 +55,7 @@ def test_bytes_and_operations_of_a_layer_are_those_of_the_program_compiled_for_a
     assert f"break-even: a layer's {hlo.quantity(fact.bytes, 'B')} take " in text and hidden in text
 
 
-@pytest.mark.parametrize("remat", ["offload", "offload-matmuls"])
+@pytest.mark.parametrize("remat", [pytest.param("offload", marks=pytest.mark.full), "offload-matmuls"])
 def test_devices_share_bytes_and_operations(remat):
     (whole,) = facts("tiny", remat, seq=64)[1].offloads
     (part,) = facts("tiny", remat, {"gtp": 2, "tp": 2}, rows=2, seq=64)[1].offloads
@@ -65,6 +65,7 @@ def test_devices_share_bytes_and_operations(remat):
     assert whole.bytes / 2 < each.bytes <= whole.bytes
 
 
+@pytest.mark.full
 def test_in_a_chain_of_global_arrays_the_input_counts_as_it_is_divided():
     """Further inputs keep a chain out of one `shard_map`, so that shapes are global."""
 
