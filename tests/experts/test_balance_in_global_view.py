@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_full, pairwise
+from messages import naming
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.nn import Routing
@@ -18,28 +19,16 @@ from gtp_jax.nn import Routing
 def gradients(degrees, parallel, roles=None, reduction="sum"):
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]) if degrees else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), gtp.use_roles(roles or gtp.Roles()):
-        make = lambda rngs: gtp.MoE(  # noqa: E731
-            8,
-            12,
-            num_experts=4,
-            parallel=parallel,
-            aux_loss_coeff=0.5,
-            loss_reduction=reduction,
-            rngs=rngs,
-            dtype="float64",
-            param_dtype="float64",
-        )
-        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+        options = dict(num_experts=4, parallel=parallel, aux_loss_coeff=0.5, loss_reduction=reduction)
+        dtypes = dict(dtype="float64", param_dtype="float64")
+        graph, state = nnx.split(gtp.init(lambda rngs: gtp.MoE(8, 12, **options, **dtypes, rngs=rngs), nnx.Rngs(0)))
         x = np.random.default_rng(0).normal(size=(4, 6, 8))
-        reduce = {"sum": lambda y: jnp.sum(y) / 8, "mean": lambda y: jnp.mean(y)}[
-            reduction
-        ]  # over tokens of 8 features
-        loss = lambda state, x: reduce(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: E731
-        found = jax.jit(jax.grad(loss))(state, jnp.asarray(x))
+        reduce = {"sum": lambda y: jnp.sum(y) / 8, "mean": jnp.mean}[reduction]  # over tokens of 8 features
+        found = jax.jit(jax.grad(lambda state, x: reduce(jnp.sin(nnx.merge(graph, state)(x)))))(state, x)
         return {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(found)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", ["features", "expert", None])
 def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
     expected = gradients(None, parallel)
@@ -49,8 +38,10 @@ def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
             np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=str(path))
 
 
-@pytest.mark.parametrize("degrees", others_full([None, dict(dp=2, tp=2), dict(gtp=4)], [dict(dp=2, tp=2)]), ids=str)
-@pytest.mark.parametrize("parallel", ["features", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "degrees, parallel", [(None, "features"), (dict(dp=2, tp=2), "features"), (dict(gtp=4), None)], ids=str
+)
 def test_gradients_of_a_mean_are_those_of_the_sum_a_token(degrees, parallel, x64):
     of_sum, of_mean = (gradients(degrees, parallel, reduction=reduction) for reduction in ("sum", "mean"))
     for path, value in of_sum.items():
@@ -92,14 +83,15 @@ def router_and_gradient(reduction, term):
     return state.params["experts"]["router"], found["experts"]["router"]
 
 
-@pytest.mark.parametrize("reduction, term", pairwise(["sum", "mean"], ["aux_loss_coeff", "routing.z_loss_coeff"]))
+@pytest.mark.parametrize(
+    "reduction, term", pairwise(["mean", "sum"], ["aux_loss_coeff", "routing.z_loss_coeff"], usual=1)
+)
 def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind(reduction, term, x64):
     (router, found), (_, without) = (router_and_gradient(reduction, name) for name in (term, "none"))
     wanted = jax.jit(jax.grad(term_by_formula), static_argnums=2)(router, INPUT, term)
     np.testing.assert_allclose(found - without, wanted, rtol=1e-9, atol=1e-12)
     other = "mean" if reduction == "sum" else "sum"
     refused = lambda state: gtp.loss_and_gradients(LOSSES[other], state, INPUT)  # noqa: E731
-    message = rf"the MoE at experts .*\(`{term}`\) as if it were a {reduction}.*='{other}'`, or with `{term}` of 0"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming("experts", reduction, f"='{other}'`", f"`{term}` of 0")):
         jax.eval_shape(refused, step_state(reduction, term))
     jax.eval_shape(refused, step_state(reduction, "none"))  # nothing is added

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -66,7 +65,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(CASES, ["ep 4, in rounds and two chunks"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_one_device(name):
     """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8
     rounds off is many times as much."""
@@ -85,20 +85,9 @@ BLOCKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "recipe, name",
-    [
-        ("MXFP8", "ep 4"),
-        ("FP8 in blocks", "ep 2 x tp 2"),
-        *(
-            pytest.param(recipe, name, marks=pytest.mark.slow)
-            for recipe in ("MXFP8", "NVFP4")
-            for name in ("ep 2", "ep 2 x tp 2")
-        ),
-        pytest.param("NVFP4", "ep 4", marks=pytest.mark.slow),
-        *(pytest.param("FP8 in blocks", name, marks=pytest.mark.slow) for name in ("ep 2", "ep 4")),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ep 2", "ep 4", "ep 2 x tp 2"])
+@pytest.mark.parametrize("recipe", BLOCKED)
 def test_blocks_are_those_of_one_device(recipe, name, x64):
     """Rows of an expert come in the order in which one device would sort them, in one round and one chunk, so that
     blocks are the same ones. FP8's features differ in size: a token's codes keep few bits of small ones, and wgrad's
@@ -119,8 +108,8 @@ def test_blocks_are_those_of_one_device(recipe, name, x64):
         assert error < tolerance < 0.01 < rounded[what], f"{what}: {apart}, {rounded}"
 
 
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["FP8", "MXFP8", "FP8 in blocks"])
+@pytest.mark.full
+@pytest.mark.parametrize("name, chunks", [("FP8", 1), ("MXFP8", 2), ("FP8 in blocks", 2)])
 def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
     """There, and again in backward. Partial sums and all gradients travel in the compute dtype."""
     recipe = RECIPE if name == "FP8" else BLOCKED[name]
@@ -142,17 +131,11 @@ def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
     assert [c.direction for c in maxima] == (["forward"] if name == "FP8" else [])
 
 
-@pytest.mark.slow
-def test_chunks_have_blocks_of_their_own(x64):
-    """Which the tolerance of the test above would show: NVFP4's scales are no powers of two."""
-    options = dict(dtype="float64", param_dtype="float64", round_size=8.0)
-    one, two = (gradients(dict(ep=4), BLOCKED["NVFP4"], exchange_chunks=n, **options) for n in (1, 2))
-    assert max(distance(two, one).values()) > 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, dict(features=40, hidden=36)], ids=["whole blocks", "parts of blocks"])
-@pytest.mark.parametrize("name", ["FP8", "MXFP8", "FP8 in blocks"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, sizes",
+    [("FP8", {}), ("MXFP8", dict(features=40, hidden=36)), ("FP8 in blocks", dict(features=40, hidden=36))],
+)
 def test_transports_give_the_same_bits(name, sizes, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # XLA does not support it on CPUs
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
@@ -164,7 +147,7 @@ def test_transports_give_the_same_bits(name, sizes, monkeypatch):
             np.testing.assert_array_equal(value, other[what], err_msg=what)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_of_a_stack_that_a_recipe_leaves_out_send_their_tokens_as_they_are(x64):
     recipe = gtp.MXFP8(matmuls=True, exclude=(), high_precision_first=1)
     options = dict(dtype="float64", param_dtype="float64", round_size=8.0, layers=3)

@@ -39,6 +39,7 @@ CASES = {
     "tp 3 x dp 2": (dict(dp=2, tp=3), ODD, "local", (26, 102), (102, 26)),
     "experts, gtp 2 x dp 3": (dict(gtp=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 26, 36)),
     "experts, ep 2 x dp 3": (dict(ep=2, dp=3), EXPERTS, "local", (4, 34, 27), (4, 27, 34)),
+    "experts, gtp 3 x ep 2": (dict(gtp=3, ep=2), EXPERTS, "local", (4, 34, 27), (4, 27, 34)),
 }
 
 
