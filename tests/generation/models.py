@@ -16,16 +16,9 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig
 
 DENSE = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    intermediate_size=48,
-    qk_norm=True,
-    dtype="float64",
-)
+    vocab_size=97, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=6, intermediate_size=48,
+    qk_norm=True, dtype="float64",
+)  # fmt: skip
 
 
 class Windowed(nnx.Module):

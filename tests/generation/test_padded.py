@@ -15,6 +15,7 @@ from .models import DENSE, greedy, model_of
 PROMPTS = [[5, 3, 8, 1, 90], [7, 7]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gather", ["once", "each_token"])
 def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
     found = []
@@ -31,7 +32,7 @@ def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
 MESHES = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
 
 
-@pytest.mark.parametrize(("degrees", "gather"), pairwise(MESHES, ["once", "each_token"], usual=3), ids=str)
+@pytest.mark.parametrize(("degrees", "gather"), pairwise(MESHES, ["once", "each_token"], usual=1), ids=str)
 def test_tokens_of_padded_models_are_those_without_a_mesh(degrees, gather, x64):
     wanted = greedy(model_of(DENSE), PROMPTS, 6)
     devices = jax.devices()[: math.prod(degrees.values())]
