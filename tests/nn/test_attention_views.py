@@ -195,7 +195,7 @@ REFUSED = {  # the call, whether it is under a mesh, and what the message names
         "'segment_ids' Attention (1, 4) 8 Broadcast",
     ),
     "memory over tp": (lambda: attend(gtp.CrossAttention, (SHORT,)), True, "'memory' CrossAttention (8, 3, 16) tp 2"),
-    "one key-value head": (lambda: attend(num_kv_heads=1), True, "tp 2 1"),
+    "one key-value head": (lambda: attend(num_kv_heads=1), True, "tp 2 heads 1"),
 }
 
 

@@ -87,6 +87,7 @@ def test_on_a_mesh_as_without_one(name, mesh, x64):
     assert_close(measured(name, True, mesh), measured(name, False, None))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", others_full(["patches", "heads", "a stack"], ["a stack"]))
 def test_a_batch_that_ranks_do_not_divide(name, x64):
     assert_close(measured(name, True, "gtp 4 x tp 2", batch=5), measured(name, False, None, batch=5))
@@ -159,9 +160,9 @@ def test_a_step_trains_it_as_flax_does(x64):
 conv, einsum = (functools.partial(kind, rngs=nnx.Rngs(0)) for kind in (gtp.Conv, gtp.Einsum))
 REFUSED = [
     (lambda: conv(8, 0, 3), "Conv(8, 0, 3) whole"),
-    (lambda: conv(8, 8, 2.5), "whole"),
-    (lambda: conv(8, 8, True), "whole"),
-    (lambda: conv(8, 8, (3, 2.5)), "whole"),
+    (lambda: conv(8, 8, 2.5), "sizes whole"),
+    (lambda: conv(8, 8, True), "sizes whole"),
+    (lambda: conv(8, 8, (3, 2.5)), "sizes whole"),
     (lambda: conv(8, 9, 3, feature_group_count=3), "`feature_group_count` 3 8 9"),
     (lambda: conv(8, 8, 3, mask=np.ones((3, 8, 8))), "`mask` gtp_jax.Conv Remove `gtp_jax.Param`"),
     (lambda: conv(8, 8, 3)(np.ones((2, 7, 9))), "Conv 1 8 (2, 7, 9)"),

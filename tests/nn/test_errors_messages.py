@@ -64,12 +64,12 @@ WITHOUT_A_MESH = {
     "table": (lambda: make(gtp.Embed, 8.0, 8), "Embed(8.0, 8) whole"),
     "length": (lambda: stack(2.0), "`length` 2.0 whole"),
     "remat": (lambda: stack(remat="some"), "`remat` 'some' 'activations' 'matmuls' 'offload'"),
-    "inner stack": (lambda: stack(layer=lambda rngs: gtp.Stack(lambda rngs: None, 2, rngs=rngs)), "Stack"),
+    "inner stack": (lambda: stack(layer=lambda rngs: gtp.Stack(lambda rngs: None, 2, rngs=rngs)), "contains `Stack`"),
     "two schedules": (
         lambda: gtp.run_chain(ones((2, 8)), stack(), stack(schedule=gtp.Schedule(keep_gathered=0))),
         "chain different schedules",
     ),
-    "no modules": (lambda: gtp.run_chain(ones(1)), "`run_chain`"),
+    "no modules": (lambda: gtp.run_chain(ones(1)), "`run_chain` modules one"),
     "roles twice": (lambda: gtp.Roles(batch=("dp", "dp")), "`batch` ('dp', 'dp') once"),
     "roles of tp": (lambda: gtp.Roles(weights=("gtp", "tp")), "`tensor` 'tp' `weights` Remove"),
     "role of text": (lambda: gtp.Roles(batch=cast(Any, "dp")), "`batch` 'dp' tuple"),
@@ -129,7 +129,7 @@ def abstract(**options: Any) -> Any:
 
 
 ON_A_MESH = {
-    "tp heads": (lambda: make(gtp.Attention, 8, num_heads=1), "tp 2 1"),
+    "tp heads": (lambda: make(gtp.Attention, 8, num_heads=1), "tp 2 heads 1 Choose"),
     "batch": (lambda: abstract()(6, 32), "Dense (6, 32) dp gtp 4"),
     "sequence": (
         lambda: abstract(parallel="column")(4, 3, 32),

@@ -222,6 +222,7 @@ def check(found, wanted, name):
 WIRE = {"float32": ("reduce-scatter", "f32", 4), "bf16-wire": ("all-to-all", "u16", 2)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "parts"), pairwise(["bf16-wire", "float32"], [1, 2], usual=1))
 def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     """`bf16` compiled: `tests/chain/test_overlap_h200.py`; XLA's CPU backend widens its sum."""

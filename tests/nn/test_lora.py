@@ -101,20 +101,23 @@ def found_on(name, view):
         return float(value), jax.tree.map(np.asarray, gradients)
 
 
+def merged(model, values):
+    """A model without adapters, whose kernels are the `values` of those of `model` plus its adapters' products; and the
+    adapters' matrices."""
+    plain, factors = placed(plain_llama), {}
+    for name in PROJECTIONS:
+        (layer, key), (target, _) = dense_of(model, name), dense_of(plain, name)
+        own, kernel, to = (layer.lora, layer.kernel, target.kernel)
+        own, kernel, to = (own[key], kernel[key], to[key]) if key else (own, kernel, to)
+        factors[name] = a, b = np.asarray(own.a.get_value()), np.asarray(own.b.get_value())
+        to.set_raw_value(jnp.asarray(values(kernel) + ALPHA / RANK * a @ b))
+    return plain, factors
+
+
 @functools.cache
 def merged_gradients():
     """The loss of the model with merged kernels and, by the chain rule, the gradients of adapters; without a mesh."""
-    model = with_b(placed(adapted))
-    plain = placed(plain_llama)
-    factors = {}
-    for name in PROJECTIONS:
-        layer, kernel = dense_of(model, name)
-        own = layer.lora[kernel] if kernel else layer.lora
-        target, _ = dense_of(plain, name)
-        variable = target.kernel[kernel] if kernel else target.kernel
-        a, b = np.asarray(own.a.get_value()), np.asarray(own.b.get_value())
-        variable.set_raw_value(variable.get_value() + ALPHA / RANK * a @ b)
-        factors[name] = a, b
+    plain, factors = merged(with_b(placed(adapted)), lambda kernel: np.asarray(kernel.get_value()))
 
     def mean(model):
         total, count = loss(model, batch_of())
@@ -212,21 +215,17 @@ def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
         again = gtp.lora(again, RANK, ALPHA, rngs=nnx.Rngs(3))
         own = layers_of(again).mlp.down.kernel.get_value()
         assert np.array_equal(np.asarray(own.codes), np.asarray(kernel.get_value().codes))
-    plain = placed(plain_llama)
-    for name in PROJECTIONS:
-        coded, key = dense_of(model, name)
-        target, _ = dense_of(plain, name)
-        kernel, own = (coded.kernel[key], coded.lora[key]) if key else (coded.kernel, coded.lora)
-        value = gtp.dequantize(kernel.get_value(), jnp.float32).swapaxes(1, 2)
-        value = np.asarray(value, np.float64) + ALPHA / RANK * np.asarray(own.a.get_value()) @ np.asarray(
-            own.b.get_value()
-        )
-        (target.kernel[key] if key else target.kernel).set_raw_value(jnp.asarray(value))
+
+    def values(kernel):
+        return np.asarray(gtp.dequantize(kernel.get_value(), jnp.float32).swapaxes(1, 2), np.float64)
+
+    plain, _ = merged(model, values)
     wanted = nnx.jit(lambda model, tokens: model(tokens))(plain, batch_of()["tokens"])
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
+@pytest.mark.full
+@pytest.mark.parametrize("view", ["local", "global"])
 def test_dropout_is_of_a_step_and_of_nothing_else(view):
     few = ["query", "mlp.down"]  # which tp divides by columns and by rows: a draw is slow to compile
     one = dataclasses.replace(CONFIG, num_layers=1)

@@ -110,7 +110,7 @@ def trained(model, name, view="global", **degrees):
         return jax.tree.map(np.asarray, state.logical().params), losses
 
 
-@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=2))
+@pytest.mark.parametrize(("case", "name"), pairwise(CASES, OPTIMIZERS, usual=1))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_steps_with_padded_arrays_are_those_of_one_device(case, name, x64):
     model, degrees, view = CASES[case]

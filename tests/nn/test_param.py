@@ -181,20 +181,19 @@ def test_recipes_leave_it_in_high_precision_and_explain_says_so():
     loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
     x = jax.random.normal(jax.random.key(0), (8, 16, 128))
     with mesh_in_scope("gtp 4 x tp 2"):
-        for stacked in (False, True):
-            make = (lambda rngs: gtp.Stack(Model, 2, rngs=rngs)) if stacked else Model
-            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(0.1))
-            losses = {}
-            for recipe in (None, gtp.NVFP4()):
-                step = gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)
-                losses[recipe] = float(step(jax.tree.map(jnp.copy, state), x)[1]["loss"])
-            with gtp.use_recipe(gtp.NVFP4()):
-                in_scope = float(gtp.eval_step(loss)(state, x)["loss"])
-            assert losses[None] != losses[gtp.NVFP4()] == pytest.approx(in_scope, rel=1e-6)
-            explained = gtp.explain(abstract_model(make), gtp.NVFP4())
-            wires = {fact.module.split(".")[-1]: (fact.wire, fact.shapes, fact.matmul) for fact in explained.facts}
-            assert wires["up"][0] == "NVFP4"
-            assert wires["w"] == ("float32", ((256, 128),), "float32, as no recipe quantizes arrays of any shape")
+        make = lambda rngs: gtp.Stack(Model, 2, rngs=rngs)  # noqa: E731
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(0.1))
+        losses = {}
+        for recipe in (None, gtp.NVFP4()):
+            step = gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)
+            losses[recipe] = float(step(jax.tree.map(jnp.copy, state), x)[1]["loss"])
+        with gtp.use_recipe(gtp.NVFP4()):
+            in_scope = float(gtp.eval_step(loss)(state, x)["loss"])
+        assert losses[None] != losses[gtp.NVFP4()] == pytest.approx(in_scope, rel=1e-6)
+        explained = gtp.explain(abstract_model(make), gtp.NVFP4())
+        wires = {fact.module.split(".")[-1]: (fact.wire, fact.shapes, fact.matmul) for fact in explained.facts}
+        assert wires["up"][0] == "NVFP4"
+        assert wires["w"] == ("float32", ((256, 128),), "float32, as no recipe quantizes arrays of any shape")
 
 
 def test_a_model_of_such_weights_alone_has_nothing_to_quantize():

@@ -80,7 +80,7 @@ def values(model):
     "name, mesh",
     others_full(
         [(name, mesh) for name in MODULES for mesh in MESHES],
-        [("mlp", "gtp 2 x tp 2"), ("uneven row", "tp 2")],
+        [("uneven row", "tp 2")],
     ),
 )
 def test_layers_alone_and_stacked_have_the_value_and_gradient_of_their_formula(name, mesh, x64):
@@ -130,6 +130,7 @@ def test_layers_alone_and_stacked_have_the_value_and_gradient_of_their_formula(n
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("norm", others_full(["rms", "layer", None], ["rms"]))
 def test_embeddings_and_heads_take_one_token_or_sequences(norm, x64):
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):

@@ -158,6 +158,7 @@ def loss_and_gradients(exclude: tuple[str, ...], x: np.ndarray):
     return jax.tree.map(np.asarray, run(state, {"x": x}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exclude", every(2, [(("down",),), (("up",),)]))
 def test_layers_in_formats_go_with_layers_whose_sequence_moves_in_parts(exclude, monkeypatch):
     x = np.random.default_rng(0).normal(size=(4, SEQ, 32)).astype(np.float32)
