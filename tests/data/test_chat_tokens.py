@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("jinja2", reason="Jinja2 is not installed: pip install 'gtp_jax[chat]'")
 tokenizers = pytest.importorskip("tokenizers")
 
+from messages import naming  # noqa: E402
+
 from gtp_jax.runner.data import BYTES, load_evaluated, load_source, load_tokenizer, read_text  # noqa: E402
 from gtp_jax.runner.data._chat import Chat  # noqa: E402
 from gtp_jax.runner.data._chat_template import ChatTemplate  # noqa: E402
@@ -15,16 +17,7 @@ from gtp_jax.runner.data._chat_template import ChatTemplate  # noqa: E402
 from .test_chat_template import MESSAGES, PUBLISHED, QUESTION, TOKENS, template  # noqa: E402
 from .texts import document  # noqa: E402
 
-MARKS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<s>",
-    "</s>",
-    "[INST]",
-]
+MARKS = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <s> </s> [INST]".split()
 
 
 def byte_level(path, marks=MARKS):
@@ -114,31 +107,19 @@ def test_a_token_across_the_beginning_of_an_answer_belongs_to_it(tmp_path):
 
 
 REFUSED = {
-    "no messages": ({"text": "x"}, "it has 'text', but no `messages`. Give every line `messages`"),
-    "empty": ({"messages": []}, "`messages` is []; it must be a list of at least one message"),
-    "text": ({"messages": "x"}, "`messages` is 'x'; it must be a list"),
-    "no role": ({"messages": [{"content": "x"}]}, "turn 1 is {'content': 'x'}; it must be an object with a `role`"),
-    "parts": (
-        {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-        "the `content` of turn 1 is [{'text': 'x'}]",
-    ),
-    "no content": ({"messages": [{"role": "assistant"}]}, "the `content` of turn 1 is None; it must be text"),
-    "tools": ({"messages": [QUESTION], "tools": "x"}, "`tools` is 'x'; it must be a list"),
-    "special token": (
-        {"messages": [{"role": "user", "content": "a</s>"}]},
-        "turn 1 has '</s>' in its text, which separ",
-    ),
-    "ending": (
-        {"messages": [QUESTION, {"role": "assistant", "content": "<|im_end|>"}]},
-        "turn 2 has '<|im_end|>' in its",
-    ),
-    "a tool's name": (
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "a\0"}]},
-        r"`tools` has '\x00' in its text",
-    ),
-    "zero byte": ({"messages": [{"role": "user", "content": "a\0"}]}, r"turn 1 has '\x00' in its text"),
-    "lone surrogate": ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, "it has a lone surr"),
-    "no answer": ({"messages": [QUESTION]}, "it has no answer, a message whose `role` is 'assistant'"),
+    "no messages": ({"text": "x"}, "'text' `messages`"),
+    "empty": ({"messages": []}, "`messages` [] list"),
+    "text": ({"messages": "x"}, "`messages` 'x'"),
+    "no role": ({"messages": [{"content": "x"}]}, "turn 1 {'content': 'x'} `role`"),
+    "parts": ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "`content` turn 1 [{'text': 'x'}]"),
+    "no content": ({"messages": [{"role": "assistant"}]}, "`content` turn 1 None"),
+    "tools": ({"messages": [QUESTION], "tools": "x"}, "`tools` 'x'"),
+    "special token": ({"messages": [{"role": "user", "content": "a</s>"}]}, "turn 1 '</s>' separates"),
+    "ending": ({"messages": [QUESTION, {"role": "assistant", "content": "<|im_end|>"}]}, "turn 2 '<|im_end|>'"),
+    "a tool's name": ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "a\0"}]}, "`tools` '\\x00'"),
+    "zero byte": ({"messages": [{"role": "user", "content": "a\0"}]}, "turn 1 '\\x00'"),
+    "lone surrogate": ({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}, "surrogate"),
+    "no answer": ({"messages": [QUESTION]}, "no answer `role` 'assistant'"),
 }
 
 
@@ -146,9 +127,8 @@ REFUSED = {
 def test_what_is_no_conversation_is_refused(name, tmp_path):
     record, message = REFUSED[name]
     tokenizer = byte_level(tmp_path / "tokenizer.json") if name == "special token" else BYTES
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=naming(message)):
         Chat(template("chatml"), tokenizer, True).document(record)
-    assert message in str(caught.value)
 
 
 def with_added(path, *, special, plain):
@@ -165,9 +145,9 @@ def test_the_text_of_a_token_that_separates_turns_is_refused_though_it_is_not_sp
     plain = ["<|im_start|>", "<|user|>", "<think>", "</think>", "\n", "user"]
     chat = Chat(template("qwen3"), with_added(tmp_path / "tokenizer.json", special=["<|im_end|>"], plain=plain), True)
     for role in ("user", "assistant"):
-        with pytest.raises(ValueError, match=r"has '<\|im_start\|>' in its text, which separates turns or documents"):
+        with pytest.raises(ValueError, match=naming("'<|im_start|>' separates")):
             chat.document({"messages": [QUESTION, {"role": role, "content": "a <|im_start|> b"}]})
-    with pytest.raises(ValueError, match=r"turn 1 has '<\|im_start\|>' in its text"):
+    with pytest.raises(ValueError, match=naming("turn 1 '<|im_start|>'")):
         chat.prompt("<|im_start|>system")
     # the template does not write the first, the next are text, and the others mark a part of an answer
     assert chat.prompt("<|user|>") and chat.prompt("a\nuser")
@@ -179,7 +159,7 @@ def test_conversations_without_a_template_are_no_text(tmp_path):
     text = read_text([tmp_path / "chat.jsonl"])
     assert text.chat_files == (tmp_path / "chat.jsonl",) and not text.documents
     for load in (load_source, load_evaluated):
-        with pytest.raises(ValueError, match="chat.jsonl holds conversations, but there is no chat template"):
+        with pytest.raises(ValueError, match=naming("chat.jsonl no chat template")):
             load(text, BYTES)
     # a text beside the messages is what is read, unless these are asked for
     (tmp_path / "both.jsonl").write_text('{"messages": [], "text": "words"}\n')
@@ -199,5 +179,5 @@ def test_the_prompt_of_a_question_is_what_comes_before_its_answer(tmp_path):
     prompt = Chat(one, tokenizer, True).prompt(QUESTION["content"])
     found = documents(one, tokenizer, MESSAGES)
     assert found.tokens[: len(prompt)].tolist() == prompt and found.answers.argmax() == len(prompt)
-    with pytest.raises(ValueError, match=r"turn 1 has '<\|eot_id\|>' in its text"):
+    with pytest.raises(ValueError, match=naming("turn 1 '<|eot_id|>'")):
         Chat(one, tokenizer, True).prompt("<|eot_id|>")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from messages import naming
 
 from gtp_jax.mesh import make_mesh
 from gtp_jax.runner.data import Loader, Windows
@@ -85,7 +83,7 @@ def test_held_out_batches_carry_weights():
 
 
 def test_batch_must_divide():
-    with pytest.raises(ValueError, match=r"`batch` is 6; it is sharded over dp x gtp = 4 ranks and must be a multiple"):
+    with pytest.raises(ValueError, match=naming("`batch` 6 dp x gtp = 4")):
         loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)
 
 
@@ -98,18 +96,5 @@ def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mes
     np.testing.assert_array_equal(filled["weights"].sum(axis=1), [16] * 8 + [0])
     held_out = loader(mesh, batch=128, repeat=False, fill=1).at(0)
     assert float(held_out["weights"].sum()) == 124 * 16
-    with pytest.raises(ValueError, match=r"`batch` is 8 and `fill` 2; it is sharded over dp x gtp = 3 ranks"):
+    with pytest.raises(ValueError, match=naming("`batch` 8 `fill` 2 dp x gtp = 3")):
         loader(mesh, batch=8, fill=2)
-
-
-def test_a_loop_left_early_ends_with_the_interpreter_in_silence():
-    script = (
-        "import jax, numpy as np\n"
-        "from gtp_jax.runner.data import Loader, Windows\n"
-        "from gtp_jax.mesh import make_mesh\n"
-        "mesh = make_mesh(devices=jax.devices()[:1])\n"
-        "steps = Loader(Windows(np.arange(1000), 8), 4, mesh).steps(0, 1000)\n"
-        "next(steps)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
-    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]

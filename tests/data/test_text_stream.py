@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from messages import naming
 
 from gtp_jax.runner.data import BYTES, TextStream, read_tokenizer
 
@@ -36,7 +37,7 @@ def test_a_text_to_stop_at_ends_it_and_is_left_out(size):
 
 
 def test_a_text_to_stop_at_is_not_empty():
-    with pytest.raises(ValueError, match=r"`stop` is \['a', ''\]; its texts must have at least one character"):
+    with pytest.raises(ValueError, match=naming("`stop` ['a', '']")):
         TextStream(BYTES, [], ["a", ""])
 
 

@@ -1,14 +1,18 @@
-"""Hugging Face tokenizer files."""
+"""Hugging Face tokenizer files: their tokens, and which are of one tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 import textwrap
 
 import numpy as np
 import pytest
+from messages import naming
 
-from gtp_jax.runner.data import BYTES, Text, load_corpus, load_tokenizer
+from gtp_jax.runner.data import BYTES, Text, load_corpus, load_tokenizer, same_tokenizer
+from gtp_jax.runner.data._chat_template import ChatTemplate
 from gtp_jax.runner.data._tokens import _parts
 
 from .texts import document
@@ -29,23 +33,16 @@ def tokenizer_file(request, tmp_path):
     return path
 
 
-def test_round_trip_with_separators(tokenizer_file):
-    tokenizer = load_tokenizer(tokenizer_file)
+def test_documents_are_round_trips_with_separators(tokenizer_file):
+    tokenizer, plain = load_tokenizer(tokenizer_file), tokenizers.Tokenizer.from_file(str(tokenizer_file))
     documents = [document(i) for i in range(3)]
     stream = tokenizer.documents(d.encode() for d in documents).tokens
     assert stream.dtype == np.uint16 and stream.max() < tokenizer.vocab_size
     ends = np.flatnonzero(stream == tokenizer.separator)
     assert len(ends) == 3 and ends[-1] == len(stream) - 1
-    plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-    parts = np.split(stream, ends + 1)[:3]
-    assert [plain.decode(part[:-1].tolist()) for part in parts] == documents
-
-
-def test_separator_is_the_tokenizers_own_end_or_one_token_more(tokenizer_file):
-    tokenizer = load_tokenizer(tokenizer_file)
-    plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-    own = plain.token_to_id("<|endoftext|>")
-    size = plain.get_vocab_size()
+    assert [plain.decode(part[:-1].tolist()) for part in np.split(stream, ends + 1)[:3]] == documents
+    # the separator is the tokenizer's own end, or one token more
+    own, size = plain.token_to_id("<|endoftext|>"), plain.get_vocab_size()
     assert (tokenizer.separator, tokenizer.vocab_size) == ((own, size) if own is not None else (size, size + 1))
 
 
@@ -70,14 +67,6 @@ def test_parts_of_documents_are_the_tokens_of_each(tokenizer_file, monkeypatch):
         assert plain.decode(ids[:-1].tolist()).encode() == text
 
 
-def test_bad_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"`tokenizer` .*none\.json is not a file\. Give the tokenizer\.json"):
-        load_tokenizer(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"`tokenizer` .*bad\.json cannot be read as a Hugging Face tokenizer\.json"):
-        load_tokenizer(tmp_path / "bad.json")
-
-
 def test_ids_with_gaps_are_all_within_the_vocabulary(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300, "[SEP]": 7}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -99,22 +88,25 @@ def test_a_separator_is_never_a_word(tmp_path):
     special = words_with_an_end(tmp_path / "special.json", special=True)
     assert special.separator == 1
     assert special.documents([b"a b</s>"]).tokens.tolist() == [0, 2, 1]  # split as other text is
-    with pytest.raises(
-        ValueError, match=r"`tokenizer` special.json encodes a word as the token 1, which separates .*b'a </s> a'"
-    ):
+    with pytest.raises(ValueError, match=naming("`tokenizer` special.json token 1 b'a </s> a'")):
         special.documents([b"a </s> a"])
     plain = words_with_an_end(tmp_path / "plain.json", special=False)
     assert plain.separator == 3 and plain.documents([b"a </s>"]).tokens.tolist() == [0, 1, 3]
 
 
-def test_ids_without_end_are_refused(tmp_path):
+def test_files_that_are_no_tokenizer_are_named(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 2**24}, unk_token="a"))
-    words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"has the id 16777216; ids must be at most 16777215\. Give the "):
-        load_tokenizer(tmp_path / "tokenizer.json")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match=r"none.json has no token"):
-        load_tokenizer(tmp_path / "none.json")
+    words.save(str(tmp_path / "large.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "empty.json"))
+    for name, message in (
+        ("none.json", "`tokenizer` none.json Give tokenizer.json"),
+        ("bad.json", "`tokenizer` bad.json tokenizer.json"),
+        ("large.json", "16777216 16777215"),
+        ("empty.json", "empty.json no token"),
+    ):
+        with pytest.raises(ValueError, match=naming(message)):
+            load_tokenizer(tmp_path / name)
 
 
 def test_a_large_document_is_encoded_in_parts_that_end_with_a_line():
@@ -122,12 +114,64 @@ def test_a_large_document_is_encoded_in_parts_that_end_with_a_line():
     parts = _parts(document, "name")
     assert b"".join(parts) == document and len(parts) == 2 and parts[0].endswith(b"\n")
     assert max(map(len, parts)) <= 1 << 24
-    with pytest.raises(ValueError, match=r"a line of more than 16777216 bytes, too long for `tokenizer` name"):
+    with pytest.raises(ValueError, match=naming("16777216 `tokenizer`")):
         _parts(b"a\n" + b"x" * (1 + (1 << 24)), "name")
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_name_and_position():
     broken = dataclasses.replace(BYTES, vocab_size=100, name="broken")
-    message = r"`tokens of a document by broken` has the id 122 at position \(2,\): outside the vocabulary of 100"
-    with pytest.raises(ValueError, match=message):
+    message = "`tokens of a document by broken` 122 (2,) 100"
+    with pytest.raises(ValueError, match=naming(message)):
         broken.documents([b"ABz"])
+
+
+_VOCABULARY = {token: i for i, token in enumerate(["a", "b", "c", "ab", "bc", "</s>"])}
+
+
+def made(*merges: tuple[str, str], **parts: object) -> bytes:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(_VOCABULARY, list(merges or [("a", "b"), ("b", "c")])))
+    tokenizer.add_special_tokens(["</s>"])
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        made(("b", "c"), ("a", "b")),
+        made(normalizer=tokenizers.normalizers.Lowercase()),
+        made(pre_tokenizer=tokenizers.pre_tokenizers.WhitespaceSplit()),
+        made(post_processor=tokenizers.processors.TemplateProcessing("$A </s>", None, [("</s>", 5)])),
+        made(decoder=tokenizers.decoders.ByteLevel()),
+        b"{}",
+    ],
+    ids=["merges", "normalizer", "pre-tokenizer", "post-processor", "decoder", "no tokenizer"],
+)
+def test_with_the_same_ids_every_other_part_counts(tmp_path, other):
+    (tmp_path / "tokenizer.json").write_bytes(made())
+    assert not same_tokenizer(tmp_path / "tokenizer.json", other)
+
+
+def test_padding_truncation_and_layout_do_not_count(tmp_path):
+    padded = tokenizers.Tokenizer.from_buffer(made())
+    padded.enable_padding(length=8)
+    padded.enable_truncation(8)
+    fields = json.loads(padded.to_str())
+    fields["model"]["vocab"] = dict(reversed(fields["model"]["vocab"].items()))
+    fields["model"]["merges"] = [" ".join(pair) for pair in fields["model"]["merges"]]  # as older versions write them
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields, indent=3))
+    assert same_tokenizer(tmp_path / "tokenizer.json", made())
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "message"),
+    [
+        ("tokenizers", lambda: load_tokenizer("tokenizer.json"), '`pip install "gtp_jax[tokenizers]"`'),
+        ("jinja2", lambda: ChatTemplate("", None, "it"), 'Jinja2 `pip install "gtp_jax[chat]"`'),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(package, make, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=naming(message)):
+        make()
