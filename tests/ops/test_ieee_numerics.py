@@ -31,12 +31,21 @@ def run(function, *operands: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(function)(*(jnp.asarray(x.view(np.int32)) for x in operands))).view(np.float32)
 
 
-def test_products():
+@pytest.mark.full
+def test_products_quotients_and_sums():
     a, b = pairs()
+    random = np.random.default_rng(4)
+    c, d = (x * random.choice(np.array([-1, 1], np.float32), x.shape) for x in (a, b))
+    near = (bits_of(c) ^ np.uint32(0x80000003)).view(np.float32)  # almost cancels
+    near = np.where(np.isfinite(near), near, 0)
     with np.errstate(all="ignore"):
         assert_same_bits(run(_ieee.multiply, a, b), a * b)
+        assert_same_bits(run(_ieee.divide, a, b), np.where(b == 0, np.float32(np.inf), a / b))
+        assert_same_bits(run(_ieee.add, c, d), c + d)
+        assert_same_bits(run(_ieee.add, c, near), c + near, "cancelling")
 
 
+@pytest.mark.full
 def test_products_of_close_exponents_reach_every_rounding():
     random = np.random.default_rng(3)
     a = random.integers(0x20000000, 0x20800000, 1 << 16, dtype=np.uint32).view(np.float32)  # about 2**-63
@@ -44,24 +53,6 @@ def test_products_of_close_exponents_reach_every_rounding():
         b = (bits_of(a[::-1].copy()) - np.uint32(0x800000 * 2 * shift)).view(np.float32)
         with np.errstate(all="ignore"):
             assert_same_bits(run(_ieee.multiply, a, b), a * b, f"shift {shift}")
-
-
-def test_quotients():
-    a, b = pairs()
-    with np.errstate(all="ignore"):
-        quotient = np.where(b == 0, np.float32(np.inf), a / b)
-        assert_same_bits(run(_ieee.divide, a, b), quotient)
-
-
-def test_sums_of_either_sign():
-    a, b = pairs()
-    random = np.random.default_rng(4)
-    a, b = (x * random.choice(np.array([-1, 1], np.float32), x.shape) for x in (a, b))
-    with np.errstate(all="ignore"):
-        assert_same_bits(run(_ieee.add, a, b), a + b)
-        near = (bits_of(a) ^ np.uint32(0x80000003)).view(np.float32)  # almost cancels
-        near = np.where(np.isfinite(near), near, 0)
-        assert_same_bits(run(_ieee.add, a, near), a + near, "cancelling")
 
 
 def test_scaled_is_the_product_where_a_code_can_tell():

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import native
@@ -19,7 +18,7 @@ from gtp_jax.train import compile_options
 from ..hlo.programs import array, h200_mesh, needs_target
 from . import oracle
 
-both_gradients = pytest.mark.parametrize("gradients", [FP8_E5M2, FP8_E4M3], ids=str)
+both_gradients = pytest.mark.parametrize("gradients", others_full([FP8_E5M2, FP8_E4M3], [FP8_E5M2]), ids=str)
 
 
 def rounded(x, form):
@@ -59,17 +58,19 @@ def test_codes_that_travelled_are_multiplied_as_the_array_that_they_were_made_of
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.one_of(st.floats(width=32, min_value=0), st.just(np.nan)))
-def test_the_rounded_amax_holds_the_amax_and_its_scale_is_a_power_of_two(amax):
-    found = float(power_of_two_amax(jnp.float32(amax), FP8_E4M3))
-    if not 1e-33 < amax < 2e38:  # no scale, or none that float32 holds as a normal number and 448 of
-        assert found == np.float32(amax) or np.isnan(amax) or amax <= found < 2 * amax
-        return
-    assert amax * (1 - 2**-22) <= found < 2 * amax
-    assert np.frexp(found / FP8_E4M3.element_max)[0] == 0.5
+def test_the_rounded_amax_holds_the_amax_and_its_scale_is_a_power_of_two():
+    patterns = np.random.default_rng(0).integers(0, 0x7F800001, 10_000, dtype=np.uint32)
+    amax = np.append(patterns.view(np.float32), np.float32([0, 448, 449, 2.0**-149, np.inf, np.nan]))
+    found = np.asarray(power_of_two_amax(jnp.asarray(amax), FP8_E4M3), np.float64)
+    wide = amax.astype(np.float64)
+    scaled = (1e-33 < amax) & (amax < 2e38)
+    held, powers = (wide * (1 - 2**-22) <= found) & (found < 2 * wide), np.frexp(found / FP8_E4M3.element_max)[0] == 0.5
+    assert (held & powers)[scaled].all()
+    # no scale, or none that float32 holds as a normal number and 448 of
+    assert ((found == wide) | np.isnan(wide) | (wide <= found) & (found < 2 * wide))[~scaled].all()
 
 
+@pytest.mark.full
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
 def test_on_h200_all_three_products_are_fp8_matmuls_and_only_a_weights_codes_are_transposed():

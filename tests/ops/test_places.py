@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from messages import naming
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, MXFP8
 from gtp_jax.ops import (
-    Window,
     dequantize,
     expand,
     grouped_fp8,
@@ -63,6 +64,7 @@ def test_sums_and_shares_have_the_gradients_of_their_definition(present, x64):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
+@pytest.mark.full
 def test_a_rolled_window_has_the_same_rows_at_other_places():
     window, sizes = window_and_sizes(2, 0.6)
     (y,) = matrices(3, (TOKENS * TOP_K, 8))
@@ -78,8 +80,7 @@ def test_a_rolled_window_has_the_same_rows_at_other_places():
     np.testing.assert_array_equal(found[1](g)[0], jnp.roll(wanted[1](g)[0], -by, axis=0))  # zeros where nothing is
 
 
-@pytest.mark.parametrize("gradients", [FP8_E4M3, FP8_E5M2], ids=str)
-@pytest.mark.parametrize("given", ["rows", "codes"])
+@pytest.mark.parametrize("given, gradients", pairwise(["codes", "rows"], [FP8_E5M2, FP8_E4M3], usual=1), ids=str)
 def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
     """Rounded ahead of their places or there: the same bits, as the scale is that of the same numbers."""
     window, sizes = window_and_sizes(4)
@@ -93,24 +94,22 @@ def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
     def there(x, weight):
         return sum_of_places(grouped_fp8(expand(x, window), weight, sizes, gradients), window)
 
-    for call in (moved, there):
+    def with_gradients(call):
         y, back = jax.vjp(call, x, weight)
-        found = (y, *back(g))
-        if call is moved:
-            first = found
-    for a, b in zip(first, found, strict=True):
+        return y, *back(g)
+
+    for a, b in zip(*(jax.jit(with_gradients, static_argnums=0)(call) for call in (moved, there)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
-@pytest.mark.parametrize("given", ["rows", "codes"])
+@pytest.mark.parametrize(
+    "name, given", others_full([("MXFP8", "rows"), ("MXFP8", "codes"), ("NVFP4", "rows")], [("MXFP8", "codes")])
+)
 def test_blocks_of_rows_that_moved_are_made_of_their_codes(name, given, x64):
     """MXFP8's wgrad multiplies what becomes of the codes' values, rounded along rows; NVFP4's of the rows' own."""
     recipe = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[name]
     operands, key = recipe.operands, jnp.array([1, 2], jnp.uint32)
     assert operands.rounds_input_once is (name == "MXFP8")
-    if given == "codes" and not operands.rounds_input_once:
-        pytest.skip("NVFP4's tokens do not travel as codes.")
     window, sizes = window_and_sizes(14, 0.7)
     x, g, weight = matrices(15, (TOKENS, 64), (TOKENS * TOP_K, 32), (1, GROUPS, 32, 64))
     x, weight = x * np.exp(4 * matrices(16, (1, 64))[0]), weight.astype(jnp.bfloat16).astype(jnp.float64)
@@ -136,7 +135,7 @@ def test_codes_of_another_format_are_refused(given, multiplied):
     window, sizes = window_and_sizes(17)
     x, weight = (a.astype(jnp.float32) for a in matrices(18, (TOKENS, 64), (1, GROUPS, 32, 64)))
     rows, key = rows_in_codes(x, gtp.formats.FORMATS[given]), jnp.array([1, 2], jnp.uint32)
-    with pytest.raises(ValueError, match=f"`x` is codes of {given}"):
+    with pytest.raises(ValueError, match=naming(f"`x` codes {given}")):
         if multiplied == "FP8":
             grouped_fp8(rows, weight, sizes, FP8_E4M3, taken=window)
         else:
@@ -177,6 +176,7 @@ def test_a_weighted_product_is_rounded_once(x64):
     assert float(error.max()) < 2**-8 * (1 + 1e-4)
 
 
+@pytest.mark.full
 def test_an_activation_may_have_parameters(x64):
     gate, up, shares, g = matrices(13, (16, 8), (16, 8), (16,), (16, 8))
 
@@ -187,8 +187,3 @@ def test_an_activation_may_have_parameters(x64):
         return jnp.vdot(g, gate * jax.nn.sigmoid(beta * gate) * up * shares[:, None])
 
     np.testing.assert_allclose(jax.jit(jax.grad(found))(1.5), jax.grad(wanted)(1.5), rtol=1e-12)
-
-
-def test_a_window_of_all_places_leaves_nothing_out():
-    window, _ = window_and_sizes(11)
-    assert isinstance(window, Window) and bool(window.chosen.all()) and bool(window.here.all())

@@ -49,6 +49,7 @@ def test_inner_functions_share_checks_only_if_their_annotations_are_equal():
             function(wrong)
 
 
+@pytest.mark.full
 def test_users_calls_are_not_checked():
     script = (
         "import sys, gtp_jax.ops as o; assert not hasattr(o.linear, '__wrapped__') and 'beartype' not in sys.modules"

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import pairwise
 
 from gtp_jax import native
 from gtp_jax.ops._take import take
@@ -22,8 +23,7 @@ def taken(x, index, real):
     return rows if real is None else np.where(np.asarray(real)[:, None], rows, np.zeros_like(rows))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype, masked", pairwise(["uint8", "bfloat16", "float32"], [False, True], usual=2))
 def test_a_place_has_its_row_or_zeros(dtype, masked):
     x, index, real = given(dtype, 20, 24, 50)
     real = real if masked else None

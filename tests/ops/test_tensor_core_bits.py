@@ -6,6 +6,7 @@ import pytest
 from . import test_grouped_fp8_blocks_on_gpus as on_gpus
 
 BITS, STEP, BLOCK = 14, 32, 128
+pytestmark = pytest.mark.full
 
 
 def cut(values, exponent):
