@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import gtp_jax as gtp
 
@@ -18,8 +16,10 @@ def test_many_arrays_of_mixed_sizes_and_dtypes(implementation):
     random = np.random.default_rng(0)
     dtypes = [np.float32, ml_dtypes.bfloat16, np.float16]
     arrays = [random.normal(size=size).astype(dtypes[i % 3]) for i, size in enumerate([1, 7, 64, 1000, 3, 0, 129] * 20)]
+    arrays += [random.integers(0, 2**32, 64, dtype=np.uint32).view(np.float32) for _ in range(30)]  # any patterns
     got = gtp.multi_amax([device(x) for x in arrays], implementation=implementation)
     assert_same_bits(got, np.array([oracle.amax(x) for x in arrays], np.float32))
+    assert gtp.multi_amax([], implementation=implementation).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
@@ -30,21 +30,10 @@ def test_every_pattern_alone(dtype, implementation):
     assert_same_bits(got, np.where(np.isfinite(wide), wide, np.float32(0)))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=33, max_size=33))
-def test_any_values(implementation, patterns):
-    x = np.array(patterns, np.uint32).view(np.float32)
-    assert_same_bits(gtp.multi_amax([jnp.asarray(x)], implementation=implementation)[0], oracle.amax(x))
-
-
 def test_values_that_are_not_finite_are_left_out(implementation):
     arrays = [[np.nan, 2.0], [np.inf, -3.0], [np.nan], [-np.inf, np.nan], [-0.0], [2.0**-149, np.nan]]
     got = gtp.multi_amax([jnp.array(x, jnp.float32) for x in arrays], implementation=implementation)
     assert_same_bits(got, np.array([2, 3, 0, 0, 0, 2.0**-149], np.float32))
-
-
-def test_none_at_all(implementation):
-    assert gtp.multi_amax([], implementation=implementation).shape == (0,)
 
 
 def test_each_index_of_a_stack_has_its_own(implementation):
@@ -71,8 +60,3 @@ def test_more_parts_than_one_launch_takes_at_addresses_aligned_to_an_element(dty
     assert_same_bits(found, np.concatenate([np.abs(x).max(1) for x in arrays]).astype(np.float32))
     few = gtp.multi_amax([device(arrays[2])], stacked=True, implementation=implementation)
     assert_same_bits(few, found[-150:])
-
-
-def test_a_stack_has_a_first_dimension():
-    with pytest.raises(ValueError, match=r"`arrays\[1\]` is a scalar; with `stacked` it must have at least one"):
-        gtp.multi_amax([jnp.ones(2), jnp.ones(())], stacked=True)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as of_jax  # noqa: TID251
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import others_full, pairwise
 
 from gtp_jax.ops import _cudnn_calls, attention, attention_fp8
 
@@ -21,8 +23,8 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 def operands(queries=16, keys=None, heads=4, kv_heads=2, head_dim=32, dtype=jnp.float32):
     shapes = [(2, queries, heads, head_dim), *[(2, keys or queries, kv_heads, head_dim)] * 2]
-    of_each = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-    return [jax.random.normal(key, shape, dtype) for key, shape in of_each]
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def codes_and_scale(x):
@@ -45,10 +47,10 @@ def oracle(q, k, v, causal, scale):
     return np.clip(mixed, -448, 448).astype(np.float32).astype(E4M3).astype(np.float64) * of_v, of_v
 
 
-@pytest.mark.parametrize("causal, keys, scale", [(True, 16, None), (False, 24, 0.3)])
+@pytest.mark.parametrize("causal, keys, scale", others_full([(True, 16, None), (False, 24, 0.3)], [(True, 16, None)]))
 def test_forward_is_that_of_rounded_operands_weights_and_outputs(causal, keys, scale):
     q, k, v = operands(keys=keys)
-    found = np.asarray(attention_fp8(q, k, v, causal=causal, scale=scale), np.float64)
+    found = np.asarray(jax.jit(functools.partial(attention_fp8, causal=causal, scale=scale))(q, k, v), np.float64)
     wanted, unit = oracle(q, k, v, causal, 32**-0.5 if scale is None else scale)
     # a sum in another order may round to the neighbouring code
     wrong = np.abs(found - wanted) > 1e-6 * np.abs(wanted)
@@ -64,12 +66,11 @@ def distance(found, wanted):
     return float(np.linalg.norm(np.asarray(found) - np.asarray(wanted)) / np.linalg.norm(np.asarray(wanted)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, dtype", pairwise([True, False], [jnp.bfloat16, jnp.float32, jnp.float64], usual=1))
 def test_gradients_are_those_of_attention_at_the_rounded_operands(causal, dtype, x64):
     given = operands(dtype=dtype)
     rounded = [jnp.asarray(np.multiply(*codes_and_scale(x)), dtype) for x in given]
-    of_out = jax.random.normal(jax.random.key(1), given[0].shape, dtype)
+    of_out = jnp.asarray(np.random.default_rng(1).normal(size=given[0].shape), dtype)
     out, to_given = jax.vjp(functools.partial(attention_fp8, causal=causal), *given)
     _, to_rounded = jax.vjp(functools.partial(exact, causal=causal), *rounded)
     assert out.dtype == dtype and distance(out, exact(*given, causal)) < 0.08
@@ -90,22 +91,22 @@ def test_zeros_and_operands_of_any_magnitude_have_finite_results():
 
 def test_second_derivatives_are_refused():
     q, k, v = operands()
-    with pytest.raises(TypeError, match="a gradient is differentiated again through `attention_fp8`"):
+    with pytest.raises(TypeError, match=naming("differentiated `attention_fp8`")):
         jax.hessian(lambda s: jnp.sum(attention_fp8(s * q, k, v)))(1.0)
 
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v = operands(keys=24)
-    with pytest.raises(ValueError, match="`causal` compares positions in one sequence, but there are 16 queries"):
+    with pytest.raises(ValueError, match=naming("`causal` 16 queries")):
         attention_fp8(q, k, v, causal=True)
-    with pytest.raises(ValueError, match=r"`q` \(2, 16, 3, 32\).*a number of heads that divides that of `q`"):
+    with pytest.raises(ValueError, match=naming("`q` (2, 16, 3, 32) divides")):
         attention_fp8(q[:, :, :3], k, v)
-    with pytest.raises(NotImplementedError, match="no native 'attention_fp8' for 'cpu' here: cuDNN runs on GPUs only"):
+    with pytest.raises(NotImplementedError, match=naming("'attention_fp8' 'cpu' cuDNN GPUs")):
         attention_fp8(q, k, v, implementation="native")
 
 
 @needs_target
-@pytest.mark.parametrize("causal, keys", [(True, 256), (False, 256), (False, 384)])
+@pytest.mark.parametrize("causal, keys", others_full([(True, 256), (False, 256), (False, 384)], [(False, 384)]))
 def test_the_call_for_gpus_is_that_of_jax(causal, keys):
     codes = [jax.ShapeDtypeStruct((2, n, h, 128), jnp.float8_e4m3fn) for n, h in ((256, 8), (keys, 2), (keys, 2))]
     scales = [jax.ShapeDtypeStruct((), jnp.float32)] * 6
@@ -124,6 +125,7 @@ def test_the_call_for_gpus_is_that_of_jax(causal, keys):
     assert found == wanted
 
 
+@pytest.mark.full
 @needs_target
 def test_on_h200_xla_does_not_remove_the_rounding_of_weights_and_outputs():
     mesh = h200_mesh(1)

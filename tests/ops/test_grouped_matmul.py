@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import others_full
 
 from gtp_jax.ops import _grouped_blocked as blocked
 from gtp_jax.ops import _grouped_native as on_gpus
@@ -75,7 +77,7 @@ def assert_close(found, wanted, tolerance):
         assert error <= tolerance * np.linalg.norm(b), f"relative error {error / np.linalg.norm(b):.2e}"
 
 
-@pytest.mark.parametrize("shards", [1, 2])  # of 35 rows, which are no multiple of a block
+@pytest.mark.parametrize("shards", others_full([1, 2], [2]))  # of 35 rows, which are no multiple of a block
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.usefixtures("on_cpu")
@@ -91,8 +93,11 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case, shards
     assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("shards", others_full([1, 4], [4]))
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    others_full([("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2)], [("float64", 1e-14), ("bfloat16", 1e-2)]),
+)
 @pytest.mark.usefixtures("on_cpu")
 def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
     sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
@@ -130,6 +135,7 @@ def test_no_rows_have_an_empty_product_and_no_gradient():
     np.testing.assert_array_equal(to_weight, np.zeros(weight.shape))
 
 
+@pytest.mark.full
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
     for kernels, options in ON_CPU.values():
@@ -155,7 +161,7 @@ def compiled_for_h200(grad):
 
 
 @needs_target
-@pytest.mark.parametrize("grad, launches", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("grad, launches", others_full([(False, 1), (True, 2)], [(True, 2)]))
 def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launches):
     compiled = compiled_for_h200(grad)
     text = compiled.as_text()
@@ -169,20 +175,16 @@ def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launc
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (
-            dict(x=(4, 7)),
-            ValueError,
-            r"`x` has shape \(4, 7\) and `weight` has shape \(1, 2, 6, 8\); they must be \(rows, in\) and",
-        ),
-        (dict(sizes=(3,)), ValueError, r"`group_sizes` has shape \(3,\), but there are 2 groups; it must have one"),
-        (dict(kind=jnp.float32), TypeError, "`group_sizes` is float32; it must be int32"),
-        (dict(dtype=jnp.bfloat16), TypeError, "`x` is float32 and `weight` is bfloat16; cast one to the dtype"),
+        (dict(x=(4, 7)), ValueError, "`x` (4, 7) `weight` (1, 2, 6, 8) (rows, in)"),
+        (dict(sizes=(3,)), ValueError, "`group_sizes` (3,) 2 groups"),
+        (dict(kind=jnp.float32), TypeError, "`group_sizes` float32 int32"),
+        (dict(dtype=jnp.bfloat16), TypeError, "`x` float32 `weight` bfloat16 cast"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change, error, message):
     given = {"x": (4, 8), "sizes": (2,), "kind": jnp.int32, "dtype": jnp.float32, **change}
     weight = jnp.ones((1, 2, 6, 8), given["dtype"])
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=naming(message)):
         grouped_matmul(
             jnp.ones(given["x"]), weight, jnp.ones(given["sizes"], given["kind"]), implementation="reference"
         )
