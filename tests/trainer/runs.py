@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from messages import naming
+
 import gtp_jax
+from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import read_log
 
 WORDS = "def return self weight gather slice scatter mesh axis for in range import yield None True assert".split()
@@ -36,22 +40,18 @@ def small(text: Path, out: Path, **changes: Any) -> list[str]:
     return [f"--{k.replace('_', '-')}={v}" for k, v in {**flags, **changes}.items() if v is not None]
 
 
+def python(*words: object, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Starts Python with this package, on CPU devices unless the environment that is added says otherwise."""
+    root = str(Path(gtp_jax.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, **(env or {"JAX_PLATFORMS": "cpu"})}
+    return subprocess.Popen([sys.executable, *map(str, words)], text=True, env=environment, **options)
+
+
 def start(flags: list[str], *, output: Path | None = None, gpus: str | None = None) -> subprocess.Popen[str]:
     """Starts a run on virtual CPU devices, or on the GPUs named; its output goes to a file if one is given."""
-    root = Path(gtp_jax.__file__).parents[1]
-    environment = {
-        **os.environ,
-        **({"JAX_PLATFORMS": "cpu"} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
-        "PYTHONPATH": str(root),
-    }
     where: Any = subprocess.PIPE if output is None else output.open("w")
-    return subprocess.Popen(
-        [sys.executable, "-m", "gtp_jax", "train", *flags],
-        stdout=where,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+    env = None if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return python("-m", "gtp_jax", "train", *flags, env=env, stdout=where, stderr=subprocess.STDOUT)
 
 
 def finish(run: subprocess.Popen[str]) -> str:
@@ -113,3 +113,17 @@ def read_records(out: Path) -> list[dict[str, Any]]:
 def logged(out: Path, step: int) -> bool:
     """Whether a run has logged this step."""
     return (out / "log.jsonl").exists() and any(r["step"] >= step for r in read_records(out) if "loss" in r)
+
+
+def losses(out: Path, *names: str) -> dict[tuple[int, str], float]:
+    """The losses of a log by step and name: those of training and held-out text, or those that are named."""
+    names = names or ("loss", "held_out")
+    return {(r["step"], name): r[name] for r in read_log(out / "log.jsonl") for name in names if name in r}
+
+
+def refused(capsys: Any, message: str, *words: object) -> None:
+    """Asserts that a command ends with status 2, and an error that names what `message` does."""
+    capsys.readouterr()
+    assert main(list(map(str, words))) == 2
+    errors = capsys.readouterr().err
+    assert re.search(naming(message), errors), errors

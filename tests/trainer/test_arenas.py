@@ -31,6 +31,7 @@ print(len(re.findall("<heap nr", pathlib.Path(sys.argv[1]).read_text())))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_threads_share_two_heaps_unless_the_environment_says_otherwise(tmp_path):
     def heaps(how, **environment):

@@ -21,7 +21,7 @@ from gtp_jax.runner.trainer import TrainConfig  # noqa: E402
 from gtp_jax.runner.trainer._corpus import read_corpus  # noqa: E402
 from gtp_jax.runner.trainer._start import started_from  # noqa: E402
 
-from .runs import read_records, small, write_text  # noqa: E402
+from .runs import losses, refused, small  # noqa: E402
 from .test_origin_kept import CONFIG  # noqa: E402
 
 jax.devices()  # fixes the number of devices to what the suite runs with
@@ -73,8 +73,11 @@ def test_a_run_answers_and_ends_as_it_was_taught(run, capsys):
     assert main(["generate", str(run), "--chat", *ANSWERS, "--temperature=0", "--max-new-tokens=12"]) == 0
     answers = [f"--- {i} of 3\n{answer}\n" for i, answer in enumerate(ANSWERS.values(), 1)]
     assert capsys.readouterr().out == "\n".join(answers)
+    report = (run / "report.txt").read_text()  # whose sample is an answer to a held-out question
+    assert any(f"| {question}?{answer}" in report for question, answer in ANSWERS.items()), report
 
 
+@pytest.mark.full
 def test_a_checkpoint_keeps_the_template_with_its_tokens_and_gives_it_on(chat, run, tmp_path, capsys):
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
     kept = {"chat_template.jinja": ('{% set eos_token = "</s>" %}\n' + TEMPLATE).encode()}
@@ -86,25 +89,16 @@ def test_a_checkpoint_keeps_the_template_with_its_tokens_and_gives_it_on(chat, r
     assert (tmp_path / "hf" / "chat_template.jinja").read_bytes() == kept["chat_template.jinja"]
 
 
-def test_the_sample_of_a_run_is_an_answer_to_a_held_out_question(run):
-    report = (run / "report.txt").read_text()
-    assert any(f"| {question}?{answer}" in report for question, answer in ANSWERS.items()), report
-
-
+@pytest.mark.full
 def test_a_resumed_run_finds_its_answers_and_refuses_others(chat, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", *flags(chat, out, steps=2, schedule="constant", warmup=0)]) == 0
     assert main(["train", "--resume", f"--out={out}", "--steps=4"]) == 0
     whole = tmp_path / "whole"
     assert main(["train", *flags(chat, whole, steps=4, schedule="constant", warmup=0, gtp=4, dp=2)]) == 0
-    last, wanted = ([r for r in read_records(folder) if r["step"] == 4] for folder in (out, whole))
-    assert len(last) == len(wanted) == 2  # a step and an evaluation
     for name in ("loss", "held_out"):
-        found = [next(r[name] for r in records if name in r) for records in (last, wanted)]
-        assert found[0] == pytest.approx(found[1], rel=1e-5)
-    capsys.readouterr()
-    assert main(["train", "--resume", f"--out={out}", "--steps=6", "--loss-on=all"]) == 2
-    assert "differ from those that this run was trained on" in capsys.readouterr().err
+        assert losses(out)[4, name] == pytest.approx(losses(whole)[4, name], rel=1e-5)
+    refused(capsys, "trained differ", "train", "--resume", f"--out={out}", "--steps=6", "--loss-on=all")
 
 
 def test_the_loss_counts_answers_and_the_baseline_too(chat):
@@ -122,18 +116,16 @@ def test_the_loss_counts_answers_and_the_baseline_too(chat):
     assert everything.held_out[0].answers is None and everything.fingerprint != corpus.fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:38 of 38 conversations")
 def test_an_evaluation_without_an_answer_is_refused(chat, tmp_path, capsys):
     data = write_lines(tmp_path / "long.jsonl", [conversation("why " * 700, f"{i}") for i in range(40)])
-    assert main(["train", *flags(chat, tmp_path / "run", data=data, seq=32, steps=1)]) == 2
-    assert "the first 1 evaluation batches contain no answers, and the loss" in capsys.readouterr().err
+    refused(capsys, "evaluation no answers", "train", *flags(chat, tmp_path / "run", data=data, seq=32, steps=1))
 
 
 def test_conversations_that_are_cut_are_counted(chat):
     settings = {"data": [str(chat / "chat.jsonl")], "chat_template": str(chat / "mine.jinja"), "seq": 40, "batch": 2}
-    with pytest.warns(
-        UserWarning, match=r"(\d+) of \1 conversations are longer than `seq` = 40 and are cut; .* Increase --seq"
-    ):
+    with pytest.warns(UserWarning, match=r"(\d+) of \1 conversations .*`seq` = 40 .*--seq"):
         read_corpus(from_settings(TrainConfig, settings))
 
 
@@ -167,41 +159,26 @@ def test_an_import_is_trained_by_its_own_template_unless_another_is_given(chat, 
     assert other.chat.template.ending == "<|im_end|>" and other.fingerprint != own.fingerprint
 
 
-def test_a_model_without_a_template_for_its_text_says_so(chat, imported, capsys):
-    flags = [f"--from={imported / 'plain'}", f"--data={chat / 'chat.jsonl'}", "--tokenizer=bytes"]
-    assert main(["train", *flags]) == 2
-    assert (
-        "has none for this tokenizer. Give a chat_template.jinja or tokenizer_config.json as" in capsys.readouterr().err
-    )
-
-
 REFUSED = {
-    "no template": (dict(chat_template=None), "`data` contains conversations, but there is no chat template"),
-    "no answer": (dict(data=[conversation("a", "b"), conversation("a")]), "chat.jsonl, line 2: it has no answer"),
-    "a text": (dict(data=[conversation("a", "b"), {"text": "a"}]), "line 2: it has 'text', but no `messages`"),
+    "no template": (dict(chat_template=None), "`data` no chat template"),
+    "no answer": (dict(data=[conversation("a", "b"), conversation("a")]), "chat.jsonl line 2 no answer"),
     "rewritten": (
         dict(data=[conversation("a", "<think>b</think>c", "d", "e")], chat_template=TEMPLATES / "qwen3.jinja"),
-        "line 1: `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 or one before it when turn 3 follows",
+        "line 1 `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 turn 3",
     ),
-    "token of nobody": (dict(chat_template="MINE"), "alone.jinja writes eos_token, but nothing defines it"),
-    "no conversations": (dict(data="TEXT"), "`chat_template` is given, but no `data` contains conversations"),
-    "one": (dict(data=[conversation("a", "b")]), "too few tokens"),
+    "token of nobody": (dict(chat_template="ALONE"), "alone.jinja eos_token"),
+    "no conversations": (dict(data="TEXT"), "`chat_template` `data` conversations"),
     "experts": (dict(num_experts=4, preset="tiny-moe"), "--aux-loss-coeff"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_found_before_anything_is_trained(name, chat, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_found_before_anything_is_trained(name, chat, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gtp_jax.runner.trainer._run.prepare", None)
     changes, message = REFUSED[name]
-    changes = dict(changes)
     (tmp_path / "alone.jinja").write_text(TEMPLATE)
+    places = {"TEXT": text, "ALONE": tmp_path / "alone.jinja"}
+    changes = {key: places.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
     if isinstance(changes.get("data"), list):
         changes["data"] = write_lines(tmp_path / "chat.jsonl", changes["data"])
-    if changes.get("data") == "TEXT":
-        changes["data"] = write_text(tmp_path / "text")
-    if changes.get("chat_template") == "MINE":
-        changes["chat_template"] = tmp_path / "alone.jinja"
-    given = flags(chat, tmp_path / "run", **changes)
-    assert main(["train", *(flag for flag in given if not flag.endswith("=None"))]) == 2
-    assert message.replace("TEMPLATES", str(TEMPLATES)) in capsys.readouterr().err
+    refused(capsys, message.replace("TEMPLATES", str(TEMPLATES)), "train", *flags(chat, tmp_path / "run", **changes))

@@ -6,8 +6,8 @@ import pytest
 
 from gtp_jax.runner.trainer import Launch
 from gtp_jax.runner.trainer._clock import LIMITS_S, SILENT_AT_FIRST_S, TICK_S, PhaseClock
-from gtp_jax.runner.trainer._peer_watch import PeerWatch, behind
-from gtp_jax.runner.trainer._slow import Stopwatch, slow
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._slow import slow
 
 
 class Time:
@@ -125,12 +125,6 @@ def test_late_ticks_of_a_loaded_machine_are_not_forgiven():
     assert clock.silent() == [1]
 
 
-def test_those_behind_are_named_with_what_they_do():
-    said = {p: {"step": 7 - (p == 2), "activity": "step", "for_s": 30.0} for p in range(4)}
-    assert behind(said) == "process 2 (step 6, step for 30 s)"
-    assert behind({p: {**said[0]} for p in range(20)}).endswith("and 12 more")
-
-
 def times(**changes: float) -> dict[str, float]:
     return {"step": 0.1, "input": 0.001, "dispatch": 0.002, "device 0": 0.001, "device 1": 0.0011, **changes}
 
@@ -138,9 +132,7 @@ def times(**changes: float) -> dict[str, float]:
 def test_only_the_slow_process_or_device_is_named():
     same = {p: times() for p in range(4)}
     assert slow(same) == []
-    assert slow({**same, 2: times(input=0.05)}) == [
-        "process 2: input takes 50.0 ms per step, and 1.0 ms in the others",
-    ]
+    assert slow({**same, 2: times(input=0.05)}) == ["process 2: input takes 50.0 ms per step, and 1.0 ms in the others"]
     [line] = slow({**same, 1: times(dispatch=0.03)})
     assert line.startswith("process 1: dispatch takes 30.0 ms per step")
     [line] = slow({**same, 3: times(**{"device 1": 0.002})})
@@ -149,14 +141,3 @@ def test_only_the_slow_process_or_device_is_named():
     assert slow({**same, 2: times(step=0.5)}) == []  # steps wait for each other
     assert slow({0: times(input=0.05)}) == []  # nobody to compare with
     assert slow({0: times(), 1: {}}) == []
-
-
-def test_stopwatch_waits_for_a_few_times_and_forgets_a_pause():
-    stopwatch = Stopwatch()
-    for _ in range(4):
-        stopwatch.add("input", 0.001)
-    assert stopwatch.medians() == {}
-    stopwatch.add("input", 9.0)
-    for seconds in (0.5, 0.6, 7.0):
-        stopwatch.add("device 0", seconds)
-    assert stopwatch.medians() == {"input": 0.001, "device 0": 0.6}

@@ -14,17 +14,9 @@ import pytest
 
 from gtp_jax.checkpoint import Checkpoints
 
-from .runs import processes, read_records, small, train, wait_until, write_text
+from .runs import processes, read_records, small, train, wait_until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
-]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")]
 
 
 def test_a_process_a_gpu_equals_one_process_but_for_the_order_of_sums(text, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
+from messages import naming
 
 from gtp_jax.runner.trainer._replay import Replayed, conclude, replay
 
@@ -21,29 +23,24 @@ def changed(run, **changes):
 @pytest.mark.parametrize(
     ("runs", "logged", "conclusion", "reason"),
     [
-        ((ONE, ONE, OTHER, OTHER), 2.5, "reproducible", "the same bits twice, and the step is finite"),
-        ((ONE, ONE, OTHER, OTHER), None, "reproducible", "and the step is finite"),
-        (
-            (changed(ONE, **NAN), changed(ONE, **NAN), changed(OTHER, **NAN), changed(OTHER, **NAN)),
-            None,
-            "reproducible",
-            "and the step is not finite",
-        ),
-        ((ONE, changed(ONE, **FAULTY), OTHER, OTHER), 2.5, "device suspected", "the placement [0, 1] does not give"),
-        ((ONE, ONE, OTHER, changed(OTHER, **NAN)), 2.5, "device suspected", "the placement [1, 0] does not give"),
-        ((ONE, ONE, changed(OTHER, **FAULTY), changed(OTHER, **FAULTY)), 2.5, "device suspected", "is 2.5 on one"),
-        ((ONE, ONE, changed(OTHER, digest="b"), changed(OTHER, digest="b")), 2.5, "inconclusive", "by rounding"),
-        ((ONE, ONE, OTHER, OTHER), 2.9, "device suspected", "the run has logged the loss 2.9, and every replay gives"),
-        ((ONE, changed(ONE, digest="b"), OTHER, changed(OTHER, digest="c")), 2.5, "inconclusive", "not deterministic"),
-        ((ONE, ONE), 2.5, "inconclusive", "there is none to compare it with"),
+        ((ONE, ONE, OTHER, OTHER), 2.5, "reproducible", "same bits twice finite"),
+        ((ONE, ONE, OTHER, OTHER), None, "reproducible", "step finite"),
+        ((*[changed(ONE, **NAN)] * 2, *[changed(OTHER, **NAN)] * 2), None, "reproducible", "step not finite"),
+        ((ONE, changed(ONE, **FAULTY), OTHER, OTHER), 2.5, "device suspected", "[0, 1]"),
+        ((ONE, ONE, OTHER, changed(OTHER, **NAN)), 2.5, "device suspected", "[1, 0]"),
+        ((ONE, ONE, changed(OTHER, **FAULTY), changed(OTHER, **FAULTY)), 2.5, "device suspected", "2.5 on one"),
+        ((ONE, ONE, changed(OTHER, digest="b"), changed(OTHER, digest="b")), 2.5, "inconclusive", "rounding"),
+        ((ONE, ONE, OTHER, OTHER), 2.9, "device suspected", "2.9"),
+        ((ONE, changed(ONE, digest="b"), OTHER, changed(OTHER, digest="c")), 2.5, "inconclusive", "deterministic"),
+        ((ONE, ONE), 2.5, "inconclusive", "none compare"),
     ],
 )
 def test_conclusion(runs, logged, conclusion, reason):
     found = conclude(runs, logged)
-    assert found[0] == conclusion and reason in found[1]
+    assert found[0] == conclusion and re.search(naming(reason), found[1])
 
 
 @pytest.mark.parametrize("step", ["2", 2.0, True])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
-    with pytest.raises(TypeError, match="`step` is .*; it must be a whole number"):
+    with pytest.raises(TypeError, match=naming("`step` whole number")):
         replay(tmp_path, step)

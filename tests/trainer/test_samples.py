@@ -1,9 +1,10 @@
 """A run shows what its model writes, and how to go on from there."""
 
+import contextlib
+import io
 import re
 import shlex
 
-import jax
 import pytest
 
 from gtp_jax.generation import _programs
@@ -11,38 +12,37 @@ from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import load_corpus, read_text
 from gtp_jax.runner.trainer._samples import block
 
-from .runs import finish, processes, small, write_text
+from .runs import finish, processes, small
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    jax.devices()  # started here with its 8 devices, which no run below may change
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-def samples(output: str) -> list[str]:
-    """The texts among the lines of a run, each behind the loss of its evaluation."""
-    return re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", output)
-
-
-def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys):
+def run(text, tmp_path_factory):
+    """The directory of a run, what it printed, and the commands among that."""
+    out, printed = tmp_path_factory.mktemp("run") / "run", io.StringIO()
     before = _programs.prefill._cache_size(), _programs.decode._cache_size()
-    out = tmp_path / "run"
-    assert main(["train", *small(text, out, sample_tokens=20)]) == 0
+    with contextlib.redirect_stdout(printed):
+        assert main(["train", *small(text, out, num_layers=1, sample_tokens=20)]) == 0
     assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == tuple(n + 1 for n in before)
-    output = capsys.readouterr().out
-    shown = samples(output)
+    commands = [shlex.split(line) for line in re.findall(r"^    gtp-jax (.*)$", printed.getvalue(), re.MULTILINE)]
+    assert [command[0] for command in commands] == ["generate", "train", "convert", "inspect"]
+    return out, printed.getvalue(), commands
+
+
+def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(run, text, capsys):
+    out, printed, (generate, *_) = run
+    shown = re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", printed)
     assert len(shown) == 3 and len(set(shown)) == 3  # steps 0, 4 and 8
     assert f"what the model writes\n\n{shown[-1]}" in (out / "report.txt").read_text()
-
-    commands = [shlex.split(line) for line in re.findall(r"^    gtp-jax (.*)$", output, re.MULTILINE)]
-    assert [command[0] for command in commands] == ["generate", "train", "convert", "inspect"]
-    generate, again, export, inspect = commands
     assert generate == ["generate", str(out), "--prompt", "The "]
     # what the checkpoint's model says on another mesh
     prompt = bytes(load_corpus(read_text((str(text),))).held_out[0].tokens[:24].tolist()).decode()
     assert main([*generate[:-1], prompt, "--max-new-tokens=20", "--dtype=float32"]) == 0
     assert shown[-1] == block(capsys.readouterr().out)
+
+
+@pytest.mark.full
+def test_the_commands_shown_go_on_from_the_run(run, capsys):
+    out, _, (_, again, export, inspect) = run
     assert again == ["train", "--resume", "--out", str(out), "--steps", "16"]
     assert main(export) == 0
     capsys.readouterr()

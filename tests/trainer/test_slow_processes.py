@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-import gtp_jax
+from .runs import python
 
 # Steps that end together, as collectives make them; batches and launches take each process its own time.
 _PROCESS = """
@@ -52,16 +49,10 @@ def test_only_the_slow_host_is_named(slow, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(gtp_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     files = [tmp_path / f"{i}.txt" for i in range(2)]
     runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(i), address, str(tmp_path / "run")],
-            stdout=files[i].open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        for i in range(2)
+        python("-c", _PROCESS, i, address, tmp_path / "run", stdout=file.open("w"), stderr=subprocess.STDOUT)
+        for i, file in enumerate(files)
     ]
     try:
         deadline = time.monotonic() + 90

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
+import re
 import shutil
 import socket
 import subprocess
-import sys
 
 import jax
 import pytest
 from convert.hugging_face import random_tensors, write_model
+from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import import_llama
@@ -24,7 +24,7 @@ from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._start import started_from, vocab_size_of
 
-from .runs import WORDS, small, write_text
+from .runs import WORDS, python, refused, small, write_text
 from .test_origin_kept import CONFIG, config_of, others, tokenizer
 from .test_origin_kept import FILES as FILES_OF_WORDS
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     write_model(root / "hf", random_tensors(CONFIG), CONFIG)
     for name, content in FILES.items():
         (root / "hf" / name).write_bytes(content)
-    with pytest.warns(UserWarning, match=rf"{ROWS} \('\[PAD\]'\)"):
+    with pytest.warns(UserWarning, match=naming(f"{ROWS} ('[PAD]')")):
         import_llama(root / "hf", root / "imported")
     write_text(root / "text")
     return root
@@ -51,48 +51,44 @@ def folder(tmp_path_factory):
 
 def flags(folder, text, out, **changes):
     given = {"tokenizer": folder / "hf/tokenizer.json", "from": folder / "imported", **changes}
-    return small(text, out, num_layers=1, steps=2, seq=16, **given)
+    return small(text, out, num_layers=1, steps=3, seq=16, **given)
 
 
 @pytest.fixture(scope="module")
 def passed_through(folder, tmp_path_factory):
-    """The directory of a run that was trained and resumed, of its export, and what was printed."""
+    """The directory of a run, of its export, and what was printed."""
     run, out = (tmp_path_factory.mktemp("passed") / name for name in ("run", "out"))
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         assert main(["train", *flags(folder, folder / "text", run)]) == 0
-        assert main(["train", f"--out={run}", "--resume", "--steps=3"]) == 0
         assert main(["convert", "export", str(run), str(out), "--dtype", "float32"]) == 0
     return run, out, printed.getvalue(), errors.getvalue()
 
 
-def test_text_without_them_is_trained_on_resumed_and_exported(passed_through):
-    run, out, _, errors = passed_through
-    assert "left out" not in errors
-    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
-    assert checkpoints.latest() == 3 and checkpoints.files()["tokenizer.json"] == TOKENIZER
-    assert saved_config(checkpoints.manifest()["extra"]).vocab_size == ROWS
-    assert main(["replay", f"--out={run}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
-    assert (out / "tokenizer.json").read_bytes() == TOKENIZER
-
-
-def test_config_and_tokenizer_pass_through_training_and_resuming_to_export(passed_through):
-    run, out, printed, _ = passed_through
-    assert f"config.json, {', '.join(FILES)}" in printed
-    assert others(out) == FILES
-    assert config_of(out) == CONFIG
+def test_text_without_them_is_trained_on_and_exported_with_config_and_tokenizer(passed_through):
+    run, out, printed, errors = passed_through
+    assert "left out" not in errors and f"config.json, {', '.join(FILES)}" in printed
+    assert others(out) == FILES and config_of(out) == CONFIG
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
     assert [checkpoints.files(step) == FILES for step in checkpoints.steps()] == [True, True]
+    assert checkpoints.latest() == 3 and saved_config(checkpoints.manifest()["extra"]).vocab_size == ROWS
+    assert main(["replay", f"--out={run}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
+
+
+@pytest.mark.full
+def test_a_resumed_run_keeps_config_and_tokenizer(passed_through, tmp_path):
+    run, out = shutil.copytree(passed_through[0], tmp_path / "run"), tmp_path / "out"
+    assert main(["train", f"--out={run}", "--resume", "--steps=4"]) == 0
+    assert Checkpoints(run / "checkpoints", read_only=True).files(4) == FILES
+    assert main(["convert", "export", str(run), str(out), "--dtype", "float32"]) == 0
+    assert others(out) == FILES and config_of(out) == CONFIG
 
 
 def test_text_with_one_is_refused_by_its_id(folder, tmp_path, capsys):
     text = write_text(tmp_path / "text")
     with (text / "07.txt").open("a") as file:
         file.write(" [PAD]")
-    assert main(["train", *flags(folder, text, tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert f"by tokenizer.json` has the id {ROWS} at position (" in err
-    assert f"outside the vocabulary of {ROWS}. Ids are 0 to {ROWS - 1}. The tokenizer of the checkpoint in" in err
+    refused(capsys, f"tokenizer.json id {ROWS} 0 {ROWS - 1}", "train", *flags(folder, text, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -103,18 +99,10 @@ def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it
     corpus = read_corpus(config, resume=True)
     shutil.rmtree(imported)
     assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == ROWS
-    with pytest.raises(FileNotFoundError, match="imported, whose tokenizer it uses, does not exist. Give the"):
+    with pytest.raises(FileNotFoundError, match=naming("imported tokenizer exist")):
         read_corpus(config, resume=True)
     named = dataclasses.replace(config, tokenizer=str(folder / "hf/tokenizer.json"))
     assert read_corpus(named, resume=True).fingerprint == corpus.fingerprint
-
-
-def test_another_tokenizer_with_more_ids_is_refused_though_the_text_has_none_of_them(folder, tmp_path, capsys):
-    other = tmp_path / "tokenizer.json"
-    other.write_bytes(tokenizer([*WORDS[::-1], "?", *(f"unused{i}" for i in range(ROWS))]))
-    assert main(["train", *flags(folder, folder / "text", tmp_path / "run", tokenizer=other)]) == 2
-    message = f"has {ROWS} tokens, but the tokenizer tokenizer.json has {ROWS + len(WORDS) + 2}. Remove --tokenizer"
-    assert message in capsys.readouterr().err
 
 
 WORKER = """
@@ -138,6 +126,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.full
 def test_processes_that_read_differently_go_on_with_the_vocabulary_that_the_first_has_read(folder, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -148,18 +137,8 @@ def test_processes_that_read_differently_go_on_with_the_vocabulary_that_the_firs
     manifest = tmp_path / "unreadable/0/manifest/manifest.json"
     manifest.unlink()
     manifest.symlink_to(manifest)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(rank), *map(str, places)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    workers = [python("-c", WORKER, address, rank, *places, stdout=subprocess.PIPE) for rank in range(2)]
     printed = [worker.communicate(timeout=300)[0].splitlines() for worker in workers]
     found = [[line for line in lines if not line.startswith("[Gloo]")] for lines in printed]
     assert [lines[0] for lines in found] == [str(ROWS)] * 2
-    assert "Too many levels of symbolic links" in found[0][1]
-    assert found[1][1] == "process 0 could not read the checkpoints; its own output says why."
+    assert "symbolic links" in found[0][1] and re.search(naming("process 0 checkpoints"), found[1][1])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from messages import naming
 
-import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY
 from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _peer_watch
 from gtp_jax.runner.trainer._directory import NOT_BEGUN
@@ -21,6 +21,8 @@ from gtp_jax.runner.trainer._guard import Guard, last_words
 from gtp_jax.runner.trainer._interrupt import Interrupt
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
+
+from .runs import python
 
 # A peer is played by a thread with a connection of its own; the watch is that of a real process, which must end.
 _WATCHED = """
@@ -55,14 +57,15 @@ print("ended well")
 """
 
 
-def watched(
-    tmp_path: Path, peer: str, itself: str = "time.sleep(60)", *, limit_s: float = 100
-) -> subprocess.CompletedProcess[str]:
-    root = str(Path(gtp_jax.__file__).parents[1])
+def watched(tmp_path: Path, peer: str, itself: str = "time.sleep(60)", *, limit_s: float = 100) -> tuple[int, str, str]:
+    """The status, the output and the errors of a process that is watched."""
     code = _WATCHED.replace("PEER", peer).replace("SELF", itself).replace("MOST", str(limit_s))
-    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment)
+    run = python("-c", code, tmp_path / "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        printed, errors = run.communicate(timeout=50)
+    finally:
+        run.kill()
+    return run.returncode, printed, errors
 
 
 BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
@@ -70,12 +73,12 @@ BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
 
 def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
     RunDirectory(tmp_path / "run").prepare(TrainConfig(), keep=False)
-    done = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
-    assert done.returncode == RETRY
-    assert "gtp-jax: process 0 cannot go on: it has been in `step` at step 2 for " in done.stderr
-    assert "the limit is 3 s; the stacks above say where. Behind: process 1 (step 1, save for 7 s)" in done.stderr
-    assert done.stderr.count("most recent call first") >= 3 and "in play" in done.stderr and "in wait" in done.stderr
-    assert "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume" in done.stderr
+    status, printed, errors = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
+    assert status == RETRY
+    assert re.search(naming("process 0 `step` step 2"), errors)
+    assert re.search(naming("3 s process 1 (step 1, save for 7 s)"), errors)
+    assert errors.count("most recent call first") >= 3 and "in play" in errors and "in wait" in errors
+    assert re.search(naming("no checkpoint --resume"), errors)
 
 
 def test_the_last_words_of_a_run_that_has_not_replaced_another_do_not_name_that_one(tmp_path):
@@ -87,6 +90,7 @@ def test_the_last_words_of_a_run_that_has_not_replaced_another_do_not_name_that_
     assert "There is no checkpoint yet" in last_words(new, 0, "no")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replaces", [True, False])
 def test_the_child_knows_whose_directory_it_is(replaces, tmp_path, capfd):
     directory = RunDirectory(tmp_path)
@@ -127,50 +131,27 @@ def test_broken_output_and_unreadable_checkpoints_keep_no_process_from_ending(wo
     assert ended.value.args == (MISTAKE if words is PeerWatch.give_up else 128 + 15,)
 
 
-def test_failing_beats_keep_no_watch_from_ending_its_process_and_are_not_made_all_the_time(monkeypatch, capsys):
-    def end(status):
-        raise Ended(status)
-
-    monkeypatch.setattr(os, "_exit", end)
-    beats = []
-    with PeerWatch(Launch()) as watch:
-        watch._beat = lambda beat: beats.append(beat) or {}["nobody"]
-        watch._wake.set()
-        deadline = time.monotonic() + 5
-        while not beats and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        assert len(beats) == 1 and "KeyError: 'nobody'" in capsys.readouterr().err
-    watch._trouble = ("process 1 has ended", RETRY)
-    with pytest.raises(Ended, match=str(RETRY)):
-        watch._tick()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("peer", "reason", "status"),
     [
-        ("time.sleep(99)", "process 1 gave no sign of life for 3 s.", RETRY),
-        (
-            'peers.tell({"failed": "no disk", "code": 2}); time.sleep(9)',
-            "for the reason in its own output: no disk",
-            MISTAKE,
-        ),
-        ("peers._lines[0]._socket.shutdown(2); time.sleep(9)", "process 1 has ended without giving a reason", RETRY),
+        ("time.sleep(99)", "process 1 3 s", RETRY),
+        ('peers.tell({"failed": "no disk", "code": 2}); time.sleep(9)', "no disk", MISTAKE),
+        ("peers._lines[0]._socket.shutdown(2); time.sleep(9)", "process 1 ended", RETRY),
     ],
 )
 def test_peer_that_is_silent_gone_or_failed_ends_the_process(peer, reason, status, tmp_path):
-    done = watched(tmp_path, peer)
-    assert done.returncode == status, done.stderr
-    assert "gtp-jax: process 0 cannot go on: " in done.stderr and reason in done.stderr
+    ended, _, errors = watched(tmp_path, peer)
+    assert ended == status, errors
+    assert re.search(naming(f"process 0 {reason}"), errors)
 
 
 @pytest.mark.slow
 def test_held_lock_of_python_is_ended_from_outside_with_all_stacks(tmp_path):
-    done = watched(tmp_path, BEATS, "ctypes.PyDLL(None).sleep(40)")
-    assert done.returncode == -signal.SIGABRT, done.stderr
-    assert "Fatal Python error: Aborted" in done.stderr and "in play" in done.stderr
-    assert "gtp-jax: process 0 cannot go on: it has run no Python for 3 s" in done.stderr
+    status, printed, errors = watched(tmp_path, BEATS, "ctypes.PyDLL(None).sleep(40)")
+    assert status == -signal.SIGABRT, errors
+    assert "Fatal Python error: Aborted" in errors and "in play" in errors
+    assert re.search(naming("process 0 Python 3 s"), errors)
 
 
 def test_a_watch_goes_on_without_its_child_and_after_an_error_of_its_own(tmp_path, monkeypatch, capfd):
@@ -188,12 +169,12 @@ def test_a_watch_goes_on_without_its_child_and_after_an_error_of_its_own(tmp_pat
         monkeypatch.setattr(watch, "_beat", fail)
         while len(ticks) < 3:
             time.sleep(0.02)
-    assert "OSError: no room for a beat" in capfd.readouterr().err
+    assert re.search(naming("OSError beat"), capfd.readouterr().err)
 
 
 @pytest.mark.slow
 def test_peer_that_is_done_is_not_missed(tmp_path):
-    done = watched(tmp_path, "pass", "time.sleep(6)")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "ended well\n"
-    assert done.stderr == ""
+    status, printed, errors = watched(tmp_path, "pass", "time.sleep(6)")
+    assert status == 0, errors
+    assert printed == "ended well\n"
+    assert errors == ""
