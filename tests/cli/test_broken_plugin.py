@@ -9,12 +9,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from selection import others_full
 
 import gtp_jax
 from gtp_jax.checkpoint import Checkpoints
 
 
-@pytest.mark.parametrize("platforms", [None, "cpu", "cuda"])
+@pytest.mark.parametrize("platforms", others_full([None, "cpu", "cuda"], ["cuda"]))
 def test_checkpoints_are_verified_without_a_word_of_the_plugin(tmp_path, platforms):
     """Also where JAX is asked for a GPU: a machine may say so of all its programs, and have none."""
     with Checkpoints(tmp_path / "run") as checkpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from messages import naming
 
 from gtp_jax.runner.flags import add_flags, given
 from gtp_jax.runner.trainer import Launch, LaunchOptions, find_launch
@@ -38,24 +39,21 @@ def open_mpi(**more: str) -> dict[str, str]:
         ([], dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"), Launch()),
         ([], dict(SLURM_NTASKS="16", SLURM_PROCID="0"), Launch()),  # an allocation, but no srun
         (["--coordinator=[::1]:9", "--num-processes=2", "--process-id=1"], {}, Launch(2, 1, "[::1]:9")),
+        (["--coordinator=h:9", "--num-processes=4", "--process-id=0"], slurm("n1"), Launch(4, 0, "h:9")),
     ],
 )
 def test_processes_are_found(flags, environment, expected):
     assert launch(*flags, **environment) == expected
 
 
-def test_a_job_or_a_port_of_digits_that_are_no_number_is_refused():
-    with pytest.raises(ValueError, match="SLURM does not say where process 0 runs. Add --coordinator HOST:PORT"):
-        launch(**{**slurm("n1"), "SLURM_JOB_ID": "²"})
-    with pytest.raises(ValueError, match="--coordinator is 'h:²'; it must be HOST:PORT, such as 127.0.0.1:9000"):
-        launch("--coordinator=h:²", "--num-processes=2", "--process-id=1")
-
-
-def test_flags_win_over_the_launcher():
-    flags = ("--coordinator=h:9", "--num-processes=4", "--process-id=0")
-    assert launch(*flags, SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3") == Launch(4, 0, "h:9")
-
-
-def test_launcher_that_does_not_say_where_process_0_runs_asks_for_the_address():
-    with pytest.raises(ValueError, match=r"Open MPI does not say where process 0 runs. Add --coordinator HOST:PORT"):
-        launch(**open_mpi())
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ([], open_mpi(), "MPI process 0 --coordinator HOST:PORT"),
+        ([], {**slurm("n1"), "SLURM_JOB_ID": "²"}, "SLURM process 0 --coordinator HOST:PORT"),
+        (["--coordinator=h:²", "--num-processes=2", "--process-id=1"], {}, "--coordinator 'h:²' HOST:PORT"),
+    ],
+)
+def test_an_address_that_is_not_said_or_no_address_is_refused(flags, environment, message):
+    with pytest.raises(ValueError, match=naming(message)):
+        launch(*flags, **environment)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 
 import jax
 import pytest
-from trainer.runs import read_records, small, train, write_text
+from messages import naming
+from trainer.runs import read_records, refused, small, train, write_text
 
 import benchmarks
 import gtp_jax as gtp
-from benchmarks.contenders.workload import COMMAND_BUFFERS, XLA_OPTIONS
+from benchmarks.contenders.workload import COMMAND_BUFFERS
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import Quantization, add_flags, from_settings, given
 from gtp_jax.runner.trainer import TrainConfig
@@ -61,31 +63,27 @@ def test_a_configuration_that_was_saved_has_its_recipe_again(tmp_path):
 
 
 BAD = {
-    "--high-precision-last -1": "`high_precision_last` is -1; it must be a whole number of at least 0",
-    "--pregathered-layers -1": "`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'",
-    "--override mlp.down": "`override` has 'mlp.down'; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
-    "--override =fp8": "`override` has '=fp8'; it must be PATTERN=RECIPE",
-    "--override mlp.down=fp6": "'fp6' is not a recipe; it must be one of bf16, fp8, fp8-matmuls, fp8-attention",
-    "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
+    "--high-precision-last -1": "`high_precision_last` -1 0",
+    "--pregathered-layers -1": "`pregathered_layers` -1 0 'all'",
+    "--override mlp.down": "`override` 'mlp.down' PATTERN=RECIPE mlp.down=mxfp8-matmuls",
+    "--override =fp8": "`override` '=fp8' PATTERN=RECIPE",
+    "--override mlp.down=fp6": "'fp6' bf16 fp8 fp8-matmuls fp8-attention",
+    "--override mlp=fp8 mlp=bf16": "pattern twice",
 }
 OF_A_MODEL = {
-    "--high-precision-first 3 --high-precision-last 2": "cover 5 layers of each stack, but blocks has 4",
-    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights that recipes apply to. ",
+    "--high-precision-first 3 --high-precision-last 2": "5 layers blocks 4",
+    "--recipe nvfp4 --override mlp.dwn=fp8": "'mlp.dwn'",
 }
 
 
 @pytest.mark.parametrize("words", [*BAD, *OF_A_MODEL])
-def test_mistakes_are_refused_before_anything_is_made(words, tmp_path, capsys):
+def test_mistakes_are_refused_before_anything_is_made(words, text, tmp_path, capsys):
     message = {**BAD, **OF_A_MODEL}[words]
-    assert main(["inspect", "--seq", "32", *words.split()]) == 2
-    assert message in capsys.readouterr().err
-    text = write_text(tmp_path / "text")
-    assert main(["train", *small(text, tmp_path / "run", num_layers=None), *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    refused(capsys, message, "inspect", "--seq", "32", *words.split())
+    refused(capsys, message, "train", *small(text, tmp_path / "run", num_layers=None), *words.split())
     assert not (tmp_path / "run").exists()
     if words in BAD:
-        assert main(["bench", "step", "--contenders", "gtp_jax bf16", *words.split()]) == 2
-        assert message in capsys.readouterr().err
+        refused(capsys, message, "bench", "step", "--contenders", "gtp_jax bf16", *words.split())
 
 
 @pytest.mark.slow
@@ -96,9 +94,8 @@ def test_a_run_with_delayed_scaling_resumes_as_if_it_had_not_stopped(tmp_path, c
     shutil.copytree(run, again)
     assert main(["train", "--resume", "--step=2", f"--out={again}"]) == 0
     assert read_records(again)[-2:] == read_records(run)[-2:]
-    capsys.readouterr()
-    assert main(["train", "--resume", "--step=2", "--recipe=fp8-matmuls", f"--out={again}"]) == 2
-    assert "attention.out/history: the checkpoint has float32[2,3,1024], the model no such" in capsys.readouterr().err
+    resumed = ["train", "--resume", "--step=2", "--recipe=fp8-matmuls", f"--out={again}"]
+    refused(capsys, "attention.out/history checkpoint", *resumed)
 
 
 @pytest.mark.slow
@@ -125,49 +122,30 @@ def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_c
     assert benchmarks.with_recipe(benchmarks.CONTENDERS, Quantization()) == list(benchmarks.CONTENDERS)
 
 
-def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default_alone_changes_none():
+@pytest.mark.parametrize(
+    ("spread", "choices", "prefix", "default", "flag"),
+    [
+        (benchmarks.with_remat_policies, ["matmuls", "activations"], "", "matmuls", "remat"),
+        (benchmarks.with_grad_reductions, ["float32", "bf16-wire", "bf16"], "grads ", "bf16", "grad-reduce"),
+        (benchmarks.with_command_buffers, ["default", "off", "on"], "command buffers ", "default", "command-buffers"),
+        (benchmarks.with_xla_options, ["gtp_jax", "default"], "options ", "gtp_jax", "xla-options"),
+    ],
+)
+def test_options_are_contenders_of_ours_by_name_and_the_default_alone_changes_none(
+    spread, choices, prefix, default, flag
+):
     rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    several = benchmarks.with_remat_policies(rivals, ["matmuls", "activations", "matmuls"])
-    names = ["gtp_jax bf16 matmuls regather", "gtp_jax bf16 activations regather", "fsdp2 bf16 regather"]
-    assert [one.name for one in several] == names
-    assert [one.flags[-1] for one in several[:2]] == ["--remat=matmuls", "--remat=activations"]
-    alone, fsdp2 = benchmarks.with_remat_policies(rivals, ["nothing"])
-    assert (alone.name, alone.flags[-1], fsdp2.flags) == ("gtp_jax bf16 nothing regather", "--remat=nothing", ())
-    assert benchmarks.with_remat_policies(benchmarks.CONTENDERS, ["matmuls"]) == list(benchmarks.CONTENDERS)
-
-
-def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
-    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    found = benchmarks.with_grad_reductions(rivals, ["float32", "bf16-wire", "bf16", "float32"])
-    names = [
-        "gtp_jax bf16 grads float32 regather",
-        "gtp_jax bf16 grads bf16-wire regather",
-        "gtp_jax bf16 grads bf16 regather",
-    ]
-    assert [c.name for c in found] == [*names, "fsdp2 bf16 regather"]
-    assert [c.flags[-1] for c in found[:3]] == [f"--grad-reduce={name}" for name in ("float32", "bf16-wire", "bf16")]
-    assert found[3] == rivals[1]
-    assert benchmarks.with_grad_reductions(benchmarks.CONTENDERS, ["bf16"]) == list(benchmarks.CONTENDERS)
-
-
-def test_command_buffers_on_and_off_are_contenders_of_ours_by_name_and_xla_knows_both():
-    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    found = benchmarks.with_command_buffers(rivals, list(COMMAND_BUFFERS))
-    names = [f"gtp_jax bf16 command buffers {choice} regather" for choice in ("default", "off", "on")]
+    found = spread(rivals, [*choices, choices[0]])
+    names = [f"gtp_jax bf16 {prefix}{choice} regather" for choice in choices]
     assert [one.name for one in found] == [*names, "fsdp2 bf16 regather"]
-    assert [one.flags[-1] for one in found[:3]] == [f"--command-buffers={choice}" for choice in COMMAND_BUFFERS]
-    assert benchmarks.with_command_buffers(benchmarks.CONTENDERS, ["default"]) == list(benchmarks.CONTENDERS)
+    assert [one.flags[-1] for one in found[:-1]] == [f"--{flag}={choice}" for choice in choices]
+    assert found[-1] == rivals[1]
+    assert spread(benchmarks.CONTENDERS, [default]) == list(benchmarks.CONTENDERS)
+
+
+def test_xla_knows_the_commands_of_command_buffers():
     assert all(accepts(*option) for options in COMMAND_BUFFERS.values() for option in options.items())
     assert not accepts("xla_gpu_enable_command_buffer", "FUSION,NO_SUCH_COMMAND")
-
-
-def test_a_step_with_xlas_own_options_is_a_contender_of_ours_by_name():
-    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    found = benchmarks.with_xla_options(rivals, list(XLA_OPTIONS))
-    names = ["gtp_jax bf16 options gtp_jax regather", "gtp_jax bf16 options default regather", "fsdp2 bf16 regather"]
-    assert [one.name for one in found] == names
-    assert [one.flags[-1] for one in found[:2]] == ["--xla-options=gtp_jax", "--xla-options=default"]
-    assert benchmarks.with_xla_options(benchmarks.CONTENDERS, ["gtp_jax"]) == list(benchmarks.CONTENDERS)
 
 
 def test_what_contenders_compile_is_in_no_cache_of_the_users(monkeypatch):
@@ -190,24 +168,12 @@ def test_a_run_is_told_its_recipe_and_goes_on_with_it(tmp_path):
 @pytest.mark.slow
 def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, capsys):
     saved, which = tmp_path / "run.json", ["--contenders", "gtp_jax bf16 regather", "gtp_jax nvfp4 regather"]
-    flags = [
-        "bench",
-        "step",
-        "--num-layers",
-        "2",
-        "--seq",
-        "32",
-        "--steps",
-        "2",
-        "--gtp",
-        "2",
-        "--microbatches",
-        "2",
-        *which,
-    ]
+    sizes = "--num-layers 2 --seq 32 --steps 2 --gtp 2 --microbatches 2"
+    flags = ["bench", "step", *sizes.split(), *which]
     asked = ["--pregathered-layers", "all", "--grad-wire", "bf16", "--override", "mlp.down=fp8"]
     assert main([*flags, *asked, "--json", str(saved)]) == 0
-    assert "gtp_jax with --override mlp.down=fp8 --grad-wire=bf16 --pregathered-layers=all" in capsys.readouterr().out
+    assert re.search(
+        naming("gtp_jax --override mlp.down=fp8 --grad-wire=bf16 --pregathered-layers=all"), capsys.readouterr().out
+    )
     assert all("median_s" in row for row in json.loads(saved.read_text())["contenders"])
-    assert main([*flags, "--compare", str(saved)]) == 2
-    assert "Use the same flags" in capsys.readouterr().err
+    refused(capsys, "same flags", *flags, "--compare", saved)

@@ -41,6 +41,7 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-S", *words], capture_output=True, text=True, env=environment, cwd=folder)
 
 
+@pytest.mark.full
 def test_bench_and_profile_say_where_the_benchmarks_are_and_other_commands_run(tmp_path):
     package = Path(gtp_jax.__file__).parent
     shutil.copytree(package, tmp_path / "gtp_jax", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -55,20 +56,6 @@ def test_bench_and_profile_say_where_the_benchmarks_are_and_other_commands_run(t
         assert status == 2 and not printed and CLONE in errors
     assert trace[0] == 2 and "nowhere" in trace[2] and "checkout" not in trace[2]
     assert usage[0] == 0 and "usage: gtp-jax" in usage[1]
-
-
-def test_bench_takes_the_benchmarks_of_its_checkout_and_not_those_of_the_working_directory(tmp_path):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError")
-    words = [sys.executable, "-m", "gtp_jax", "bench", "suite", "--list"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    ran = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert ran.returncode == 0 and "reference-gtp2" in ran.stdout, ran.stderr
-
-
-def test_python_m_benchmarks_is_bench_in_a_checkout():
-    ran = python(ROOT, "-m", "benchmarks", "suite", "--list")
-    assert ran.returncode == 0 and "reference-gtp2" in ran.stdout, ran.stderr
 
 
 @pytest.mark.slow

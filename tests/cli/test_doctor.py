@@ -1,0 +1,172 @@
+"""What the doctor says; it runs the collectives themselves."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from messages import naming
+from selection import others_full
+
+import gtp_jax
+from gtp_jax.native import _library
+from gtp_jax.runner.cli import _doctor, main
+from gtp_jax.runner.cli import _doctor_collectives as collectives
+from gtp_jax.runner.cli import _doctor_versions as versions
+from gtp_jax.train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, Nccl, Option, compile_options
+
+
+def test_machine_that_passes_these_tests_is_well(capsys):
+    jax.devices()  # started here with its 8 devices
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "devices", "CUDA", "tokenizers"):
+        assert f" {name} " in printed
+    assert "8 x virtual CPU devices" in printed and "ppermute: results are correct" in printed
+    assert "Training works here" in printed
+
+
+def test_oldest_versions_are_those_of_the_package():
+    project = tomllib.loads((Path(gtp_jax.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert dict(line.split(",")[0].split(">=") for line in project["dependencies"]) == _doctor.NEEDED
+    assert project["requires-python"] == f">={_doctor.PYTHON}"
+
+
+@pytest.fixture
+def one_collective(monkeypatch):
+    """Runs one in place of all."""
+    monkeypatch.setattr(collectives, "COLLECTIVES", collectives.COLLECTIVES[:1])
+
+
+def test_missing_and_old_packages_are_broken_and_have_a_remedy(one_collective, monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "NEEDED", {"no-such-package": "1.0", "jax": "99.0"})
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN  no-such-package" in printed and "not installed" in printed
+    assert f"BROKEN  jax                 {jax.__version__}, older than 99.0" in printed
+    assert 'pip install --upgrade "no-such-package>=1.0"' in printed
+    assert "2 broken: training cannot work here." in printed
+
+
+def test_every_option_of_the_library_is_listed_with_its_reason_and_known_to_xla(one_collective, monkeypatch, capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "this version knows all that the library sets" in printed
+    for name, option in (*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()):
+        assert any(name in line and option.reason in line for line in printed.splitlines())
+    monkeypatch.setattr(_doctor, "GPU_OPTIONS", {"xla_gpu_of_another_version": Option(True, "none")})
+    assert main(["doctor"]) == 1
+    assert re.search(naming("xla_gpu_of_another_version"), capsys.readouterr().out)
+
+
+def test_an_option_in_xla_flags_is_left_to_its_user(one_collective, monkeypatch, capsys):
+    name = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert name in compile_options("gpu")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 --{name}=12345")
+    left = compile_options("gpu")
+    assert name not in left and set(left) == set(GPU_OPTIONS) - {name}
+    assert compile_options("gpu", {name: 7})[name] == 7
+    assert main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert "12345" in line and f"the library would use {GPU_OPTIONS[name].value}" in line
+
+
+@pytest.mark.parametrize(
+    ("architectures", "machine_code", "translated", "none"),
+    [
+        ("90a-real 80-virtual", ["9.0"], ["8.0", "8.6", "9.1", "10.0"], ["7.5"]),
+        ("90a-real", ["9.0"], [], ["8.6", "9.1", "10.0"]),
+        ("90a", ["9.0"], [], ["8.6", "9.1"]),
+        ("80-real 120a-real", ["8.0", "8.6", "12.0"], [], ["7.5", "9.0", "12.1"]),
+        ("86", ["8.6", "8.9"], ["9.0", "12.0"], ["8.0"]),
+        ("100f", ["10.0", "10.3"], [], ["9.0", "12.0"]),
+        ("100f-virtual", [], ["10.0", "10.3"], ["9.0", "12.0"]),
+    ],
+)
+def test_the_doctor_says_in_which_form_this_gpu_has_kernels(architectures, machine_code, translated, none, monkeypatch):
+    built = pytest.importorskip("gtp_jax.native._native")
+    monkeypatch.setattr(built, "cuda_architectures", architectures)
+    monkeypatch.setattr(built, "cuda_version", "13.0")
+    monkeypatch.setattr(_library, "_has", lambda target, platform: True)  # also if there was no nvcc
+    monkeypatch.setattr(_doctor.jax, "default_backend", lambda: "gpu")
+    wanted = {
+        **dict.fromkeys(machine_code, ("ok", f"({architectures})")),
+        **dict.fromkeys(translated, ("optional", "translated from PTX by the driver")),
+        **dict.fromkeys(none, ("broken", "can run")),
+    }
+    for capability, (status, said) in wanted.items():
+        devices = [types.SimpleNamespace(compute_capability=capability)]
+        monkeypatch.setattr(_doctor.jax, "devices", lambda devices=devices: devices)
+        found = _doctor._kernels()
+        assert found.status == status and found.found.endswith(said), capability
+        assert (f"CUDAARCHS={capability.replace('.', '')}" in found.remedy) == (status != "ok")
+
+
+TOGETHER = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1", "jax-cuda13-pjrt": "0.12.0.1"}
+
+
+def test_every_collective_gives_what_numpy_gives():
+    found = collectives.check_collectives()
+    assert found.status == "ok", found
+    assert found.found == "all_gather, psum, pmax, psum_scatter, all_to_all, ppermute: results are correct"
+
+
+@pytest.mark.parametrize("name", others_full([c.name for c in collectives.COLLECTIVES], ["psum_scatter"]))
+def test_a_wrong_result_of_any_collective_is_named(name, monkeypatch):
+    (right,) = [c for c in collectives.COLLECTIVES if c.name == name]
+    wrong = right._replace(run=lambda x: right.run(x).at[3].add(1))
+    monkeypatch.setattr(collectives, "COLLECTIVES", (wrong,))
+    found = collectives.check_collectives()
+    assert found.status == "broken"
+    named = f"{name} {jax.device_count()} of wrong ({jnp.dtype(right.dtypes[0]).name}, 64 elements per device)"
+    assert re.search(naming(named), found.found)
+
+
+def test_a_collective_that_fails_is_named_with_its_error(monkeypatch, capsys):
+    (scatter,) = [c for c in collectives.COLLECTIVES if c.name == "psum_scatter"]
+    uneven = scatter._replace(run=lambda x: lax.psum_scatter(x[:3], "devices", tiled=True))
+    monkeypatch.setattr(collectives, "COLLECTIVES", (uneven,))
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN  collectives" in printed and "psum_scatter: " in printed and "must be divisible" in printed
+    assert "(float32, 64 elements per device)" in printed and "1 broken: training cannot work here" in printed
+
+
+@pytest.mark.full
+def test_processes_meet_and_a_failure_names_the_process(monkeypatch):
+    found = collectives.check_processes(0)
+    assert (found.status, found.found) == ("ok", "2 processes meet in sync_global_devices")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    found = collectives.check_processes(0)
+    assert found.status == "broken"
+    assert found.found.startswith("process 0 of 2 fails in sync_global_devices: ")
+
+
+def test_versions_that_were_not_released_together_are_named():
+    assert not list(versions.misfits(TOGETHER, gpu=True))
+    for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        (found,) = versions.misfits({**TOGETHER, name: "0.11.2"}, gpu=True)
+        assert (found.name, found.status) == (name, "broken")
+        assert re.search(naming("0.11.2 jaxlib 0.12.0.1"), found.found)
+        assert found.remedy == f'pip install "{name}==0.12.0.1"'
+        (found,) = versions.misfits({**TOGETHER, name: "0.11.2"}, gpu=False)
+        assert found.status == "optional"
+    (found,) = versions.misfits({"jax": "0.12.0.1", "jaxlib": "0.11.2"}, gpu=True)
+    assert (found.name, found.status) == ("jax and jaxlib", "optional")
+    assert re.search(naming("0.12.0.1 jaxlib 0.11.2"), found.found)
+    assert found.remedy == 'pip install "jaxlib==0.12.0.1"'
+
+
+def test_an_nccl_that_jax_cannot_use_is_named():
+    assert versions.nccl(Nccl("2.29.2", True), too_old=False) == versions.Finding("NCCL", "ok", "2.29.2")
+    assert versions.nccl(None, too_old=False).status == "broken"
+    found = versions.nccl(Nccl("2.28.9", False), too_old=True)
+    assert re.search(naming("2.28.9 2.29.2 `lax.psum`"), found.found)
+    assert 'pip install "nvidia-nccl-cu13>=2.29.2"' in found.remedy
+    assert "XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels= " in found.remedy
