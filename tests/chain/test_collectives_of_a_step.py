@@ -4,6 +4,7 @@ from collections import Counter
 
 import jax
 import pytest
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -42,10 +43,7 @@ CASES = {
 }
 
 
-SLOW = set(CASES) - {"gtp 8, three microbatches", "gtp 4 x tp 2"}
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
+@pytest.mark.parametrize("case", others_full(CASES, ["gtp 4 x tp 2"]))
 def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     degrees, fields, parts = CASES[case]
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
@@ -105,14 +103,8 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     assert {kind for kind, _ in moved} <= {"all-reduce"}
 
 
-@pytest.mark.parametrize(
-    "remat, unroll",
-    [
-        pytest.param(remat, unroll, marks=[] if (remat, unroll) == ("nothing", 1) else pytest.mark.slow)
-        for remat in ("nothing", "matmuls", "activations", "everything")
-        for unroll in ("full", 1)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("remat, unroll", pairwise(["nothing", "matmuls", "activations", "everything"], [1, "full"]))
 def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(remat, unroll):
     tp, sizes = 4, {**SIZES, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
     config = LlamaConfig(**sizes, remat=remat, unroll=unroll)

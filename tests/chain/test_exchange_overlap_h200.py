@@ -9,7 +9,7 @@ from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
-from ..hlo.programs import needs_target
+from ..hlo.programs import grouped_kernels, needs_target
 from .programs import lowered_step
 
 LAYERS, WIDTH, SEQ, SEQUENCES, TOP_K = 2, 2048, 4096, 2, 4
@@ -154,3 +154,26 @@ def test_of_fp8_experts_codes_are_dispatched_and_sums_and_gradients_have_16_bits
         "backward": [shares, *[codes, wide_there, wide_back] * chunks, gradients_of_shares],
     }
     assert {way: sorted(found) for way, found in sent.items()} == {way: sorted(w) for way, w in wanted.items()}
+
+
+# experts that every rank has whole
+WHOLE = dict(
+    vocab_size=32768, num_layers=3, num_kv_heads=8, head_dim=128, intermediate_size=4096, num_experts=8, top_k=2
+)
+
+
+@pytest.mark.slow
+@needs_target
+def test_experts_are_gathered_and_scattered_under_compute_and_multiplied_by_kernels():
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    step = lowered_step(LlamaConfig(**{**SIZES, **WHOLE}), mesh, batch=8, seq=4096, compiler_options=options)
+    text = step.compile().as_text()
+    found = hlo.launch_order(text)
+    gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
+    scatters = [e for e in found.collectives("reduce-scatter") if e.collective.axes == ("gtp",)]
+    exposed = {e.name for e in found.exposed("all-gather", "reduce-scatter")}
+    # the first gather has nothing ahead of it, the last scatters nothing behind
+    assert not exposed & {e.name for e in (*gathers[1:], *scatters[:-2])}
+    # forward: up and down; backward: two each for the gradients of rows and of kernels
+    assert grouped_kernels(text) == 6 * WHOLE["num_layers"]

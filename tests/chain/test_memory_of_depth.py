@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.models import LlamaConfig
@@ -48,14 +49,14 @@ def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
     assert 0.5 * made < activations - matmuls < 1.2 * made
 
 
-@pytest.mark.parametrize("keep_gathered, whole", [(0, 0), (1, 1), ("all", 3)])
-@pytest.mark.parametrize("unroll", ["full", 1])
-def test_forward_hands_backward_only_the_weights_it_keeps(keep_gathered, whole, unroll):
+@pytest.mark.parametrize("kept, unroll", pairwise([(1, 1), ("all", 3), (0, 0)], ["full", 1], usual=2))
+def test_forward_hands_backward_only_the_weights_it_keeps(kept, unroll):
+    keep_gathered, whole = kept
     schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
     found = []
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(128, 128, rngs=rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
-        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+        graph, state = nnx.split(gtp.nn.abstract_model(make))
 
         def local(state, x):
             y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
@@ -93,3 +94,40 @@ def test_on_one_rank_weights_that_are_only_cast_are_kept_but_a_frozen_base_is_no
 
         found = jax.eval_shape(residuals, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
     assert sum(one.shape == (192, 128) for one in found) == kept
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(128, 128, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
+@pytest.mark.parametrize("kept, unroll", pairwise([(1, 1), ("all", 3), (0, 0)], ["full", 1], usual=2))
+def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(kept, unroll):
+    (keep_gathered, layers), saved = kept, []
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
+        make = lambda rngs: gtp.Stack(lambda rngs: Drops(rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
+        graph, params, others = nnx.split(gtp.nn.abstract_model(make), nnx.Param, ...)
+
+        def call(params, others, x):
+            def run(params, x):
+                copies = jax.tree.map(lambda a: a, others)  # variables of this trace
+                return nnx.merge(graph, params, copies)(x)
+
+            y, backward = jax.vjp(run, params, x)
+            saved.extend((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(backward))
+            return y
+
+        jax.eval_shape(call, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
+
+    def count(rows, dtype):
+        return sum(shape[0] if len(shape) == 3 else 1 for shape, of in saved if (*shape[-2:], of) == (rows, 128, dtype))
+
+    sent = 3 - layers if unroll == "full" and keep_gathered else 0
+    assert count(128, jnp.float32) == 3  # the stacked shards, once
+    assert count(128, jnp.bfloat16) == sent  # what was cast for the others
+    assert count(8 * 128, jnp.bfloat16) == layers  # every rank's copy of what is kept

@@ -12,14 +12,7 @@ from gtp_jax.train import compile_options
 from .programs import lowered_step
 
 LAYERS, SEQ, HIDDEN = 6, 2048, 512
-SIZES = dict(
-    vocab_size=256,
-    hidden_size=HIDDEN,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    intermediate_size=1024,
-)
+SIZES = dict(vocab_size=256, hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=128, intermediate_size=1024)
 
 missing = hlo.missing_packages()
 pytestmark = [

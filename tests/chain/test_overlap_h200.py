@@ -91,6 +91,7 @@ def test_a_layer_is_one_gather_a_pass_and_one_scatter_and_moves_each_weight_once
     assert scattered == 2 * (LAYERS * BLOCK + 2 * TABLE)
 
 
+@pytest.mark.full
 def test_no_gathered_weight_is_copied():
     text, _ = compiled(1, True)
     # a shard of the embedding has the shape of the attention's output weight
@@ -116,6 +117,7 @@ def activations() -> int:
     return 2 * TOKENS * (sum(rows for rows, _ in WEIGHTS) + 2 * 4096)
 
 
+@pytest.mark.full
 def test_memory_is_activations_logits_and_two_layers_of_weights():
     _, temporary = compiled(1, True)
     assert temporary < LAYERS * activations() + 4 * TOKENS * 32768 + 2 * 2 * BLOCK
@@ -127,7 +129,7 @@ def test_kept_weights_cost_their_size_and_no_more():
     assert (LAYERS - 2) * 2 * BLOCK < growth < LAYERS * 2 * BLOCK
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_every_gather_and_scatter_but_the_outermost_runs_under_compute(tp):
     bare, every = exposed(tp, prefetch=True)
     gathers = [e for e in every if e.kind == "all-gather"]

@@ -1,24 +1,19 @@
 """A `Stack` is a Python loop over its layers: state, dropout, auxiliary losses, shared inputs, gradients."""
 
 import functools
-import itertools
 
 import pytest
 from flax import nnx
-from selection import others_full
+from selection import pairwise
 
 import gtp_jax as gtp
 
 from .loops import Looped, assert_equal, by_path, inputs, make_stack, results
 
 LENGTH = 5
-REMAT = ["nothing", "matmuls", "activations", "everything"]
-EVERY = list(itertools.product(REMAT, ["full", 1, 2], [True, False], [0, 1, "all"]))
-# each policy, and each other choice at least once
-BY_DEFAULT = [
-    ("matmuls", 2, True, 1),
-    ("everything", 1, False, "all"),
-]
+EVERY = pairwise(
+    ["matmuls", "everything", "activations", "nothing"], [2, 1, "full"], [True, False], [1, "all", 0], usual=1
+)
 
 
 @functools.cache
@@ -26,10 +21,7 @@ def results_of_a_loop():
     return results(Looped(make_stack(LENGTH)), inputs())
 
 
-@pytest.mark.parametrize(
-    "remat, unroll, prefetch, keep_gathered",
-    others_full(EVERY, BY_DEFAULT),
-)
+@pytest.mark.parametrize("remat, unroll, prefetch, keep_gathered", EVERY)
 def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, keep_gathered, x64):
     schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
     stack = make_stack(LENGTH, schedule=schedule, remat=remat)
