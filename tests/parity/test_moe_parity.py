@@ -7,7 +7,7 @@ The grouped lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's G
 | 4b grouped list: every expert's weight is sharded | `tests/experts/test_grouped_dense.py` |
 | 2, 4 and 64 experts, forward and backward, aligned and not | this module, at 1e-12 in float64 |
 | ragged splits, empty experts | `tests/experts/test_grouped_dense.py`; 64 experts here, most of them empty |
-| coalesced gather and reduce-scatter, one amax | `tests/recipes/test_moe_recipes.py` |
+| coalesced gather and reduce-scatter, one amax | `tests/experts/test_grouped_dense.py` |
 | NVFP4, MXFP8 | `tests/recipes/test_moe_recipes.py` |
 """
 

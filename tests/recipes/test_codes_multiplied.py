@@ -1,7 +1,6 @@
 """FP8 matmuls take a weight's codes as they travel: rounded once, with one scale a fused weight, and never unpacked."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import native
@@ -17,7 +17,7 @@ from gtp_jax.models import LlamaConfig, next_token_loss
 
 from ..chain.programs import lowered_step
 from ..ops.test_linear_fp8 import FP8_E4M3, FP8_E5M2, rounded
-from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
+from .test_recipe_parity import ALIGNED, batch_of, host, scope, start
 
 RECIPE = gtp.FP8(matmuls=True)
 
@@ -109,6 +109,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
     assert np.linalg.norm(found - to_kernels) <= 1e-6 * np.linalg.norm(to_kernels)
 
 
+@pytest.mark.full
 def test_codes_of_experts_that_tp_divides_unevenly_have_their_own_scales():
     size = np.array([1, 9, 0.1, 4], np.float32)[:, None, None]  # of 3 ranks the last has no expert
 
@@ -137,86 +138,55 @@ def test_codes_of_experts_that_tp_divides_unevenly_have_their_own_scales():
     assert found(3) == pytest.approx(found(1), rel=1e-5)
 
 
-def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
-    config = dataclasses.replace(config, dtype="float32", num_layers=4, **changes)
-    with scope(dict(gtp=gtp_degree)):
-        state = start(config, optax.sgd(1.0))
-        run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(
-                next_token_loss, s, b, microbatches=parts, recipe=recipe, pregathered_layers=pregathered_layers
-            )
-        )
-        loss, found = run(state, batch_of(config))
+def gradients(changes, pregathered_layers=0):
+    config = dataclasses.replace(ALIGNED, dtype="float32", num_layers=4, **changes)
+    options = dict(microbatches=2, recipe=RECIPE, pregathered_layers=pregathered_layers)
+    with scope(dict(gtp=2)):
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+        loss, found = run(start(config, optax.sgd(1.0)), batch_of(config))
         return float(loss), host(found)
 
 
-@functools.cache
-def written_out():
-    return gradients({})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes, pregathered_layers",
-    [
-        (dict(unroll=1), 0),
+@pytest.mark.full
+def test_schedules_and_pregathered_layers_change_nothing():
+    loss, wanted = gradients({})
+    for changes, pregathered_layers in (
         (dict(keep_gathered="all"), 2),
         (dict(prefetch=False), 0),
         (dict(unroll=1, keep_gathered=0), 1),
         (dict(unroll=2, remat="everything"), 0),
         (dict(remat="nothing"), "all"),
-    ],
-    ids=str,
-)
-def test_schedules_and_pregathered_layers_change_nothing(changes, pregathered_layers):
-    loss, wanted = written_out()
-    other, found = gradients(changes, pregathered_layers)
-    assert abs(other - loss) <= 1e-6 * abs(loss)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
+    ):
+        other, found = gradients(changes, pregathered_layers)
+        assert abs(other - loss) <= 1e-6 * abs(loss)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max(), err_msg=str(changes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exclude", [("embed", "head"), ("embed",), ()], ids=str)
-def test_sizes_that_do_not_divide_and_heads_train_too(exclude):
-    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4, recipe=gtp.FP8(matmuls=True, exclude=exclude))
-    assert np.isfinite(loss) and all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))
+SMALL = dict(vocab_size=64, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128)
 
 
 @pytest.mark.skipif(not native.has("gtp_unpack", "cpu"), reason=native.describe())
-@pytest.mark.parametrize("recipe, unpacks", [(RECIPE, False), (gtp.FP8(), True)], ids=["codes", "values"])
+@pytest.mark.parametrize(
+    "recipe, unpacks", others_full([(RECIPE, False), (gtp.FP8(), True)], [(RECIPE, False)]), ids=str
+)
 def test_no_weight_is_dequantized_in_a_pass(recipe, unpacks):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128
-    )
+    config = LlamaConfig(**SMALL, num_layers=2)
     text = lowered_step(config, gtp.make_mesh(gtp=4, dp=2), batch=8, seq=16, recipe=recipe).as_text()
     assert ("gtp_unpack" in text) == unpacks and "gtp_pack" in text
 
 
 @pytest.mark.skipif(not native.has("gtp_pack_apart", "cpu"), reason=native.describe())
-@pytest.mark.parametrize("unroll, cut", [("full", False), (1, True)], ids=["written out", "in a loop"])
-@pytest.mark.parametrize("recipe", [RECIPE, gtp.NVFP4()], ids=["fp8 matmuls", "nvfp4 wire"])
-def test_no_pass_cuts_a_layer_s_codes_out_of_a_stack_that_is_written_out(recipe, unroll, cut):
+@pytest.mark.parametrize("recipe, unroll", pairwise([RECIPE, gtp.NVFP4()], ["full", 1], usual=1), ids=str)
+def test_no_pass_cuts_a_layer_s_codes_out_of_a_stack_that_is_written_out(recipe, unroll):
     """Such a piece would be a copy of every code in each pass."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        unroll=unroll,
-    )
-    text = lowered_step(
-        config, gtp.make_mesh(gtp=2, devices=jax.devices()[:2]), batch=8, seq=16, recipe=recipe
-    ).as_text()
+    config, mesh = LlamaConfig(**SMALL, num_layers=4, unroll=unroll), gtp.make_mesh(gtp=2, devices=jax.devices()[:2])
+    text = lowered_step(config, mesh, batch=8, seq=16, recipe=recipe).as_text()
     pieces = [line for line in text.splitlines() if "dynamic_slice" in line and re.search(r"tensor<4x\d+xui8>", line)]
-    assert bool(pieces) == cut
-    assert ("gtp_pack_apart" in text) == (not cut)
+    assert bool(pieces) == (unroll == 1) and ("gtp_pack_apart" in text) == (unroll == "full")
 
 
-@pytest.mark.parametrize("view", ["local", "global"])
+@pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
 def test_a_loop_over_a_stack_whose_codes_lie_apart_joins_them_before_its_iterations(view):
     class Layers(nnx.Module):
         def __init__(self, rngs):

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
 from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 
 from ..ops.oracle import rounded_blocked
 
@@ -20,31 +22,38 @@ CONFIG = LlamaConfig(
 )
 
 
+PRODUCTS = ("E4M3 1x128 x E4M3 128x128", "E4M3 1x128 x E4M3 128x128", "E4M3 1x128 x E4M3 1x128")
+
+
 def scope(**degrees):
     return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
 
 
 def batch():
-    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 64)
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17)).astype(np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def losses(recipe, steps=6, config=CONFIG):
+def losses(recipe, config):
     optimizer = optax.sgd(0.1)
     state = gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs)), optimizer)
     step, found = gtp.train_step(next_token_loss, optimizer, recipe=recipe), []
-    for _ in range(steps):
+    for _ in range(6):
         state, metrics = step(state, batch())
         found.append(float(metrics["loss"]))
     return found
 
 
-def test_a_model_trains_as_in_bfloat16():
-    with scope(gtp=4):
-        found, wanted = losses(gtp.FP8Blocks()), losses(None)
-    assert found[-1] < found[0] - 0.5
-    np.testing.assert_allclose(found, wanted, rtol=2e-2)
-    assert found != wanted
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "experts, degrees, falls, rtol", [(0, dict(gtp=4), 0.5, 2e-2), (4, dict(gtp=2, ep=2), 0.3, 5e-2)]
+)
+def test_a_model_trains_as_in_bfloat16(experts, degrees, falls, rtol):
+    config = dataclasses.replace(CONFIG, num_experts=experts)
+    with scope(**degrees):
+        found, wanted = losses(gtp.FP8Blocks(), config), losses(None, config)
+    assert found[-1] < found[0] - falls and found != wanted
+    np.testing.assert_allclose(found, wanted, rtol=rtol)  # tokens near the border choose other experts
 
 
 def test_embedding_head_and_norms_stay_in_high_precision_and_explain_says_what_multiplies():
@@ -56,11 +65,7 @@ def test_embedding_head_and_norms_stay_in_high_precision_and_explain_says_what_m
     assert sorted({name.split(".")[0] for name in blocks}) == ["blocks"] and len(blocks) == 4
     assert {fact.wire for name, fact in facts.items() if name not in blocks} == {"bfloat16"}
     fact = facts[blocks[0]]
-    assert (fact.forward, fact.dgrad, fact.wgrad) == (
-        "E4M3 1x128 x E4M3 128x128",
-        "E4M3 1x128 x E4M3 128x128",
-        "E4M3 1x128 x E4M3 1x128",
-    )
+    assert (fact.forward, fact.dgrad, fact.wgrad) == PRODUCTS
     assert "FP8_BLOCKS_1D: float32 values, as only Hopper GPUs" in fact.matmul
     assert fact.bytes_per_element == 1
     assert "one amax for each tile" in life and "Tiles" in life
@@ -76,7 +81,8 @@ def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_
     with scope(gtp=1):
         layer = placed(lambda rngs: gtp.Dense(64, 96, dtype="float32", rngs=rngs))
         state = gtp.TrainState.create(layer, optax.sgd(1.0))
-        _, gradient = gtp.loss_and_gradients(loss, state, {"x": x, "c": c}, recipe=gtp.FP8Blocks(exclude=()))
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=gtp.FP8Blocks(exclude=())))
+        _, gradient = run(state, {"x": x, "c": c})
     wanted = rounded_blocked(x.reshape(256, 64).T, (1, 128)) @ rounded_blocked(c.reshape(256, 96).T, (1, 128)).T
     found = np.asarray(gradient["kernel"], np.float64)
     assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
@@ -92,27 +98,14 @@ class Experts(nnx.Module):
 
 def test_explain_says_what_experts_multiply():
     with scope(gtp=2, ep=2):
-        model = gtp.init(Experts, nnx.Rngs(0))
+        model = abstract_model(Experts)
         facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
         life = str(gtp.explain(model, gtp.FP8Blocks(), path="moe.up"))
     for fact, kernels in ((facts["moe.up"], 2), (facts["moe.down"], 1)):
         assert (fact.wire, fact.bytes, fact.bytes_per_element) == ("FP8_BLOCKS", kernels * 4 * 128 * 128, 1)
         assert fact.matmul == "FP8_BLOCKS_1D: grouped, bfloat16 on dequantized values"
-        assert (fact.forward, fact.dgrad, fact.wgrad) == (
-            "E4M3 1x128 x E4M3 128x128",
-            "E4M3 1x128 x E4M3 128x128",
-            "E4M3 1x128 x E4M3 1x128",
-        )
+        assert (fact.forward, fact.dgrad, fact.wgrad) == PRODUCTS
     assert "one amax for each tile, reduced over all shards" in life and "Tiles" in life
-
-
-def test_experts_train_as_in_bfloat16():
-    config = dataclasses.replace(CONFIG, num_experts=4)
-    with scope(gtp=2, ep=2):
-        found, wanted = losses(gtp.FP8Blocks(), config=config), losses(None, config=config)
-    assert found[-1] < found[0] - 0.3
-    np.testing.assert_allclose(found, wanted, rtol=5e-2)  # tokens near the border choose other experts
-    assert found != wanted
 
 
 def test_a_second_derivative_through_experts_is_refused():
@@ -124,7 +117,7 @@ def test_a_second_derivative_through_experts_is_refused():
         def penalty(state, x):
             return jnp.sum(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32)))(x) ** 2)
 
-        with gtp.use_recipe(gtp.FP8Blocks()), pytest.raises(TypeError, match="differentiated again.*grouped_quantized"):
+        with gtp.use_recipe(gtp.FP8Blocks()), pytest.raises(TypeError, match=naming("differentiated again")):
             jax.jit(jax.grad(penalty)).lower(state, x)
 
 
@@ -136,30 +129,19 @@ MODELS = {
     "tp that cuts tiles of experts": (
         lambda rngs: Experts(rngs, hidden=192, parallel="features"),
         dict(gtp=2, tp=2),
-        r"dimension 2 of the weight of shape \(4, 128, 192\) of moe\.down into parts of 96, which are not whole tiles",
+        "(4, 128, 192) moe.down 96",
     ),
-    "an embedding": (
-        lambda rngs: Llama(CONFIG, rngs=rngs),
-        dict(gtp=2),
-        r"which only dense layers and experts support, but embed is not a dense layer\. Name embed in .* `exclude`"
-        r".* `override`",
-    ),
+    "an embedding": (lambda rngs: Llama(CONFIG, rngs=rngs), dict(gtp=2), "embed `exclude` `override`"),
     "tp that cuts tiles by row": (
         dense(256, 192, parallel="column"),
         dict(gtp=2, tp=2),
-        r"dimension 1 of the weight of shape \(256, 192\) .* into parts of 96, which are not whole tiles of FP8_BLOCKS "
-        r"\(128 elements\).* another tensor degree",
+        "(256, 192) 96 FP8_BLOCKS (128 elements)",
     ),
-    "tp that cuts tiles by column": (dense(320, 128, parallel="row"), dict(tp=2), r"dimension 0 .* parts of 160"),
-    "tp that divides unevenly": (
-        dense(128, 384, parallel="column", units=128),
-        dict(tp=2),
-        r"dimension 1 .* of shape \(128, 384\) .* into uneven parts of \(256, 128\) elements, which FP8_BLOCKS ",
-    ),
+    "tp that cuts tiles by column": (dense(320, 128, parallel="row"), dict(tp=2), "dimension 0 160"),
     "tp that divides one of two kernels unevenly": (
         dense(128, {"even": 512, "uneven": 384}, parallel="column", units={"even": 128, "uneven": 128}),
         dict(tp=2),
-        r"dimension 1 .* of shape \(128, 384\) .* into uneven parts of \(256, 128\) elements",
+        "dimension 1 (128, 384) (256, 128)",
     ),
 }
 
@@ -169,20 +151,14 @@ def test_what_cannot_be_multiplied_in_tiles_is_refused_by_name(name):
     make, degrees, message = MODELS[name]
     with scope(**degrees):
         model = placed(make)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=naming(message)):
             gtp.explain(model, gtp.FP8Blocks(exclude=()))
-
-
-def test_layers_of_whole_tiles_per_tensor_rank_are_multiplied():
-    with scope(gtp=2, tp=2):
-        model = placed(dense(128, 256, parallel="column"))
-        assert gtp.explain(model, gtp.FP8Blocks(exclude=())).facts[0].wire == "FP8_BLOCKS"
 
 
 @pytest.mark.parametrize("parallel", ["features", "expert", None])
 def test_experts_of_whole_tiles_per_tensor_rank_are_multiplied(parallel):
     with scope(gtp=2, tp=2):
-        model = gtp.init(lambda rngs: Experts(rngs, hidden=256, parallel=parallel), nnx.Rngs(0))
+        model = abstract_model(lambda rngs: Experts(rngs, hidden=256, parallel=parallel))
         assert {fact.wire for fact in gtp.explain(model, gtp.FP8Blocks()).facts} == {"FP8_BLOCKS"}
 
 
@@ -192,7 +168,5 @@ def test_gathering_ahead_is_refused():
         optimizer = optax.sgd(0.1)
         state = gtp.TrainState.create(model, optimizer)
         step = gtp.train_step(next_token_loss, optimizer, recipe=gtp.FP8Blocks(), pregathered_layers=1)
-        with pytest.raises(
-            ValueError, match="sent in FP8_BLOCKS, which cannot be gathered in advance. Pass `pregathered_la"
-        ):
+        with pytest.raises(ValueError, match=naming("FP8_BLOCKS", "`pregathered_layers=0`")):
             step(state, batch())

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -19,16 +19,14 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 
 from .oracles import matrix
+from .test_recipe_parity import scope as mesh_scope
 
 WIDTH, HIDDEN, VOCAB, BATCH, LENGTH = 64, 128, 32, 8, 4
 DTYPES = dict(dtype="float64", param_dtype="float64")
 B_INIT = nnx.initializers.normal(0.1)
 TRAINED = (nnx.LoRAParam, nnx.PathContains("adapter"))
 HSDP = dict(dp=2, gtp=2, tp=2)
-MESHES = [None, HSDP, dict(gtp=4), dict(gtp=2, tp=2), dict(dp=4, gtp=2)]
 RECIPE = gtp.NVFP4(exclude=("embed",))
-# what rounds activations too is compared between meshes, as the values of weights alone do not say what it computes
-RECIPES = [gtp.BF16(), gtp.FP8(), gtp.MXFP8(exclude=("embed",)), RECIPE, gtp.NVFP4(block=(1, 16))]
 
 
 class Block(nnx.Module):
@@ -66,9 +64,7 @@ def batch_of(seed=0):
 
 
 def scope(degrees):
-    if degrees is None:
-        return contextlib.nullcontext()
-    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())]))
+    return contextlib.nullcontext() if degrees is None else mesh_scope(degrees)
 
 
 def frozen(recipe=RECIPE):
@@ -108,17 +104,18 @@ def of_dequantized_values(recipe):
 
 
 CASES = [
-    pytest.param(mesh, recipe, *more, marks=[] if usual else pytest.mark.slow)
-    for mesh in MESHES
-    for recipe in RECIPES
-    for more in [(1, "global"), (2, "global"), (2, "local")]
-    for usual in [(mesh, recipe, *more) in [(dict(gtp=4), RECIPE, 2, "local")]]
-    if not ((mesh or {}).get("tp") and more[1] == "local")  # where ranks have parts of features
-    if BATCH % (more[0] * math.prod(n for axis, n in (mesh or {}).items() if axis != "tp")) == 0
+    (dict(gtp=4), RECIPE, 2, "local"),
+    (None, gtp.BF16(), 1, "global"),
+    (None, gtp.MXFP8(exclude=("embed",)), 2, "local"),
+    (HSDP, gtp.FP8(), 2, "global"),
+    (HSDP, RECIPE, 1, "global"),
+    (dict(gtp=4), gtp.MXFP8(exclude=("embed",)), 1, "global"),
+    (dict(gtp=2, tp=2), gtp.NVFP4(block=(1, 16)), 2, "global"),
+    (dict(dp=4, gtp=2), gtp.NVFP4(block=(1, 16)), 1, "global"),
 ]
 
 
-@pytest.mark.parametrize("mesh, recipe, microbatches, view", CASES)
+@pytest.mark.parametrize("mesh, recipe, microbatches, view", others_full(CASES, CASES[:1]), ids=str)
 def test_it_is_the_model_whose_base_has_the_values_of_the_codes(mesh, recipe, microbatches, view, x64):
     with scope(mesh):
         state = gtp.TrainState.create(gtp.init(frozen(recipe), nnx.Rngs(0)), optax.identity())
@@ -136,15 +133,6 @@ def hsdp(x64):
         yield
 
 
-@pytest.mark.slow
-def test_a_step_of_masters_under_the_recipe_starts_with_the_same_loss(hsdp):
-    losses = []
-    for make, recipe in ((Model, gtp.NVFP4(exclude=("embed", "adapter"))), (frozen(), None)):
-        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-        losses.append(float(gtp.eval_step(loss, recipe=recipe)(state, batch_of())["loss"]))
-    assert losses[0] == losses[1]
-
-
 def test_a_device_stores_its_share_of_codes_and_scales_and_nothing_else_of_the_base(hsdp):
     state = gtp.TrainState.create(gtp.init(frozen(), nnx.Rngs(0)), optax.adam(1e-2))
     layer = state.frozen["blocks"]["layers"]["mlp"]
@@ -160,15 +148,14 @@ def test_a_device_stores_its_share_of_codes_and_scales_and_nothing_else_of_the_b
     assert sum(a.size for a in jax.tree.leaves(state.opt_state)) == 2 * adapters + 1  # both moments, and a count
 
 
-@pytest.mark.parametrize("view", ["global", pytest.param("local", marks=pytest.mark.slow)])
-def test_codes_travel_as_they_are_and_no_gradient_of_the_base_is_summed(view, x64):
+def test_codes_travel_as_they_are_and_no_gradient_of_the_base_is_summed(x64):
     """Adapters here are whole on every rank, so that every gather and every scatter would be the base's."""
     make = lambda rngs: gtp.freeze(Stacked(rngs), gtp.NVFP4())  # noqa: E731
     with scope(dict(gtp=4)):
         state = gtp.TrainState.create(abstract_model(make), optax.sgd(0.1))
         squares = lambda model, batch: (jnp.sum(model(batch) ** 2), jnp.int32(BATCH))  # noqa: E731
         x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float64)
-        text = gtp.train_step(squares, optax.sgd(0.1), view=view).lower(state, x).compile().as_text()
+        text = gtp.train_step(squares, optax.sgd(0.1)).lower(state, x).compile().as_text()
     found = hlo.collectives(text)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.dtype for c in gathers} == {"u8"}
@@ -190,7 +177,7 @@ class Stacked(nnx.Module):
         return gtp.run_chain(x, self.blocks, self.projection)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_restores_the_codes_on_another_mesh_bit_for_bit(tmp_path, x64):
     optimizer = optax.adam(1e-2)
     step = gtp.train_step(loss, optimizer)
@@ -211,13 +198,13 @@ def test_a_checkpoint_restores_the_codes_on_another_mesh_bit_for_bit(tmp_path, x
             assert np.asarray(one).tobytes() == other.tobytes()
         assert restored.frozen["projection"]["kernel"]["a"].codes.sharding.spec == PartitionSpec("gtp", None)
         _, found = step(restored, batch_of(1))
-    assert_close(np.asarray(found["loss"]), np.asarray(wanted["loss"]))
-    with scope(dict(gtp=4)), Checkpoints(tmp_path) as checkpoints:
+        assert_close(np.asarray(found["loss"]), np.asarray(wanted["loss"]))
         other = gtp.TrainState.create(abstract_model(frozen(gtp.MXFP8(exclude=("embed",)))), optimizer)
         with pytest.raises(ValueError, match="projection"):
             checkpoints.restore(other)
 
 
+@pytest.mark.full
 def test_under_nnx_jit_an_optimizer_sees_adapters_alone(x64):
     with scope(dict(gtp=4)):
         model = gtp.init(frozen(), nnx.Rngs(0))
@@ -243,7 +230,7 @@ def test_under_nnx_jit_an_optimizer_sees_adapters_alone(x64):
         assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True, stochastic=False)], ids=str)
 def test_codes_are_multiplied_as_a_recipe_has_it(recipe, x64):
     """The operands of matmuls are rounded too: as in a step of masters under the recipe, and alike on every mesh."""
@@ -282,7 +269,7 @@ class Experts(nnx.Module):
         return self.blocks(self.conv(x + self.positions.gather()))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.MXFP8()], ids=["fp8", "mxfp8"])
 def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe, hsdp):
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -22,7 +23,6 @@ from gtp_jax.weights import exchange_gradients
 from gtp_jax.weights._fused import as_shards, reduce_gradient
 
 from ..chain.programs import lowered_step
-from .test_moe_recipes import SIZES as MOE_SIZES
 from .test_recipe_collectives import LAYERS, SIZES, section
 from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
 
@@ -82,9 +82,6 @@ NORM = {"bf16": 2.5e-3, "fp8": 0.035, "mxfp8": 0.035}
 SMALLEST = 8 * 2 / 448 * 2.0**-10
 
 
-OTHER_PAIRS = [pair for pair in itertools.product(GRAD_WIRES, CUTS) if pair not in zip(GRAD_WIRES, CUTS, strict=True)]
-
-
 def smallest(wire, magnitudes):
     """How far elements may be off that are tiny beside their block's, or their share's, largest."""
     if wire == "bf16":
@@ -95,13 +92,7 @@ def smallest(wire, magnitudes):
     return [SMALLEST * largest] * len(magnitudes)
 
 
-@pytest.mark.parametrize(
-    "wire, name",
-    [
-        *zip(GRAD_WIRES, CUTS, strict=True),
-        *(pytest.param(wire, name, marks=pytest.mark.slow) for wire, name in OTHER_PAIRS),
-    ],
-)
+@pytest.mark.parametrize("wire, name", pairwise(GRAD_WIRES, CUTS))
 def test_each_element_errs_by_no_more_than_each_ranks_rounding(wire, name):
     for found, wanted, magnitudes in zip(*exchanged(name, wire), strict=True):
         for a, b, size, tiny in zip(found, wanted, magnitudes, smallest(wire, magnitudes), strict=True):
@@ -129,8 +120,7 @@ def test_normal_gradients_are_hardly_smaller_in_the_mean(wire, shrinks):
     assert -shrinks - 4 * noise < bias < 4 * noise
 
 
-@pytest.mark.parametrize("wire", GRAD_WIRES)
-@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+@pytest.mark.parametrize("wire, spoil", pairwise(GRAD_WIRES, [np.nan, np.inf]))
 def test_what_is_not_finite_arrives_so_and_spoils_its_own_block_alone(wire, spoil):
     found, wanted, _ = exchanged("gtp 4 x tp 2", wire, spoil)
     bad = [np.concatenate([np.ravel(~np.isfinite(x)) for x in one]) for one in (found[0], wanted[0])]
@@ -161,9 +151,8 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("grad_wire", GRAD_WIRES)
+@pytest.mark.full
+@pytest.mark.parametrize("grad_wire, name", list(zip(itertools.cycle(GRAD_WIRES), MODELS)))
 def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(name, grad_wire):
     config, degrees, microbatches = MODELS[name]
     config = dataclasses.replace(config, dtype="float32")
@@ -176,7 +165,7 @@ def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(
             assert error < 1e-6, f"{names}: {error}"
 
 
-@pytest.mark.parametrize("name, found", [("bf16", "bf16"), ("float32", "f32")])
+@pytest.mark.parametrize("name, found", others_full([("bf16", "bf16"), ("float32", "f32")], [("float32", "f32")]))
 def test_a_reduce_scatter_sums_in_the_dtype_asked_for(name, found):
     """As traced, for XLA's CPU backend widens what it compiles; `tests/chain/test_overlap_h200.py` sees a GPU's."""
     config = LlamaConfig(**{**SIZES, "grad_reduce": name})
@@ -195,19 +184,13 @@ def sent_bytes(ranks, kernels, grad_wire):
     return ranks * section(*shares, *((rows, -(-cols // 32)) for rows, cols in shares))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("grad_wire, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
 def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, experts, parts):
     degree, tp = 4, 2
-    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "num_experts": experts, "num_layers": LAYERS})
-    step = lowered_step(
-        config,
-        gtp.make_mesh(gtp=degree, tp=tp),
-        batch=4 * parts,
-        seq=128,
-        microbatches=parts,
-        recipe=gtp.BF16(grad_wire=grad_wire),
-    )
+    config, mesh = LlamaConfig(**{**SIZES, "num_experts": experts}), gtp.make_mesh(gtp=degree, tp=tp)
+    options = dict(batch=4 * parts, seq=128, microbatches=parts, recipe=gtp.BF16(grad_wire=grad_wire))
+    step = lowered_step(config, mesh, **options)
     over_gtp = [c for c in hlo.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     # on one tp rank, (query, key and value), out, (gate and up), down: what is fused is one matrix
     kernels = [(512 // tp, 128), (128, 256 // tp)]
@@ -247,8 +230,3 @@ def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
     assert text.count("stablehlo.all_to_all") == 2 * (LAYERS - 1)
     # the first layer's four, the others' query, key and value, the embedding's and the head's
     assert text.count("stablehlo.reduce_scatter") == 4 + (LAYERS - 1) + 2
-
-
-def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ValueError, match="`grad_wire` is 'int4'; it must be one of 'bf16', 'fp8', 'mxfp8', or `None`"):
-        gtp.NVFP4(grad_wire="int4")

@@ -26,7 +26,6 @@ EVERY = {
     "of modules": gtp.MXFP8(exclude=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
     "of gradients": gtp.NVFP4(grad_wire="fp8"),
 }
-UNSTOCHASTIC = [n for n, r in EVERY.items() if not any(k.operands and k.operands.stochastic for k in r.kinds)]
 FLAX = str(Path(flax.__file__).parent)
 
 
@@ -65,10 +64,9 @@ def test_the_record_sees_writes_to_a_model_and_to_merged_copies(written):
     assert written == [("Dense", "names"), ("Dense", "names"), ("Dense", "dtype")]
 
 
-CASES = [
-    *((name, {}) for name in EVERY),
+CASES = [(name, {}) for name in EVERY] + [
     ("of modules", dict(tie_embeddings=True)),
-    *((name, dict(num_experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
+    ("of modules", dict(num_experts=4)),
 ]
 DEFAULT = [("of gradients", {})]
 
@@ -92,17 +90,10 @@ def test_no_attribute_is_written_in_a_step(name, changes, written):
     assert not written
 
 
-@pytest.mark.parametrize("name", others_full(UNSTOCHASTIC, ["mxfp8"]))
-def test_no_attribute_is_written_under_a_recipe_in_scope(name, written):
+def test_no_attribute_is_written_under_a_recipe_in_scope(written):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, tokens):
-            gradients = nnx.grad(lambda model: gtp.cross_entropy(model(tokens), tokens)[0])(model)
-            optimizer.update(model, gradients)
-
-        with gtp.use_recipe(EVERY[name]):
-            step.lower(model, optimizer, jnp.zeros((8, 16), jnp.int32))
+        graph, state = nnx.split(abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)))
+        loss = lambda state, tokens: gtp.cross_entropy(nnx.merge(graph, state)(tokens), tokens)[0]  # noqa: E731
+        with gtp.use_recipe(EVERY["mxfp8"]):
+            jax.eval_shape(jax.grad(loss), state, jnp.zeros((8, 16), jnp.int32))
     assert not written

@@ -16,24 +16,27 @@ from ..hlo.programs import needs_target
 
 LAYERS = 3
 SIZES = dict(
-    vocab_size=32768,
-    hidden_size=4096,
-    num_layers=LAYERS,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
+    vocab_size=32768, hidden_size=4096, num_layers=LAYERS, num_heads=32, num_kv_heads=8, head_dim=128,
     intermediate_size=14336,
-)
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_target,
+    pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe()),
+]
 
 
-@pytest.mark.slow
-@needs_target
-@pytest.mark.skipif(not native.has("gtp_unpack", "CUDA"), reason=native.describe())
+def compiled(recipe, fp8=False, ranks=8, num_layers=LAYERS, seq=8192):
+    """A step for as many H200s, an example each."""
+    mesh = gtp.make_mesh(gtp=ranks, devices=hlo.topology_devices(hlo.parse_target(f"h200:{ranks}")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=fp8)}
+    config = LlamaConfig(**{**SIZES, "num_layers": num_layers})
+    return lowered_step(config, mesh, batch=ranks, seq=seq, compiler_options=options, recipe=recipe).compile()
+
+
 def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
-    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
-    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
-    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=gtp.NVFP4())
-    text = step.compile().as_text()
+    text = compiled(gtp.NVFP4()).as_text()
     found = hlo.launch_order(text)
     gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
     quantized = [e for e in gathers if "u8" in e.collective.dtype]  # XLA may join one with the head's
@@ -46,15 +49,8 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
     assert launches == [1, 1, 2 * LAYERS]
 
 
-@pytest.mark.slow
-@needs_target
-@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
 def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_too():
-    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
-    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
-    recipe = gtp.FP8(matmuls=True)
-    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
-    text = step.compile().as_text()
+    text = compiled(gtp.FP8(matmuls=True), fp8=True).as_text()
     gathers = [e for e in hlo.launch_order(text).collectives("all-gather") if "u8" in e.collective.dtype]
     assert [e.direction for e in gathers] == ["forward"] * LAYERS + ["backward"] * LAYERS
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3 * 4 * LAYERS
@@ -63,38 +59,24 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
     assert launches == [3 * 4 * LAYERS, 0, 4]
 
 
-@pytest.mark.slow
-@needs_target
-@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
 def test_scaling_by_earlier_steps_takes_no_pass_and_no_memory_that_current_scaling_does_not_take():
-    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
-    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
-    config = LlamaConfig(**{**SIZES, "num_layers": 2})
-
-    def compiled(recipe):
-        step = lowered_step(config, mesh, batch=2, seq=2048, compiler_options=options, recipe=recipe).compile()
+    def facts(recipe):
+        step = compiled(recipe, fp8=True, ranks=2, num_layers=2, seq=2048)
         memory, text = step.memory_analysis(), step.as_text()
         kernels = Counter(re.findall(r'custom_call_target="(gtp_quantize|__cublas\$lt\$matmul\$f8)"', text))
         large = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)]
         return kernels, sum(n for n in large if n >= 1 << 20), memory.temp_size_in_bytes
 
     (kernels, copied, bytes_), (wanted, wanted_copied, wanted_bytes) = map(
-        compiled, (gtp.FP8Delayed(), gtp.FP8(matmuls=True))
+        facts, (gtp.FP8Delayed(), gtp.FP8(matmuls=True))
     )
     assert kernels == wanted and copied == wanted_copied == 0  # no master is copied to read its amax
     assert bytes_ <= 1.02 * wanted_bytes
 
 
-@pytest.mark.slow
-@needs_target
-@pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
 @pytest.mark.parametrize("grad_wire", ["bf16", "mxfp8"])
 def test_a_layers_gradient_is_exchanged_under_the_layer_before(grad_wire):
-    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
-    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
-    recipe = gtp.NVFP4(grad_wire=grad_wire)
-    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
-    found = hlo.launch_order(step.compile().as_text())
+    found = hlo.launch_order(compiled(gtp.NVFP4(grad_wire=grad_wire)).as_text())
     exchanges = found.collectives("all-to-all")
     assert len(exchanges) == LAYERS and all(e.direction == "backward" for e in exchanges)
     # the first layer's has only the embedding's gradient to hide under

@@ -21,19 +21,6 @@ A case in brackets is one of `test_gradients_are_those_of_the_plain_model...`, h
 | wire bytes of a quantized gather | `test_recipe_collectives` |
 | full-operand matmuls | `tests/ops/test_linear_blocks`, `test_matmul_parity` |
 | the same in FP8 | `tests/ops/test_linear_fp8`, and here to the format's error |
-
-And what no test upstream holds:
-
-| property | here |
-|---|---|
-| quantize then gather = gather then quantize, to the bit | `test_packed_wire`: 2-D, 1-D, unequal, zero, NaN, tp |
-| gradients' values, padding over several shards | [NVFP4-gtp 8, unaligned]: 56 rows on eight shards of 16 |
-| sharded = unsharded in float32 | `test_in_float32_too`; no recipe: `tests/parity/test_llama_parity` |
-| zero, NaN and Inf blocks; E8M0 boundaries | `test_packed_wire`; `tests/ops/test_quantize_numerics` |
-| tp x gtp, experts divided | [gtp 2 x tp 2, experts divided, microbatches] |
-| no gathered weight is saved | `test_recipe_collectives`: `test_dequantized_weights_are_no_residual` |
-| collectives and bytes of a step | `test_recipe_`, `test_moe_`, `test_gradient_` and `test_held_...`, to the byte |
-| overlap | `test_recipe_overlap_h200` |
 """
 
 import dataclasses
@@ -43,6 +30,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -51,25 +39,13 @@ from ..parity.plain_llama import loss_and_gradient
 from .oracles import dequantized
 
 ALIGNED = LlamaConfig(
-    vocab_size=128,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=128,
+    vocab_size=128, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128,
     dtype="float64",
-)
+)  # fmt: skip
 UNALIGNED = LlamaConfig(
-    vocab_size=128,
-    hidden_size=56,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=14,
-    intermediate_size=120,
+    vocab_size=128, hidden_size=56, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=14, intermediate_size=120,
     dtype="float64",
-)
+)  # fmt: skip
 RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
 MESHES = {
     "gtp 4": (ALIGNED, dict(gtp=4), 1),
@@ -134,32 +110,22 @@ def check(config, degrees, microbatches, recipe, tolerance):
     assert_close(gradient, host(wanted), tolerance)
 
 
-@pytest.mark.parametrize(
-    "recipe, mesh",
-    [
-        pytest.param("NVFP4", "gtp 4", marks=pytest.mark.slow),
-        pytest.param("NVFP4", "gtp 2 x tp 2", marks=pytest.mark.slow),
-        pytest.param("NVFP4", "gtp 8, unaligned", marks=pytest.mark.slow),
-        pytest.param("NVFP4", "one device", marks=pytest.mark.slow),
-        ("NVFP4", "dp 2 x gtp 2, four microbatches"),
-        pytest.param("MXFP8", "gtp 2 x tp 2", marks=pytest.mark.slow),
-        pytest.param("MXFP8", "gtp 8, unaligned", marks=pytest.mark.slow),
-    ],
-)
+CASES = [
+    ("NVFP4", "dp 2 x gtp 2, four microbatches"),
+    ("NVFP4", "gtp 4"),
+    ("NVFP4", "gtp 2 x tp 2"),
+    ("NVFP4", "gtp 8, unaligned"),
+    ("NVFP4", "one device"),
+    ("MXFP8", "gtp 2 x tp 2"),
+    ("MXFP8", "gtp 8, unaligned"),
+    ("FP8", "gtp 4"),
+    ("NVFP4 1x16", "gtp 4"),
+]
+
+
+@pytest.mark.parametrize("recipe, mesh", others_full(CASES, CASES[:1]))
 def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mesh, x64):
     check(*MESHES[mesh], RECIPES[recipe], 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["FP8", "NVFP4 1x16"])
-def test_other_recipes_too(recipe, x64):
-    check(*MESHES["gtp 4"], RECIPES[recipe], 1e-12)
-
-
-@pytest.mark.slow
-def test_in_float32_too():
-    config, degrees, parts = MESHES["gtp 2 x tp 2"]
-    check(dataclasses.replace(config, dtype="float32"), degrees, parts, RECIPES["NVFP4"], 1e-5)
 
 
 def test_steps_update_the_master_and_quantize_it_anew(x64):
@@ -188,20 +154,7 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
     assert all(np.mean(a != b) > 0.05 for a, b in zip(codes, codes[1:], strict=False))
 
 
-@pytest.mark.slow
-def test_no_schedule_changes_the_numbers():
-    base = dataclasses.replace(ALIGNED, num_layers=3, dtype="float32")
-    found = []
-    for schedule in ({}, dict(prefetch=False), dict(unroll=1, keep_gathered=0)):
-        with scope(dict(gtp=4)):
-            state = start(dataclasses.replace(base, **schedule), optax.sgd(1.0))
-            run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=gtp.NVFP4()))
-            found.append(host(run(state, batch_of(base))))
-    for other in found[1:]:
-        assert_close(other, found[0], 1e-6)
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
     config = dataclasses.replace(ALIGNED, dtype="float32")
     batch = batch_of(config)
@@ -214,40 +167,11 @@ def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
     assert quantized == trained != plain
 
 
-def test_a_module_outside_a_chain_gathers_bytes_too():
-    """As a loss would call it that does not use `run_chain`."""
-    rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(8, 4, 64)).astype(np.float32), rng.normal(size=(64, 96)).astype(np.float32)
-
-    class Plain(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = gtp.Dense(64, 96, dtype="float32", kernel_init=lambda *_: w, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dense(x)
-
-    def loss(model, batch):
-        return (model(batch["x"]) ** 2).sum(), np.float32(1)
-
-    with scope(dict(gtp=4)):
-        state = gtp.TrainState.create(gtp.init(Plain, nnx.Rngs(0)), optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=gtp.MXFP8()))
-        _, gradient = run(state, {"x": x})
-        text = run.lower(state, {"x": x}).compile().as_text()
-        gradient = host(gradient)
-    form = gtp.MXFP8().wire
-    quantized = dequantized({"layers": {"kernel": w[None]}}, form, "float32")["layers"]["kernel"][0]
-    wanted = 2 * np.einsum("bsi,bso->io", x, x @ quantized)
-    np.testing.assert_allclose(gradient["dense"]["kernel"], wanted, rtol=1e-4, atol=1e-3)
-    assert "u8[4," in text
-
-
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "gradient, degrees",
     [
         ("e5m2", dict(gtp=2, tp=2)),
-        ("e5m2", dict(gtp=4)),
         ("e4m3", dict(gtp=4)),
     ],
 )

@@ -12,17 +12,16 @@ import optax
 import pytest
 from flax import nnx
 from placed import placed
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
 
+from .test_recipe_parity import scope
+
 RowFP8 = importlib.import_module("examples.07_wire_of_your_own").RowFP8
 
 LAYERS, WIDTH, HIDDEN = 3, 64, 128
-
-
-def scope(degrees):
-    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
 
 
 def by_rows(kernel):
@@ -44,8 +43,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("place, several", pairwise(PLACES, [True, False], usual=3))
 def test_a_gathered_weight_is_near_its_master(place, several):
     degrees, options, out = PLACES[place]
     sizes = {"a": out, "b": 2 * out} if several else out
@@ -117,17 +115,15 @@ def at_gtp_4():
     return trained(dict(gtp=4), RowFP8())
 
 
-@pytest.mark.parametrize(
-    "degrees, options",
-    [
-        (dict(gtp=2, dp=2), {}),
-        (dict(gtp=2, dp=2), dict(microbatches=2)),
-        (dict(gtp=2, dp=2), dict(view="local")),
-        (dict(gtp=2, dp=2, tp=2), {}),
-        (dict(gtp=1), {}),
-    ],
-    ids=str,
-)
+OTHERS = [
+    (dict(gtp=2, dp=2, tp=2), {}),
+    (dict(gtp=2, dp=2), dict(microbatches=2)),
+    (dict(gtp=2, dp=2), dict(view="local")),
+    (dict(gtp=1), {}),
+]
+
+
+@pytest.mark.parametrize("degrees, options", others_full(OTHERS, OTHERS[:1]), ids=str)
 def test_a_step_is_the_same_on_every_mesh(at_gtp_4, degrees, options):
     losses, before, after = at_gtp_4
     found, found_before, found_after = trained(degrees, RowFP8(), **options)
@@ -152,7 +148,9 @@ def test_a_step_multiplies_rounded_weights_and_its_gradient_goes_straight_to_the
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("degrees", [dict(gtp=4), dict(gtp=2, dp=2), dict(gtp=2, dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", others_full([dict(gtp=4), dict(gtp=2, dp=2), dict(gtp=2, dp=2, tp=2)], [dict(gtp=2, dp=2)]), ids=str
+)
 def test_a_weight_travels_as_bytes_in_forward_and_backward(degrees):
     with scope(degrees):
         optimizer = optax.sgd(0.1)
