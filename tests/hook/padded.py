@@ -17,28 +17,15 @@ from padded_states import padding_of
 
 import gtp_jax as gtp
 
+from .models import F64, Attention
+
 WIDTH, HIDDEN, VOCAB, LENGTH, BATCH = 26, 34, 37, 5, 42
-F64: dict[str, Any] = dict(dtype=jnp.float64, param_dtype=jnp.float64)
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, eps=1e-3),
     "muon": optax.contrib.muon(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
 }
 MESHES = {"gtp 7": dict(gtp=7), "gtp 3, dp 2": dict(dp=2, gtp=3), "gtp 3, tp 2": dict(gtp=3, tp=2)}
-
-
-class Attention(nnx.Module):
-    """Attention in float64 throughout, which `nnx.MultiHeadAttention` is not."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        # without a bias: the gradient of that of keys is zero except for rounding, which optimizers may normalize
-        self.qkv = nnx.LinearGeneral(WIDTH, (3, 2, 13), use_bias=False, rngs=rngs, **F64)
-        self.out = nnx.LinearGeneral((2, 13), WIDTH, axis=(-2, -1), rngs=rngs, **F64)
-
-    def __call__(self, x):
-        q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
-        scores = jnp.einsum("...qhd,...khd->...hqk", q, k) / 3
-        return self.out(jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores, -1), v))
 
 
 class Block(nnx.Module):
@@ -48,7 +35,8 @@ class Block(nnx.Module):
         init = nnx.initializers.lecun_normal()
         annotated = lambda *names: nnx.with_partitioning(init, names)  # noqa: E731
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, **F64)
-        self.attention = Attention(rngs)
+        # without a bias: the gradient of that of keys is zero except for rounding, which optimizers may normalize
+        self.attention = Attention(rngs, WIDTH, (2, 13), use_bias=False)
         self.up = nnx.Linear(WIDTH, HIDDEN, kernel_init=annotated(None, "tp"), rngs=rngs, **F64)
         self.down = nnx.Linear(HIDDEN, WIDTH, kernel_init=annotated("tp", None), rngs=rngs, **F64)
 
@@ -120,8 +108,19 @@ def sharded(rngs: nnx.Rngs, kind: type = Model, **options: Any) -> nnx.Module:
     return gtp.shard(kind(rngs), blocks_of(kind), **{"min_size": 80, **options})
 
 
+@functools.cache
+def _drawn(kind: type, seed: int) -> tuple[Any, Any]:
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])), nnx.use_eager_sharding(False):
+        graph, state = nnx.split(kind(nnx.Rngs(seed)))
+        return graph, jax.tree.map(np.asarray, state)
+
+
 def make(kind: type = Model, seed: int = 0, **options: Any) -> nnx.Module:
-    return gtp.init(functools.partial(sharded, kind=kind, **options), nnx.Rngs(seed))
+    """A sharded model, whose arrays are drawn once for all meshes."""
+    graph, state = _drawn(kind, seed)
+    with nnx.use_eager_sharding(False):
+        model = nnx.merge(graph, jax.tree.map(jnp.array, state))
+    return gtp.shard(model, blocks_of(kind), **{"min_size": 80, **options})
 
 
 @functools.cache

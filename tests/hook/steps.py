@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 
+PLAIN = optax.sgd(0.1)  # whose programs are small
 MESHES = {"gtp 8": dict(gtp=8), "dp 2, gtp 4": dict(dp=2, gtp=4)}
 
 
@@ -90,10 +91,11 @@ def together(
     *,
     steps: int = 3,
     stay: bool = True,
+    optimizer: Any = PLAIN,
     **options: Any,
 ):
     """Returns what `train` finds of a model that is sharded over a mesh, and of the same model without a mesh."""
-    wanted = train(make(), loss, batch, steps)
+    wanted = train(make(), loss, batch, steps, optimizer)
     with scope(degrees):
-        found = train(gtp.shard(make(), min_size=64, **options), loss, batch, steps, stay=stay)
+        found = train(gtp.shard(make(), min_size=64, **options), loss, batch, steps, optimizer, stay)
     return found, wanted

@@ -8,11 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
 
-WIDTH, VOCAB, LENGTH = 32, 48, 6
+WIDTH, VOCAB, LENGTH = 16, 48, 6
 F64: Any = dict(param_dtype=jnp.float64, dtype=jnp.float64)
 
 
@@ -57,7 +59,7 @@ def sharded(rngs):
     return gtp.shard(Model(rngs), "layers.*", min_size=64)
 
 
-def trained(model, optimizer, steps=3):
+def trained(model, optimizer, steps=2):
     state = gtp.TrainState.create(model, optimizer)
     step = gtp.train_step(loss, optimizer)
     losses = []
@@ -70,7 +72,7 @@ def trained(model, optimizer, steps=3):
 def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
     optimizer = optax.sgd(0.5)
     wanted, params = trained(adapted(Model(nnx.Rngs(0))), optimizer)
-    assert wanted[2] < wanted[1] < wanted[0]
+    assert wanted[1] < wanted[0]
     assert set(params["layers"]["0"]["attention"]) == {"query", "key", "value", "out"} and set(params) == {"layers"}
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         found, others = trained(adapted(sharded(nnx.Rngs(0))), optimizer)
@@ -79,19 +81,20 @@ def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
         # JAX's attention, which Flax's layer calls, has its softmax in float32
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
-    plain = Model(nnx.Rngs(0))
-    total, count = loss(plain, batch_of())
-    np.testing.assert_allclose(wanted[0], total / count, rtol=1e-13)  # `b` begins as zeros
+    plain, call = Model(nnx.Rngs(0)), nnx.jit(lambda model, tokens: model(tokens))
+    total, count = nnx.jit(loss)(plain, batch_of())
+    np.testing.assert_allclose(wanted[0], total / count, rtol=1e-12)  # `b` begins as zeros
     for number, layer in enumerate(plain.layers):
-        for path, own in (("up", params["layers"][str(number)]["up"]), ("down", params["layers"][str(number)]["down"])):
-            kernel = getattr(layer, path).kernel
-            kernel[...] = kernel[...] + 3 * own["adapter"]["a"] @ own["adapter"]["b"]
-        for name, own in params["layers"][str(number)]["attention"].items():
-            kernel = getattr(layer.attention, name).kernel
-            kernel[...] = kernel[...] + jnp.reshape(3 * own["adapter"]["a"] @ own["adapter"]["b"], kernel[...].shape)
+        own = params["layers"][str(number)]
+        merged = {path: (getattr(layer, path), own[path]) for path in ("up", "down")}
+        merged |= {name: (getattr(layer.attention, name), one) for name, one in own["attention"].items()}
+        for projection, one in merged.values():
+            kernel = np.asarray(projection.kernel[...])
+            product = 3 * one["adapter"]["a"] @ one["adapter"]["b"]
+            projection.kernel.set_value(jnp.asarray(kernel + product.reshape(kernel.shape)))
     model = adapted(Model(nnx.Rngs(0)))
     nnx.update(model, params_of(model, params))
-    np.testing.assert_allclose(model(batch_of()["tokens"]), plain(batch_of()["tokens"]), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(call(model, batch_of()["tokens"]), call(plain, batch_of()["tokens"]), rtol=0, atol=1e-6)
 
 
 def params_of(model, params):
@@ -138,20 +141,18 @@ class Mixed(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Shared, {}, "one is a layer that is also other, so it cannot have an adapter of its own"),
-        (Shared, dict(targets=["one"]), "`targets` has 'one', which matches one (layer that is also other)"),
-        (Shared, dict(targets=["other"]), "`targets` has 'other', which matches other (layer that is also one)"),
-        (Scanned, {}, "layers is an nnx.Linear that has a kernel of shape (2, 8, 8), stacked by a scan or a `Stack`"),
-        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "the Linear contains no layer that supports adapters"),
-        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already has an adapter"),
-        (Model, dict(recipe=gtp.FP8()), "`recipe` is FP8, but layers.0.attention.key is a Flax layer"),
-        (Mixed, dict(recipe=gtp.FP8()), "`recipe` is FP8, but second is a Flax layer"),
+        (Shared, {}, "one also other"),
+        (Shared, dict(targets=["one"]), "`targets` 'one' also other"),
+        (Shared, dict(targets=["other"]), "`targets` 'other' also one"),
+        (Scanned, {}, "layers nnx.Linear (2, 8, 8) `Stack`"),
+        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "Linear no layer"),
+        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already"),
+        (Mixed, dict(recipe=gtp.FP8()), "`recipe` FP8 second Flax"),
     ],
 )
 def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=naming(message)):
         gtp.lora(make(nnx.Rngs(0)), 2, 4, rngs=nnx.Rngs(0), **options)
-    assert message in str(refused.value)
 
 
 class Tuned(nnx.Module):
@@ -165,9 +166,7 @@ class Tuned(nnx.Module):
 def test_a_recipe_that_quantizes_a_sharded_weight_is_refused_where_it_is_frozen(recipe):
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         model = gtp.shard(Tuned(nnx.Rngs(0)), min_size=WIDTH * WIDTH)
-        with pytest.raises(
-            ValueError, match=r"`recipe` quantizes layers\.\d\.kernel, a weight that `gtp_jax\.shard` has"
-        ):
+        with pytest.raises(ValueError, match=naming("`recipe` quantizes `gtp_jax.shard`")):
             gtp.freeze(model, recipe)
         frozen = gtp.freeze(model, gtp.FP8(exclude=("layers",)))
         assert isinstance(frozen.own.kernel.get_value(), gtp.formats.QuantizedArray)
@@ -181,12 +180,11 @@ class OnlyProjections(nnx.Module):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
 
-@pytest.mark.parametrize("make", [Model, OnlyProjections])
+@pytest.mark.parametrize("make", others_full([OnlyProjections, Model], [OnlyProjections]))
 def test_sharding_behind_adapters_is_refused(make):
-    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError) as refused:
+    named = naming("frozen `gtp_jax.lora` `gtp_jax.freeze` `gtp_jax.shard` first")
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=named):
         gtp.shard(adapted(make(nnx.Rngs(0))), "layers.*", min_size=64)
-    assert "has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`" in str(refused.value)
-    assert "Call `gtp_jax.shard` first, and then freeze it or add adapters" in str(refused.value)
 
 
 def test_frozen_parameters_of_own_layers_are_left_to_these_layers():

@@ -11,11 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hook
 
-from .models import GPT2, WIDTH, Block, mean_of, tokens
+from .models import GPT2, WIDTH, Block, Few, mean_of, tokens
 from .steps import MESHES, assert_equal, scope, train
 
 DEPTH = 2
@@ -69,11 +71,10 @@ def test_copies_of_every_kind_compute_the_same(x64):
 def assert_sharded(model, optimizer):
     for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-            if leaf.size >= 64:
-                assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
+            assert leaf.size < 64 or leaf.addressable_shards[0].data.size == leaf.size // 8, path
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("mesh", others_full(MESHES, ["gtp 8"]))
 def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
     with scope(MESHES[mesh]):
         model = sharded()
@@ -84,7 +85,7 @@ def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
         assert_sharded(model, optimizer)
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("momentum", others_full([None, 0.9], [0.9]))
 def test_an_optimizer_of_factored_moments_steps_as_on_one_device(momentum, x64):
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=momentum, eps=1e-4)
     wanted = train(make(), mean_of("plain"), tokens(), optimizer=optimizer)
@@ -132,19 +133,14 @@ def test_a_model_is_created_as_shards(x64):
 
 def test_without_the_hook_a_model_takes_forward_mode(x64):
     with scope(MESHES["gtp 8"]):
-        model = sharded()
-        model.eval()
-        graph, state = nnx.split(model)
-        function = lambda state: mean_of("plain")(nnx.merge(graph, state), tokens())  # noqa: E731
-        ones = jax.tree.map(
-            lambda a: jnp.ones_like(a) if a.dtype == jnp.float64 else np.zeros(a.shape, jax.dtypes.float0), state
-        )
+        graph, state = nnx.split(gtp.shard(Few(), "blocks.*", min_size=64))
+        function = lambda state: jnp.sin(nnx.merge(graph, state)(tokens())).mean()  # noqa: E731
+        ones = jax.tree.map(jnp.ones_like, state)
         with gtp.without_hook():
             _, along = jax.jit(lambda state: jax.jvp(function, (state,), (ones,)))(state)
-        gradient = jax.jit(jax.grad(function, allow_int=True))(state)
-        wanted = sum(g.sum() for g in jax.tree.leaves(gradient) if g.dtype == jnp.float64)
+        wanted = sum(g.sum() for g in jax.tree.leaves(jax.jit(jax.grad(function))(state)))
         np.testing.assert_allclose(along, wanted, rtol=1e-12)
-        with pytest.raises(TypeError, match=r"forward mode.*gtp_jax\.without_hook"):
+        with pytest.raises(TypeError, match=naming("gtp_jax.without_hook")):
             jax.jvp(function, (state,), (ones,))
 
 
@@ -185,13 +181,13 @@ def test_forward_mode_is_refused_because_of_a_users_custom_vjp_where_that_is_the
     x = jnp.ones((8, 16))
     with scope(MESHES["gtp 8"]):
         outside = gtp.shard(Around(outside=True), "layers.*", min_size=64)
-        with pytest.raises(TypeError, match=r"that Around calls is .*: `.*doubled\(x\).*`, in __call__ at"):
+        with pytest.raises(TypeError, match=naming("Around doubled(x) __call__")):
             jax.jvp(outside, (x,), (x,))
         within = gtp.shard(Around(differentiates=True), "layers.*", min_size=64)
-        with pytest.raises(TypeError, match="that Doubling calls is .*: the one with the backward rule `doubled_bwd`"):
+        with pytest.raises(TypeError, match=naming("Doubling `doubled_bwd`")):
             within(x)
         both = gtp.shard(Around(), "layers.*", min_size=64)
-        with pytest.raises(TypeError, match="`gtp_jax.without_hook` may not help.* function doubled at "):
+        with pytest.raises(TypeError, match=naming("`gtp_jax.without_hook` doubled")):
             jax.jvp(both, (x,), (x,))
 
 
@@ -201,7 +197,6 @@ def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_
         state = gtp.TrainState.create(gtp.shard(nnx.Sequential(*layers), nnx.Linear, min_size=64), optax.sgd(0.1))
         step = gtp.train_step(lambda model, x: (jnp.sum(model(x)), x.shape[0]), optax.sgd(0.1), view="local")
         step.lower(state, jnp.ones((8, 16)))
-        with gtp.without_hook(), pytest.raises(ValueError) as refused:
+        refused = naming("local view", "kernel of Linear", "(2, 16)", "global `without_hook`")
+        with gtp.without_hook(), pytest.raises(ValueError, match=refused):
             step.lower(state, jnp.ones((8, 16)))
-    assert "in local view, where only the hook gathers the weight kernel of Linear" in str(refused.value)
-    assert "of shape (2, 16). Use the global view, or call the model outside of `without_hook`" in str(refused.value)

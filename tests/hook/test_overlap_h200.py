@@ -67,6 +67,7 @@ def test_temporaries_are_fewer_than_without_the_hook(remat):
 CODES = sum(MATRICES) // 8 // 2 + sum(MATRICES) // 8 // 256
 
 
+@pytest.mark.full
 def test_codes_of_a_block_are_made_once_and_gathered_under_the_block_before_it():
     program = hlo.launch_order(compiled(recipe=gtp.NVFP4())[0])
     gathers = program.collectives("all-gather")

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from padded_states import same
-from selection import pairwise
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.hook import sharded_weights
@@ -23,9 +23,12 @@ RECIPES = {
     "MXFP8 matmuls": (gtp.MXFP8(matmuls=True), 1e-12),
     "FP8 in blocks": (gtp.FP8Blocks(), 1e-6),
 }
+USUAL = ["NVFP4", "FP8 in blocks", "MXFP8 matmuls", "FP8", "MXFP8", "FP8 matmuls"]
 
 
-@pytest.mark.parametrize(("name", "mesh", "view"), pairwise(RECIPES, ["gtp 7", "gtp 3, dp 2"], ["global", "local"]))
+@pytest.mark.parametrize(
+    ("name", "mesh", "view"), pairwise(USUAL, ["gtp 7", "gtp 3, dp 2"], ["global", "local"], usual=1)
+)
 def test_steps_under_a_recipe_are_those_of_one_device(name, mesh, view, x64):
     recipe, atol = RECIPES[name]
     wanted, losses, _ = trained("adamw", recipe=recipe)
@@ -34,7 +37,8 @@ def test_steps_under_a_recipe_are_those_of_one_device(name, mesh, view, x64):
     same(found, wanted, atol)
 
 
-@pytest.mark.parametrize(("name", "view"), pairwise(["NVFP4", "FP8 matmuls", "FP8 in blocks"], ["global", "local"]))
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "view"), [("NVFP4", "global"), ("FP8 matmuls", "local"), ("FP8 in blocks", "global")])
 def test_steps_of_stacked_weights_under_a_recipe_are_those_of_one_device(name, view, x64):
     recipe, atol = RECIPES[name]
     wanted, losses, _ = trained("adamw", kind=Stacked, recipe=recipe)
@@ -43,7 +47,7 @@ def test_steps_of_stacked_weights_under_a_recipe_are_those_of_one_device(name, v
     same(found, wanted, atol)
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "FP8 in blocks", "MXFP8 matmuls"])
+@pytest.mark.parametrize("name", others_full(USUAL[:3], ["FP8 in blocks"]))
 def test_where_tp_cuts_blocks_calls_are_those_of_weights_that_are_not_padded(name, x64):
     """On one device, recipes quantize these weights, because nothing cuts their blocks."""
     tokens, found = batches(1)[0], []
@@ -71,10 +75,10 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize(("wire", "view"), pairwise(["bf16", "fp8", "mxfp8"], ["global", "local"]))
+@pytest.mark.parametrize(("wire", "view"), pairwise(["fp8", "mxfp8", "bf16"], ["global", "local"], usual=1))
 def test_exchanged_gradients_are_those_of_gtp_jax_own_layers(wire, view, x64):
-    x, found = jax.random.normal(jax.random.key(0), (42, 33), jnp.float64), []
     rng = np.random.default_rng(0)
+    x = rng.normal(size=(42, 33))
     kernels = [jnp.asarray(rng.normal(size=(33, 33)) / 6) for _ in range(2)]
 
     def loss(model, x):

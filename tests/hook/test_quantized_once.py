@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo, native
@@ -39,23 +40,15 @@ class Model(nnx.Module):
 MATRICES = 2 * 4 + 1 + 1  # of two blocks, the table and the positions
 
 
-class Remat(Model):
-    """Passes a block through `nnx.remat`, which calls it with arrays of its own."""
-
-    def __call__(self, tokens):
-        x = self.embed(tokens) + self.positions[...]
-        return self.embed.attend(nnx.remat(lambda block, x: block(x))(self.blocks[0], self.blocks[1](x)))
-
-
 def sharded(rngs, model=Model):
     return gtp.shard(model(rngs), "blocks.*", min_size=64)
 
 
-def program(degrees, recipe, view, model=Model):
+def program(degrees, recipe, view):
     """Returns a step of several microbatches, compiled for eight H200s, where XLA moves nothing out of the loop."""
     optimizer, devices = optax.sgd(0.1), hlo.topology_devices(hlo.parse_target("h200:8"))
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=devices)):
-        state = gtp.TrainState.create(abstract_model(lambda rngs: sharded(rngs, model)), optimizer)
+        state = gtp.TrainState.create(abstract_model(sharded), optimizer)
         step = gtp.train_step(
             loss, optimizer, recipe=recipe, microbatches=PARTS, view=view, compiler_options=hlo.COMPILE_OPTIONS
         )
@@ -73,6 +66,7 @@ def launches(module, kernel):
     return [v.times for v in module.walk() if f'custom_call_target="gtp_{kernel}"' in v.instruction.attributes]
 
 
+@pytest.mark.full
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
 @pytest.mark.parametrize("mesh, view", [("gtp 8", "global"), ("dp 2, gtp 4", "global"), ("dp 2, gtp 4", "local")])
@@ -82,12 +76,6 @@ def test_a_step_finds_all_amaxes_at_once_and_packs_weights_before_its_microbatch
     assert launches(found, "multi_amax") == [1] and set(launches(found, "pack")) == {1}
     # each microbatch unpacks them for each call, in both passes; the lookup, and the last call, only in forward
     assert sum(launches(found, "unpack")) >= PARTS * (2 * 3 + 2 + 1)
-
-
-@needs_target
-def test_a_block_within_a_transformation_of_flax_is_quantized_where_it_is_called():
-    found = maxima(program(MESHES["gtp 8"], gtp.NVFP4(exclude=()), "global", Remat))
-    assert (PARTS, 4) in found and (1, MATRICES) in found
 
 
 def negated(model):
@@ -126,10 +114,13 @@ def layer_shared(rngs):
     return gtp.shard(model, Block, min_size=64)
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
-@pytest.mark.parametrize("make", [two_models, block_copied, layer_shared])
+COPIES = [(two_models, "local"), (block_copied, "global"), (layer_shared, "local")]
+ALL_COPIES = [*COPIES, (two_models, "global"), (block_copied, "local"), (layer_shared, "global")]
+
+
+@pytest.mark.parametrize("make, view", others_full(ALL_COPIES, COPIES))
 def test_modules_with_the_same_path_keep_their_own_codes_and_share_those_of_a_layer_in_common(make, view):
-    x = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
     loss = lambda model, x: (jnp.square(model(x)).sum(), jnp.float32(x.size))  # noqa: E731
     with scope(MESHES["dp 2, gtp 4"]):
         model, recipe = make(nnx.Rngs(0)), gtp.NVFP4(exclude=())
@@ -158,9 +149,10 @@ class OfMixed(Model):
         self.blocks = nnx.List([Mixed(rngs) for _ in range(2)])
 
 
-@pytest.mark.parametrize(
-    "mesh, name", [*(("gtp 8", name) for name in (*RECIPES, "a format of one's own")), ("dp 2, gtp 4", "NVFP4")]
-)
+USED = [*(("gtp 8", name) for name in (*RECIPES, "a format of one's own")), ("dp 2, gtp 4", "NVFP4")]
+
+
+@pytest.mark.parametrize("mesh, name", others_full(USED, [("gtp 8", "FP8Blocks"), ("dp 2, gtp 4", "NVFP4")]))
 def test_a_step_multiplies_what_calls_multiply_that_quantize_for_themselves(mesh, name):
     recipe = RECIPES[name] if name in RECIPES else RowScaledRecipe()
     with scope(MESHES[mesh]):

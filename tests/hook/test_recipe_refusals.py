@@ -6,18 +6,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
 
 import gtp_jax as gtp
 
 from .recipes import BATCH, FP8, WIDTH, Dense, loss, of_drawn_arrays, tokens
 from .steps import MESHES, scope
 
-
-def test_blocks_about_which_a_recipe_may_decide_otherwise_cannot_be_stacked():
-    with scope(MESHES["gtp 8"]):
-        model = of_drawn_arrays()
-        with pytest.raises(ValueError, match="different pytree metadata"):
-            jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
+X = np.ones((BATCH, WIDTH), np.float32)
 
 
 class Writing(nnx.Module):
@@ -33,16 +29,11 @@ class Writing(nnx.Module):
     "written", [lambda kernel: jnp.clip(kernel, -10, 10), lambda kernel: np.ones(kernel.shape, kernel.dtype)]
 )
 def test_writing_a_quantized_weight_is_refused(written):
-    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
-    with scope(MESHES["gtp 8"]):
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.NVFP4()):
         blocks = (Writing(written, nnx.Rngs(i)) for i in range(2))
         model = gtp.shard(nnx.Sequential(*blocks), Writing, min_size=64)
-        nnx.jit(lambda model, x: model(x))(model, x)
-        with (
-            gtp.use_recipe(gtp.NVFP4()),
-            pytest.raises(ValueError, match=r"writes the weight layers\.0\.linear\.kernel"),
-        ):
-            nnx.jit(lambda model, x: model(x))(model, x)
+        with pytest.raises(ValueError, match=naming("writes layers.0.linear.kernel")):
+            jax.eval_shape(model, X)
 
 
 class Holder(nnx.Module):
@@ -55,24 +46,21 @@ class Holder(nnx.Module):
 
 
 def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refused():
-    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Holder(nnx.Rngs(0)), "blocks.*", min_size=64)
         scale = np.asarray(model.scale.get_value())
-        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match="writes the weight scale.*method of a block"):
-            nnx.jit(lambda model, x: model(x))(model, x)
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("writes scale block")):
+            nnx.jit(lambda model, x: model(x))(model, X)
         np.testing.assert_array_equal(model.scale.get_value(), scale)
 
 
 REFUSED = {
-    "layers": (
-        gtp.NVFP4(high_precision_last=1),
-        r"or `high_precision_last`.*not supported.*Leave both at 0, and name blocks in",
-    ),
+    "layers": (gtp.NVFP4(high_precision_last=1), "`high_precision_last` `exclude`"),
     "attention": (
         gtp.FP8(matmuls=True, attention=True),
-        r"only `gtp_jax.Attention` and `gtp_jax.CrossAttention` compute.*not supported.*Pass `attention=False`",
+        "`gtp_jax.Attention` `gtp_jax.CrossAttention` attention=False",
     ),
+    "delayed scaling": (gtp.FP8Delayed(), "`FP8Delayed` gtp_jax.FP8(matmuls=True)"),
 }
 
 
@@ -81,22 +69,12 @@ def test_what_sharded_models_do_not_support_is_refused(name):
     recipe, message = REFUSED[name]
     with scope(MESHES["gtp 8"]):
         model = of_drawn_arrays()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=naming(message)):
             gtp.explain(model, recipe)
-        with pytest.raises(ValueError, match=message), gtp.use_recipe(recipe):
-            model(tokens())
-        state = gtp.TrainState.create(model, optax.sgd(0.1))
-        with pytest.raises(ValueError, match=message):
-            gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
-
-
-def test_delayed_scaling_is_refused():
-    message = r"asks for `FP8Delayed`, which scales by amaxes of earlier steps.*Pass `gtp_jax.FP8\(matmuls=True\)`"
-    with scope(MESHES["gtp 8"]):
-        model, recipe = of_drawn_arrays(), gtp.FP8Delayed()
-        with pytest.raises(ValueError, match=message):
-            gtp.explain(model, recipe)
-        with pytest.raises(ValueError, match=message):
+        if name != "delayed scaling":
+            with pytest.raises(ValueError, match=naming(message)), gtp.use_recipe(recipe):
+                model(tokens())
+        with pytest.raises(ValueError, match=naming(message)):
             state = gtp.TrainState.create(model, optax.sgd(0.1), recipe=recipe)
             gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
 
@@ -112,13 +90,13 @@ def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
 
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Scanned(nnx.Rngs(0)), min_size=64)
-        with pytest.raises(ValueError, match=r"'mlp' matches no module with weights.*layers.0.kernel"):
+        with pytest.raises(ValueError, match=naming("'mlp' layers.0.kernel")):
             gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
-        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), jnp.ones((8, WIDTH)), length=2)[0]  # noqa: E731
-        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"quantizes scale.*scan.*keep 'scale'"):
+        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), X, length=2)[0]  # noqa: E731
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("scale scan 'scale'")):
             scan()
         with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
-            assert np.isfinite(scan()).all()
+            jax.eval_shape(scan)
 
 
 def test_second_derivatives_of_fp8_matmuls_are_refused():
@@ -126,5 +104,5 @@ def test_second_derivatives_of_fp8_matmuls_are_refused():
     with scope(MESHES["gtp 8"]), gtp.use_recipe(FP8):
         model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64)
         inner = lambda x: jax.grad(lambda x: jnp.sin(model(x)).sum())(x)  # noqa: E731
-        with pytest.raises(TypeError, match="differentiated again through `linear_fp8`"):
+        with pytest.raises(TypeError, match=naming("`linear_fp8`")):
             jax.eval_shape(jax.grad(lambda x: (inner(x) ** 2).sum()), x)

@@ -7,6 +7,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -77,11 +79,10 @@ class Tied(nnx.Module):
         return self.head(x) + x @ self.table[...].T
 
 
-@pytest.mark.parametrize(
-    "view, recipe, remat",
-    [("global", gtp.NVFP4(), False), ("local", gtp.NVFP4(), False), ("local", gtp.BF16(), True)],
-    ids=["codes", "codes, local", "remat, local"],
-)
+VIEWS = [("local", gtp.NVFP4(), False), ("local", gtp.BF16(), True), ("global", gtp.NVFP4(), False)]
+
+
+@pytest.mark.parametrize("view, recipe, remat", others_full(VIEWS, VIEWS[:2]), ids=str)
 def test_a_weight_of_the_model_itself_that_a_module_shares_is_gathered_once(view, recipe, remat):
     def loss(model, tokens):
         return gtp.cross_entropy(model(tokens), jnp.roll(tokens, 1, axis=1))
@@ -110,7 +111,7 @@ def test_a_weight_that_cannot_be_gathered_within_a_loop_is_refused_in_local_view
     with scope(MESHES["gtp 8"]):
         factory = lambda rngs: gtp.shard(Looping(rngs), "blocks.*", min_size=64)  # noqa: E731
         assert gtp.check(loss, factory, inputs())
-        with pytest.raises(ValueError, match=r"in local view, ranks hold shards of scale.*use the global view"):
+        with pytest.raises(ValueError, match=naming("local scale global")):
             gtp.check(loss, factory, inputs(), view="local")
 
 
@@ -149,7 +150,7 @@ class Predictors(nnx.Module):
         )
 
 
-@pytest.mark.parametrize("path", ["embed", "head.embed", "predictors.0.head.embed", "predictors.1.head.embed"])
+@pytest.mark.parametrize("path", ["head.embed", "predictors.1.head.embed"])
 def test_what_a_shared_module_shares_is_known_by_each_of_its_paths(path):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Predictors(nnx.Rngs(0)), nnx.Linear, min_size=64, specs={f"{path}.*": P(None, "gtp")})
@@ -214,9 +215,7 @@ def test_explain_reports_the_slices_that_a_scan_gathers():
 def test_a_scan_over_a_dimension_that_is_sharded_is_refused(x64):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Scanned(8), Block, min_size=64, specs={"layers.up.kernel": P("gtp")})
-        with pytest.raises(
-            ValueError, match=r"layers\.up\.kernel has 3 dimensions.* array of shape \(16, 32\).*`specs`"
-        ):
+        with pytest.raises(ValueError, match=naming("layers.up.kernel 3 (16, 32) `specs`")):
             model(inputs())
 
 

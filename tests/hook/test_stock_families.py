@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import others_full
 
 from .models import F64, WIDTH, Attention
 from .models import Block as TransformerBlock
@@ -59,31 +60,6 @@ class EncoderDecoder(nnx.Module):
         return y
 
 
-class Pairs(nnx.Module):
-    """Two towers of convolutions with batch statistics; the loss is over all pairs of a batch."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.towers = nnx.List([nnx.List([Convolving(rngs) for _ in range(2)]) for _ in range(2)])
-
-    def __call__(self, x):
-        found = []
-        for tower, own in zip(self.towers, (x, jnp.roll(x, 1, axis=1)), strict=True):
-            for block in tower:
-                own = block(own)
-            found.append(own.mean(1))
-        return jax.nn.log_softmax(found[0] @ found[1].T)
-
-
-class Convolving(nnx.Module):
-    def __init__(self, rngs):
-        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), use_bias=False, rngs=rngs, **F64)
-        self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs, **F64)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.norm(self.conv(x)))
-
-
 class Recurrent(nnx.Module):
     """Cells that Flax scans over the sequence."""
 
@@ -104,7 +80,6 @@ def drawn(*shape):
 CASES = {
     "ViT": (ViT, drawn(BATCH, 8, 8, 3), "gtp 8"),
     "encoder and decoder": (EncoderDecoder, drawn(BATCH, LENGTH, WIDTH), "dp 2, gtp 4"),
-    "pairs, batch norm": (Pairs, drawn(BATCH, LENGTH, WIDTH), "gtp 8"),
     "recurrent": (Recurrent, drawn(BATCH, LENGTH, WIDTH), "dp 2, gtp 4"),
 }
 
@@ -113,9 +88,7 @@ def loss(model, x):
     return jnp.sin(3 * model(x)).mean()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "ViT" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", others_full(CASES, ["ViT"]))
 def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
     make, x, mesh = CASES[name]
     found, wanted = together(make, loss, jnp.asarray(x), MESHES[mesh], steps=2)

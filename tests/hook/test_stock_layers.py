@@ -1,18 +1,17 @@
 """Stock layers in their own dtypes, with adapters, and together with gtp_jax's layers."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import others_full
 
 import gtp_jax as gtp
 
-from .models import DEPTH, F64, GPT2, WIDTH, mean_of, tokens
-from .steps import MESHES, scope, train
+from .models import F64, GPT2, WIDTH, mean_of, tokens
+from .steps import MESHES, PLAIN, scope, train
 
 
 class Block(nnx.Module):
@@ -46,13 +45,13 @@ def loss(model, tokens):
 
 
 @pytest.mark.parametrize(
-    "dtype, tolerance", [({}, 2e-6), pytest.param(dict(dtype=jnp.bfloat16), 3e-2, marks=pytest.mark.slow)]
+    "dtype, tolerance", [({}, 2e-6), pytest.param(dict(dtype=jnp.bfloat16), 3e-2, marks=pytest.mark.full)]
 )
 def test_steps_in_the_layers_own_dtypes_are_those_without_a_mesh(dtype, tolerance):
     plain, batch = Model(**dtype), tokens()
-    wanted = train(plain, loss, batch, steps=1)
+    wanted = train(plain, loss, batch, 1, PLAIN)
     with scope(MESHES["gtp 8"]):
-        found = train(gtp.shard(Model(**dtype), min_size=64), loss, batch, steps=1)
+        found = train(gtp.shard(Model(**dtype), min_size=64), loss, batch, 1, PLAIN)
     first = [name for name in wanted if name.startswith("first")]
     # the gradient of the keys' bias is zero except for rounding
     size = max(float(np.abs(wanted[name]).max()) for name in first if "gradient" in name)
@@ -127,7 +126,7 @@ def of_adapters(model, tokens):
     return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", others_full(["before", "after"], ["after"]))
 def test_adapters_may_be_added_before_sharding_or_after(when, x64):
     plain = with_adapters(gpt2(), nnx.Rngs(5))
     wanted = of_adapters(plain, tokens())
@@ -170,33 +169,3 @@ def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
         assert "placement" in model.blocks[0].attention.qkv.a.get_metadata()
     assert_leaves_close(found, wanted)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_adapters_of_qwix_have_their_gradients(when, x64):
-    qwix = pytest.importorskip("qwix", reason="qwix is not installed")
-    provider = qwix.LoraProvider(module_path=".*(up|down)", rank=2, alpha=4.0)
-
-    def adapted(model):
-        model = qwix.apply_lora_to_model(model, provider, tokens())
-        for path, leaf in nnx.iter_graph(model):
-            if isinstance(leaf, nnx.LoRAParam):
-                shape = leaf.get_raw_value().shape
-                leaf.set_raw_value(jnp.asarray(np.random.default_rng(len(str(path))).normal(size=shape)))
-        return model
-
-    def make():
-        model = GPT2(nnx.Rngs(0, dropout=1))
-        model.eval()
-        return model
-
-    wanted = jax.tree.map(np.asarray, of_adapters(adapted(make()), tokens()))
-    with scope(MESHES["gtp 8"]):
-        if when == "before":
-            model = gtp.shard(adapted(make()), "blocks.*", min_size=64)
-        else:
-            model = adapted(gtp.shard(make(), "blocks.*", min_size=64))
-        found = jax.tree.map(np.asarray, of_adapters(model, tokens()))
-    assert_leaves_close(found, wanted)
-    assert len(jax.tree.leaves(wanted[1])) == 4 * DEPTH and "qwix" in sys.modules
