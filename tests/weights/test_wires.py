@@ -289,7 +289,7 @@ class OneScaleRecipe(RowScaledRecipe):
         return OneScale()
 
 
-PLACES = [(Stacked, "gtp 2 x tp 2", {}), (Stacked, "dp 2 x gtp 2", {"view": "local"}), (Listed, "gtp 2 x tp 2", {})]
+PLACES = [(Stacked, "gtp 2 x tp 2", {}), (Stacked, "dp 2 x gtp 2", {"view": "local"}), (Listed, "gtp 4", {})]
 
 
 @pytest.mark.parametrize("model, mesh, options", others_full(PLACES, PLACES[:1]))
