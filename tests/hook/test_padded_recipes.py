@@ -47,7 +47,7 @@ def test_steps_of_stacked_weights_under_a_recipe_are_those_of_one_device(name, v
     same(found, wanted, atol)
 
 
-@pytest.mark.parametrize("name", others_full(USUAL[:3], ["FP8 in blocks"]))
+@pytest.mark.parametrize("name", others_full(USUAL[:3], ["NVFP4"]))
 def test_where_tp_cuts_blocks_calls_are_those_of_weights_that_are_not_padded(name, x64):
     """On one device, recipes quantize these weights, because nothing cuts their blocks."""
     tokens, found = batches(1)[0], []

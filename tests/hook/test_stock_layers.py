@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 
@@ -126,7 +125,8 @@ def of_adapters(model, tokens):
     return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
 
 
-@pytest.mark.parametrize("when", others_full(["before", "after"], ["after"]))
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_may_be_added_before_sharding_or_after(when, x64):
     plain = with_adapters(gpt2(), nnx.Rngs(5))
     wanted = of_adapters(plain, tokens())

@@ -33,7 +33,7 @@ def without_mesh(way):
     return train(make(way)(), mean_of(way), tokens(), optimizer=optimizer_of(way))
 
 
-USUAL = ["plain", "hidden state", "any order", "U shape", "nnx.remat", "cond"]
+USUAL = ["plain", "hidden state", "any order", "nnx.remat", "cond"]
 
 
 @pytest.mark.parametrize("way", others_full(WAYS, USUAL))
