@@ -92,7 +92,7 @@ def test_one_step_has_the_recipe_in_scope_at_each_call_as_if_it_were_the_argumen
 def test_codes_are_gathered_in_advance_of_the_recipe_in_scope_alone(mesh):
     ahead = gtp.train_step(squares, OPTIMIZER, microbatches=2, pregathered_layers="all")
     with pytest.raises(ValueError, match=naming("recipe codes")):
-        ahead(gtp.TrainState.create(gtp.nn.abstract_model(stacked), OPTIMIZER), X)
+        ahead.trace(gtp.TrainState.create(gtp.nn.abstract_model(stacked), OPTIMIZER), X)
 
 
 @pytest.mark.full
