@@ -1,39 +1,43 @@
-"""Every mutant still has its place in the package, and the tests that it names are there.
+"""Every mutant still has its place in the package, and the tests that it names are in the default tier.
 
 `python -m tests.mutants` runs those tests.
 """
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
-from .mutant import CHECKOUT, PACKAGE, Mutant, judge
+from .judge import failures_without_mutants, verdicts
+from .mutant import Mutant
 from .table import MUTANTS
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_text_of_a_mutant_stands_once_in_the_package(mutant):
-    places = [path.relative_to(PACKAGE).as_posix() for path in mutant.places()]
-    assert len(places) == 1, places
-    assert mutant.old != mutant.new
+def test_the_text_of_each_mutant_stands_once_in_the_package():
+    assert {mutant.name: mutant.places() for mutant in MUTANTS if len(mutant.places()) != 1} == {}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_tests_of_a_mutant_are_there(mutant):
-    for test in mutant.tests:
-        file, _, name = test.partition("::")
-        text = (CHECKOUT / file).read_text()
-        assert f"def {name.partition('[')[0]}" in text
+def test_each_mutant_changes_something_and_has_a_name_of_its_own():
+    assert [mutant.name for mutant in MUTANTS if mutant.old == mutant.new] == []
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
 
 
-def test_names_are_different():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+def test_the_tests_of_each_mutant_are_in_the_default_tier():
+    assert failures_without_mutants([test for mutant in MUTANTS for test in mutant.tests], collected=True) == {}
 
 
-@pytest.mark.slow
-def test_a_mutant_is_killed_and_what_changes_nothing_survives_and_tests_that_fail_without_it_are_a_mistake():
-    facts = "tests/formats/test_spec_facts.py::test_bytes_per_element"
-    mutant = Mutant("another block", '("NVFP4", 0, (16, 16))', '("NVFP4", 0, (16, 32))', (facts,))
-    assert judge(mutant).kind == "killed"
-    assert judge(dataclasses.replace(mutant, new=f"{mutant.old}  ")).kind == "survived"
-    assert judge(dataclasses.replace(mutant, tests=(f"{facts}_of_none",))).kind == "mistake"
+@pytest.mark.full
+def test_a_mutant_is_killed_and_what_changes_nothing_survives_and_tests_that_cannot_judge_are_a_mistake():
+    file = "tests/formats/test_spec_facts.py"
+    mutant = Mutant(
+        "another block", '("NVFP4", 0, (16, 16))', '("NVFP4", 0, (16, 32))', (f"{file}::test_bytes_per_element",)
+    )
+    mutants = [
+        mutant,
+        dataclasses.replace(mutant, new=f"{mutant.old}  "),
+        dataclasses.replace(mutant, tests=(f"{file}::test_of_nothing",)),
+        dataclasses.replace(mutant, old="no such text"),
+        dataclasses.replace(mutant, new="("),
+    ]
+    kinds = [verdict.kind for verdict in verdicts(mutants, jobs=2)]
+    assert kinds == ["killed", "survived", "mistake", "mistake", "mistake"]

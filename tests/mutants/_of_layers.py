@@ -1,0 +1,170 @@
+"""Mutants of layers, experts and sequences over tp."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a layer that sets a parameter on its rank loses it",
+        "if not isinstance(v, Cache) and any(id(leaf)",
+        "if not isinstance(v, Cache | nnx.Param) and any(id(leaf)",
+        (
+            "tests/chain/test_stack_on_a_mesh.py::test_a_parameter_that_a_layer_in_local_view_writes_is_refused_under_a_mesh",
+        ),
+    ),
+    Mutant(
+        "a layer of a chain that sets a gathered weight loses it",
+        "return isinstance(other, Gathered)",
+        "return True",
+        (
+            "tests/chain/test_stack_on_a_mesh.py::test_a_gathered_weight_that_a_layer_of_a_chain_sets_is_refused_and_others_are_read",
+        ),
+    ),
+    Mutant(
+        "a None that is passed to a Stack is dropped",
+        "args, kwargs = shared.arguments([])",
+        "args, kwargs = (), {}",
+        ("tests/meaning/test_plain_inputs.py::test_they_reach_every_layer_of_a_stack",),
+    ),
+    Mutant(
+        "rows of a padded table are sent for few tokens",
+        "not (layout.takes_part or layout.shard_padding.size)",
+        "not layout.takes_part",
+        ("tests/nn/test_embed_rows.py::test_rows_of_a_padded_table_are_those_of_one_device",),
+    ),
+    Mutant(
+        "cross_entropy partitions dimension 2 whatever the rank of the logits",
+        "examples = (*by_example, *(None,) * (targets.ndim - len(by_example)))",
+        "examples = (*by_example, *(None,) * (2 - len(by_example)))",
+        (
+            "tests/nn/test_cross_entropy.py::test_logits_of_any_rank_and_any_batch_have_the_loss_and_gradient_of_the_formula",
+        ),
+    ),
+    Mutant(
+        "the loss of a token of weight zero reaches the sum",
+        "targets = jnp.where(weights == 0, -1, to_index(jnp.asarray(targets)))",
+        "targets = to_index(jnp.asarray(targets))",
+        ("tests/nn/test_cross_entropy.py::test_a_weight_of_zero_leaves_a_token_out_even_if_its_logits_are_not_finite",),
+    ),
+    Mutant(
+        "whole logits inside a shard_map are taken for parts",
+        "return width != vocab_size, vocab_size",
+        "return True, vocab_size",
+        ("tests/nn/test_cross_entropy.py::test_inside_a_shard_map_sharded_and_whole_logits_give_the_same",),
+    ),
+    Mutant(
+        "an id outside the table gets another token's row",
+        'return jnp.where(inside[..., None], jnp.take(table, ids, axis=0, mode="clip"), jnp.nan)',
+        'return jnp.take(table, ids, axis=0, mode="clip")',
+        ("tests/ops/test_embedding_lookup.py::test_rows_are_those_of_the_table_to_the_bit_and_of_nan_for_ids_outside",),
+    ),
+    Mutant(
+        "an unsigned id wraps",
+        "ids = jnp.minimum(ids, min(jnp.iinfo(ids.dtype).max, jnp.iinfo(dtype).max))",
+        "ids = ids",
+        ("tests/nn/test_ids.py::test_ids_of_every_integer_type_are_compared_as_numbers",),
+    ),
+    Mutant(
+        "a target outside the vocabulary has a finite loss",
+        "return jnp.where(targets < vocab_size, losses, jnp.nan), (logits",
+        "return losses, (logits",
+        ("tests/nn/test_ids.py::test_a_bad_target_makes_the_loss_nan_and_leaves_every_gradient_finite",),
+    ),
+    Mutant(
+        "gradients of an embedding are summed in bfloat16",
+        "wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))\n",
+        "wide = table\n",
+        ("tests/ops/test_embedding_lookup.py::test_gradient_of_a_frequent_row_is_the_exact_sum_rounded_once",),
+    ),
+    Mutant(
+        "an adapter goes to one place of a shared layer",
+        "others.setdefault(first, f\"layer that is also {'.'.join(words)}\")",
+        "pass",
+        ("tests/hook/test_lora.py::test_what_is_no_projection_of_its_own_is_refused",),
+    ),
+    Mutant(
+        "a sharded weight that the recipe quantizes is frozen as values",
+        "if recipe is not None:\n        _refuse_sharded(",
+        "if False:\n        _refuse_sharded(",
+        ("tests/hook/test_lora.py::test_a_recipe_that_quantizes_a_sharded_weight_is_refused_where_it_is_frozen",),
+    ),
+    Mutant(
+        "a loss that sets a parameter loses it",
+        "if read_only and isinstance(v, nnx.Param):",
+        "if False:",
+        ("tests/meaning/test_weights_in_a_loss.py::test_a_loss_that_sets_a_parameter_is_refused_by_its_path",),
+    ),
+    Mutant(
+        "an array is broadcast to a weight",
+        "if len(given) <= len(held) and all(a in (1, b)",
+        "if False and all(a in (1, b)",
+        ("tests/nn/test_plain_path.py::test_an_array_that_would_be_repeated_is_refused",),
+    ),
+    Mutant(
+        "a chain's link and a call in it share a key",
+        "return _folded(words, _LINK) if link else words",
+        "return words",
+        ("tests/nn/test_rounding_keys.py::test_no_key_of_a_call_is_that_of_a_chains_link_or_of_a_call_in_one",),
+    ),
+    Mutant(
+        "a sequence that tp does not divide is cut off",
+        '    if rest:\n        raise ValueError(\n            f"an input of shape',
+        '    if False:\n        raise ValueError(\n            f"an input of shape',
+        (
+            "tests/nn/test_sequence_in_parts.py::test_a_sequence_that_tp_does_not_divide_is_refused_behind_a_row_parallel_layer",
+        ),
+    ),
+    Mutant(
+        "partial sums of more than two parts are added in the dtype of the gradient",
+        "return dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32)",
+        "return dtype",
+        ("tests/nn/test_sequence_in_parts.py::test_more_than_two_parts_lose_nothing_of_a_bfloat16_weight_gradient",),
+    ),
+    Mutant(
+        "sums between CPU processes are reduce-scatters of gloo",
+        "return jnp.sum(lax.all_to_all(parts, axes, 0, 0), axis=0)",
+        "return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)",
+        ("tests/collectives/test_over_gloo.py::test_no_reduce_scatter_is_left_in_a_step_between_processes",),
+    ),
+    Mutant(
+        "a balance term is too large by the number of tokens",
+        "            weight /= logits.shape[0] * degrees(batch) * length\n",
+        "            weight /= 1\n",
+        (
+            "tests/experts/test_balance_in_global_view.py::test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind",
+        ),
+    ),
+    Mutant(
+        "a term of the other kind of loss is added",
+        "if not isinstance(module, MoE) or module.loss_reduction == reduction or not module.added_terms:",
+        "if True:",
+        (
+            "tests/experts/test_balance_in_global_view.py::test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind",
+        ),
+    ),
+    Mutant(
+        "rounds of a rank's experts after the first are dropped",
+        "rounds = jnp.maximum(1, -(-one.ends[-1] // one.size))",
+        "rounds = jnp.int32(1)",
+        ("tests/experts/test_expert_ranks.py::test_every_routing_agrees_with_every_token_through_every_expert",),
+    ),
+    Mutant(
+        "router biases move towards the load",
+        "return value - self.rate *",
+        "return value + self.rate *",
+        ("tests/experts/test_routing.py::test_a_step_moves_biases_by_the_load_of_all_microbatches_and_ranks_once",),
+    ),
+    Mutant(
+        "codes of another format are multiplied",
+        "if x.codes.format != FP8_E4M3:",
+        "if False:",
+        ("tests/ops/test_places.py::test_codes_of_another_format_are_refused",),
+    ),
+    Mutant(
+        "a layer that sets its parameters in every call is trained",
+        "if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):",
+        "if False:",
+        ("tests/meaning/test_modules_that_write.py::test_a_step_which_would_drop_what_they_set_refuses_them",),
+    ),
+)

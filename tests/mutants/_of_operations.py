@@ -1,0 +1,90 @@
+"""Mutants of operations, weights and recipes."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a query that sees no key gets the mean of all values",
+        "unseeing |= window is not None and q.shape[1] >= k.shape[1] + window",
+        "unseeing |= False",
+        (
+            "tests/ops/test_attention.py::test_queries_beyond_the_window_of_all_keys_have_no_output_and_give_no_gradient",
+        ),
+    ),
+    Mutant(
+        "attention in FP8 does not round its weights",
+        "rounded = _in_e4m3(weights, SCALE_OF_WEIGHTS).astype(jnp.float32)",
+        "rounded = (weights * SCALE_OF_WEIGHTS).astype(jnp.float32)",
+        ("tests/ops/test_attention_fp8.py::test_forward_is_that_of_rounded_operands_weights_and_outputs",),
+    ),
+    Mutant(
+        "documents of a row see earlier ones",
+        "same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]",
+        "same = (of_queries[:, :, None] >= of_keys[:, None, :])[:, None]",
+        ("tests/nn/test_attention_views.py::test_module_without_a_mesh_is_its_formula",),
+    ),
+    Mutant(
+        "positions go on from document to document",
+        "return place - lax.cummax(",
+        "return place - 0 * lax.cummax(",
+        ("tests/ops/test_attention.py::test_positions_begin_again_with_each_document",),
+    ),
+    Mutant(
+        "a window has one key too many",
+        "jnp.abs(ahead) < window",
+        "jnp.abs(ahead) <= window",
+        ("tests/nn/test_attention_views.py::test_module_without_a_mesh_is_its_formula",),
+    ),
+    Mutant(
+        "YaRN does not scale queries and keys",
+        "cos, sin = cos * scaling.amplitude, sin * scaling.amplitude",
+        "pass",
+        ("tests/convert/test_families.py::test_yarn_has_the_frequencies_and_the_factor_of_transformers",),
+    ),
+    Mutant(
+        "a tile of one kernel begins within another kernel",
+        "return (*(-(-rows // RUN) * RUN for rows in self.rows[:-1]), self.rows[-1])",
+        "return self.rows",
+        ("tests/ops/test_linear_fp8_blocks.py::test_kernels_that_share_codes_have_tiles_and_features_of_their_own",),
+    ),
+    Mutant(
+        "a user's wire with another format is dropped in a Stack",
+        "if wire.format != form:",
+        "if False:",
+        ("tests/weights/test_wires.py::test_a_wire_of_ones_own_that_is_not_what_was_asked_for_is_refused",),
+    ),
+    Mutant(
+        "shared inputs' gradients are summed in bfloat16",
+        "return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]",
+        "return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in floats]",
+        ("tests/chain/test_inputs_and_outputs.py::test_gradients_of_shared_floats_are_summed_in_float32",),
+    ),
+    Mutant(
+        "stochastic rounding is biased",
+        "(octets.astype(jnp.float32) + 0.5) * (1 / 256)",
+        "octets.astype(jnp.float32) * (1 / 256)",
+        ("tests/ops/test_stochastic_rounding.py::test_it_is_unbiased_and_biased_variants_are_told_apart",),
+    ),
+    Mutant(
+        "a model of another mesh is used",
+        "if built == here:",
+        "if True:",
+        ("tests/nn/test_errors_messages.py::test_a_model_is_refused_under_another_mesh_than_its_own",),
+    ),
+    Mutant(
+        "a recipe's pattern without a match is passed over",
+        "if not matched:\n            frozen",
+        "if False:\n            frozen",
+        ("tests/recipes/test_recipe_errors.py::test_recipes_that_speak_of_what_a_model_lacks_are_refused",),
+    ),
+    Mutant(
+        "a recipe's pattern behind others is passed over",
+        "if all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):",
+        "if False:",
+        (
+            "tests/recipes/test_recipe_errors.py::test_the_remedy_for_a_pattern_without_effect_is_possible_and_names_only_patterns_of_its_modules",
+        ),
+    ),
+)

@@ -1,0 +1,104 @@
+"""Mutants of steps, and what they are given."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "check passes finite numbers beside an infinity",
+        "one, other = one[finite], other[finite]",
+        "one, other = np.nan_to_num(one), np.nan_to_num(other)",
+        ("tests/train/test_views_agree.py::test_check_compares_finite_numbers_next_to_those_that_are_not",),
+    ),
+    Mutant(
+        "zero times infinity counts as zero in padding",
+        "return any(zeros) and Kind.ANY not in args",
+        "return any(zeros)",
+        ("tests/nn/test_padded.py::test_optimizers_see_logical_arrays_and_leave_the_padding_zero",),
+    ),
+    Mutant(
+        "the sum over a NaN number of tokens passes for the mean",
+        "jnp.where(tokens == 0, 1, jnp.nan)",
+        "1",
+        ("tests/train/test_nonfinite_step.py::test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative",),
+    ),
+    Mutant(
+        "per_layer gets padded arrays",
+        "with layers_in_scope(counts, examined=examined):",
+        "with layers_in_scope(counts, examined=True):",
+        ("tests/train/test_per_layer.py::test_of_padded_weights_it_sees_each_layers_logical_array",),
+    ),
+    Mutant(
+        "the gradient of a number of tokens is ignored",
+        "number = wide(_number(jnp.asarray(returned[1])))",
+        "number = wide(jnp.asarray(returned[1]))",
+        ("tests/train/test_step_contract.py::test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient",),
+    ),
+    Mutant(
+        "scales of delayed scaling are rounded",
+        'if str(value).lower() in ("false", "0"):',
+        "if False:",
+        ("tests/train/test_recipe_of_a_step.py::test_delayed_scales_that_xla_would_round_are_refused_on_gpus",),
+    ),
+    Mutant(
+        "an optimizer treats layers as one tensor without a warning",
+        "    if not found:\n        return\n    few",
+        "    if True:\n        return\n    few",
+        ("tests/train/test_per_layer.py::test_a_warning_names_the_optimizers_whose_updates_are_not_those_of_a_list",),
+    ),
+    Mutant(
+        "a step that is not finite is not skipped",
+        "skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)",
+        "skipped = jnp.zeros((), jnp.bool)",
+        ("tests/train/test_nonfinite_step.py::test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative",),
+    ),
+    Mutant(
+        "a NaN gradient is applied if the loss is finite",
+        "finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)",
+        "finite = jnp.isfinite(mean(computed.total, computed.tokens))",
+        ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
+    ),
+    Mutant(
+        "amaxes of delayed scaling are those of the last microbatch",
+        "return found, (sums, jax.tree.map(jnp.maximum, amaxes, more))",
+        "return found, (sums, more)",
+        ("tests/recipes/test_fp8_delayed.py::test_the_history_is_that_of_one_device_bit_for_bit",),
+    ),
+    Mutant(
+        "amaxes of delayed scaling are those of the first rank",
+        "vector = jnp.max(lax.with_sharding_constraint(vector, PartitionSpec(names)), axis=0)",
+        "vector = lax.with_sharding_constraint(vector, PartitionSpec(names))[0]",
+        ("tests/recipes/test_fp8_delayed.py::test_the_history_is_that_of_one_device_bit_for_bit",),
+    ),
+    Mutant(
+        "the history of delayed scaling does not move",
+        "return jnp.roll(history, -1, axis=-1).at[..., 0].set(0), jnp.where",
+        "return history, jnp.where",
+        ("tests/recipes/test_fp8_delayed.py::test_scales_follow_from_histories_as_in_the_rule",),
+    ),
+    Mutant(
+        "an amax that is not finite sets a scale",
+        "usable = (top > 0) & jnp.isfinite(top)",
+        "usable = top > 0",
+        ("tests/recipes/test_fp8_delayed.py::test_scales_follow_from_histories_as_in_the_rule",),
+    ),
+    Mutant(
+        "a diagnosis names the first layer",
+        "number = (self._calls[layers] - 1) % self._lengths[layers]",
+        "number = 0",
+        ("tests/train/test_diagnose.py::test_a_layer_that_calls_a_module_twice_has_its_own_number",),
+    ),
+    Mutant(
+        "moments of a padded parameter keep values in the padding",
+        "return jnp.where(within, leaf, jnp.zeros((), leaf.dtype))",
+        "return leaf",
+        ("tests/nn/test_padded.py::test_optimizers_see_logical_arrays_and_leave_the_padding_zero",),
+    ),
+    Mutant(
+        "a step that the caller skips is made",
+        "skipped = skipped if skip is None else skipped | skip",
+        "skipped = skipped",
+        ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
+    ),
+)
