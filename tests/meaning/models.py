@@ -37,37 +37,6 @@ def _token_loss(model: Any, batch: Any) -> Any:
     return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
 
 
-class GPT2Block(nnx.Module):
-    """LayerNorm ahead of attention and of a GELU network, with biases; dropout behind both."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        shared = dict(norm="layer", use_bias=True, rngs=rngs, **DTYPES)
-        self.attention = gtp.Attention(WIDTH, num_heads=6, num_kv_heads=3, head_dim=2, rope_theta=None, **shared)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, **FLAX)
-        self.up = gtp.Dense(WIDTH, 48, parallel="column", use_bias=True, rngs=rngs, **DTYPES)
-        self.down = gtp.Dense(48, WIDTH, parallel="row", use_bias=True, rngs=rngs, **DTYPES)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.dropout(self.attention(x))
-        return x + self.dropout(self.down(jax.nn.gelu(self.up(self.norm(x)))))
-
-
-class GPT2(nnx.Module):
-    """Learned positions are added; the head is tied."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
-        self.positions = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, WIDTH), jnp.float64))
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.blocks = gtp.Stack(lambda rngs: GPT2Block(rngs), 2, rngs=rngs)
-        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.dropout(self.embed(tokens) + self.positions[: tokens.shape[1]])
-        return self.head(self.blocks(x))
-
-
 class PlainAttention(nnx.Module):
     """Attention of plain Flax layers, in float64 throughout, which `nnx.MultiHeadAttention` is not."""
 
@@ -148,32 +117,6 @@ class EncoderDecoder(nnx.Module):
         return self.head(self.decoder(self.embed(jnp.flip(tokens, 1)), memory, keep=keep))
 
 
-class Clip(nnx.Module):
-    """Two towers and a loss over all pairs within the batch."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.image = gtp.Dense(20, WIDTH, rngs=rngs, **DTYPES)
-        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
-        self.text = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES), 1, rngs=rngs)
-        self.scale = nnx.Param(jnp.asarray(2.0, jnp.float64))
-
-    def __call__(self, images, tokens):
-        normed = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
-        return self.scale * normed(self.image(images)) @ normed(self.text(self.embed(tokens)).mean(1)).T
-
-
-def _pairs() -> dict[str, np.ndarray]:
-    return {"images": np.random.default_rng(3).normal(size=(BATCH, 20)), **_tokens()}
-
-
-def _pairs_loss(model: Any, batch: Any) -> jax.Array:
-    logits = model(batch["images"], batch["tokens"])
-    labels = jnp.arange(len(logits))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean() / 2 + (
-        optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean() / 2
-    )
-
-
 class NormedBlock(nnx.Module):
     """Batch statistics, of all tokens of the batch."""
 
@@ -198,96 +141,8 @@ class BatchNormed(nnx.Module):
         return self.head(self.blocks(self.norm(self.embed(tokens))))
 
 
-class RecurrentBlock(nnx.Module):
-    """A gated linear recurrence: a scan over the sequence."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.inputs = gtp.LayerNormDense(WIDTH, {"value": 24, "gate": 24}, rngs=rngs, **DTYPES)
-        self.out = gtp.Dense(24, WIDTH, parallel="row", rngs=rngs, **DTYPES)
-
-    def __call__(self, x):
-        found = self.inputs(x)
-        gate = jax.nn.sigmoid(found["gate"])
-
-        def step(h, one):
-            value, gate = one
-            h = gate * h + (1 - gate) * value
-            return h, h
-
-        by_time = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (found["value"], gate))
-        _, states = jax.lax.scan(step, jnp.zeros_like(gate[:, 0]), by_time)
-        return x + self.out(jnp.moveaxis(states, 0, 1))
-
-
-class Recurrent(nnx.Module):
-    """Recurrent blocks in a `Stack`."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
-        self.blocks = gtp.Stack(lambda rngs: RecurrentBlock(rngs), 2, rngs=rngs)
-        self.head = gtp.Dense(WIDTH, VOCAB, parallel="column", rngs=rngs, **DTYPES)
-
-    def __call__(self, tokens):
-        return self.head(self.blocks(self.embed(tokens)))
-
-
-class LoRABlock(nnx.Module):
-    """A block whose query projection has a low-rank correction, by `nnx.LoRA`."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.attention = gtp.Attention(WIDTH, num_heads=6, num_kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
-        self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
-        b_init = nnx.initializers.normal(0.5)
-        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=b_init, rngs=rngs, **FLAX)
-
-    def __call__(self, x):
-        x = x + self.attention(x) + self.lora(x)
-        return x + self.mlp(x)
-
-
-class LoRA(nnx.Module):
-    """A Llama of blocks with corrections."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
-        self.blocks = gtp.Stack(lambda rngs: LoRABlock(rngs), 2, rngs=rngs)
-        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
-
-    def __call__(self, tokens):
-        return gtp.run_chain(tokens, self.embed, self.blocks, self.head)
-
-
-class ExpertBlock(nnx.Module):
-    """A mixture of experts on a residual branch."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.moe = gtp.MoE(WIDTH, 18, num_experts=6, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
-        self.dense = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
-
-    def __call__(self, x):
-        x = x + self.moe(x)
-        return x + self.dense(x)
-
-
-class Experts(nnx.Module):
-    """Blocks with experts."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
-        self.blocks = gtp.Stack(lambda rngs: ExpertBlock(rngs), 2, rngs=rngs)
-        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
-
-    def __call__(self, tokens):
-        return self.head(self.blocks(self.embed(tokens)))
-
-
 CASES = {
-    "gpt2": Case(GPT2, _token_loss, _tokens),
     "vit": Case(ViT, _mean_of_labels, _images),
     "encoder-decoder": Case(EncoderDecoder, _token_loss, _tokens),
-    "clip": Case(Clip, _pairs_loss, _pairs),
     "batch norm": Case(BatchNormed, _token_loss, _tokens),
-    "recurrent": Case(Recurrent, _token_loss, _tokens),
-    "lora": Case(LoRA, _token_loss, _tokens),
-    "experts": Case(Experts, _token_loss, _tokens),
 }

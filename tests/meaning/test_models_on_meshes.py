@@ -4,6 +4,7 @@ Losses, every gradient, other variables; float64, 1e-12.
 """
 
 import contextlib
+import functools
 import math
 
 import jax
@@ -12,20 +13,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import pairwise
 
 import gtp_jax as gtp
 
 from .models import CASES
 
 MESHES = {
-    "gtp 8": dict(gtp=8),
     "gtp 4 x tp 2": dict(gtp=4, tp=2),
+    "gtp 8": dict(gtp=8),
     "dp 2 x gtp 2 x tp 2": dict(dp=2, gtp=2, tp=2),
     "gtp 3": dict(gtp=3),
     "tp 3": dict(tp=3),
     "one device": dict(gtp=1),
 }
-USUAL = "gtp 4 x tp 2"  # without microbatches, of some models; the others are slow
 STEPS = 2
 
 
@@ -51,13 +52,9 @@ def trained(name: str, microbatches: int, degrees):
         return losses, gradient, jax.tree.map(np.asarray, (state.params, state.model_state))
 
 
-PLAIN: dict = {}
-
-
+@functools.cache
 def plain(name: str, microbatches: int):
-    if (name, microbatches) not in PLAIN:
-        PLAIN[name, microbatches] = trained(name, microbatches, None)
-    return PLAIN[name, microbatches]
+    return trained(name, microbatches, None)
 
 
 def assert_equal(found, wanted):
@@ -71,13 +68,7 @@ def assert_equal(found, wanted):
 
 @pytest.mark.filterwarnings("ignore:a weight of shape")
 @pytest.mark.parametrize(
-    "name, mesh, microbatches",
-    [
-        pytest.param(name, mesh, count, marks=[] if usual and (mesh, count) == (USUAL, 1) else pytest.mark.slow)
-        for name, usual in ((name, name in ("recurrent", "batch norm")) for name in CASES)
-        for mesh in MESHES
-        for count in (1, 4)
-    ],
+    "name, mesh, microbatches", pairwise(["batch norm", "vit", "encoder-decoder"], MESHES, [1, 4], usual=1)
 )
 def test_a_model_means_what_it_means_without_a_mesh(name, mesh, microbatches, x64):
     losses, gradient, after = trained(name, microbatches, MESHES[mesh])

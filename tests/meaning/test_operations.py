@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from placed import placed
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -47,7 +48,7 @@ class Model(nnx.Module):
         return x
 
 
-def gradients(between, inside, stacked, degrees, microbatches):
+def gradients(between, inside, stacked, degrees):
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
     with scope(degrees):
         model = placed(lambda rngs: Model(between, inside, stacked, rngs))
@@ -62,21 +63,15 @@ def gradients(between, inside, stacked, degrees, microbatches):
         return np.asarray(loss), found, np.asarray(to_x)
 
 
-def cases():
-    for stacked in (False, True):
-        for number, name in enumerate((*OPERATIONS, *INSIDE)):
-            for mesh in (dict(gtp=4, tp=2), dict(dp=2, gtp=2, tp=2), dict(gtp=8), dict(tp=3)):
-                usual = stacked and mesh == dict(gtp=4, tp=2) and number % 6 == 0
-                where = "inside a Stack" if stacked else "outside"
-                axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-                marks = [] if usual else pytest.mark.slow
-                yield pytest.param(name, stacked, mesh, id=f"{name}, {where}, {axes}", marks=marks)
+NAMES = ["statistics over the batch", *(name for name in (*OPERATIONS, *INSIDE) if name != "statistics over the batch")]
+ON = {"gtp 4 x tp 2": dict(gtp=4, tp=2), "dp 2 x gtp 2 x tp 2": dict(dp=2, gtp=2, tp=2), "tp 3": dict(tp=3)}
+WHERE = {"inside a Stack": True, "outside": False}
 
 
 @pytest.mark.filterwarnings("ignore:a weight of shape")
-@pytest.mark.parametrize("name, stacked, mesh", list(cases()))
-def test_an_operation_means_what_it_means_without_a_mesh(name, stacked, mesh, x64):
+@pytest.mark.parametrize("name, where, mesh", pairwise(NAMES, WHERE, ON, usual=2))
+def test_an_operation_means_what_it_means_without_a_mesh(name, where, mesh, x64):
     between = OPERATIONS.get(name, lambda x: x)
     inside = INSIDE.get(name, jnp.tanh)
-    found = gradients(between, inside, stacked, mesh, 1)
-    assert_equal(found, gradients(between, inside, stacked, None, 1))
+    found, wanted = (gradients(between, inside, WHERE[where], degrees) for degrees in (ON[mesh], None))
+    assert_equal(found, wanted)

@@ -6,6 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import naming
+from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 
@@ -39,34 +42,47 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("mesh", [None, dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
-def test_they_reach_every_layer_of_a_stack(mesh, name, x64):
-    (args, kwargs), scale, count = INPUTS[name]
-    x = jax.random.normal(jax.random.key(0), (8, 4, WIDTH), jnp.float64)
+X = np.random.default_rng(0).normal(size=(8, 4, WIDTH))
+
+
+@pytest.mark.parametrize("mesh", others_full([None, dict(gtp=8), dict(gtp=4, tp=2)], [dict(gtp=4, tp=2)]), ids=str)
+def test_they_reach_every_layer_of_a_stack(mesh, x64):
     with scope(mesh):
-        model = gtp.init(stacked, nnx.Rngs(0))
-        found = np.asarray(jax.jit(lambda x: model(x, *args, **kwargs))(x))
-        ones = gtp.run_chain(x, model, shared=kwargs or args)
-        bare = np.asarray(model(x, None))
-    np.testing.assert_allclose(found, bare * (scale * count) ** LAYERS, rtol=1e-12)
-    np.testing.assert_allclose(ones, found, rtol=1e-12)
+        graph, state = nnx.split(placed(stacked))
+
+        @jax.jit
+        def run(state, x):
+            model = nnx.merge(graph, state)
+            each = {
+                name: (model(x, *args, **kwargs), gtp.run_chain(x, model, shared=kwargs or args))
+                for name, ((args, kwargs), *_) in INPUTS.items()
+            }
+            return model(x, None), each
+
+        bare, each = jax.tree.map(np.asarray, run(state, X))
+    for name, (_, scale, count) in INPUTS.items():
+        for found in each[name]:
+            np.testing.assert_allclose(found, bare * (scale * count) ** LAYERS, rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
 def test_they_reach_every_layer_in_a_step(view, x64):
-    x = jax.random.normal(jax.random.key(0), (8, 4, WIDTH), jnp.float64)
-
-    def value(*args):
-        state = gtp.TrainState.create(gtp.init(stacked, nnx.Rngs(0)), optax.identity())
-        loss = lambda model, x: (jnp.sum(model(x, *args) ** 2), jnp.float64(1))  # noqa: E731
-        return float(gtp.loss_and_gradients(loss, state, x, view=view)[0])
-
     with scope(dict(gtp=8)):
-        np.testing.assert_allclose(value(), value(None) * 2.0 ** (2 * LAYERS), rtol=1e-12)
+        state = gtp.TrainState.create(placed(stacked), optax.identity())
+
+        @jax.jit
+        def values(state, x):
+            def value(*args):
+                loss = lambda model, x: (jnp.sum(model(x, *args) ** 2), jnp.float64(1))  # noqa: E731
+                return gtp.loss_and_gradients(loss, state, x, view=view)[0]
+
+            return value(), value(None)
+
+        scaled, bare = values(state, X)
+    np.testing.assert_allclose(scaled, bare * 2.0 ** (2 * LAYERS), rtol=1e-12)
 
 
 def test_a_chain_without_stacks_refuses_them_even_if_they_are_none():
     dense = gtp.Dense(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="`shared` applies to the layers of a `Stack`, but `run_chain` got no stack"):
-        gtp.run_chain(jnp.ones((8, 4, WIDTH)), dense, shared=(None,))
+    with pytest.raises(ValueError, match=naming("`shared` `Stack` `run_chain`")):
+        gtp.run_chain(X, dense, shared=(None,))

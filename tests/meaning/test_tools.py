@@ -1,7 +1,5 @@
 """What people do with Flax models and JAX works with gtp_jax modules in them, on a mesh."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +49,6 @@ def mesh():
         yield
 
 
-def without_a_mesh():
-    return contextlib.nullcontext()
-
-
 def test_tabulate_and_display_show_the_model(mesh, capsys):
     model = gtp.init(Model, nnx.Rngs(0))
     table = nnx.tabulate(model, batch_of()["tokens"], console_kwargs={"width": 250})
@@ -68,22 +62,6 @@ def test_shapes_are_evaluated_without_computing(mesh):
     assert model.embed.table.get_value().shape == (VOCAB, WIDTH)
     out = nnx.eval_shape(lambda m, t: m(t), model, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
     assert out.shape == (BATCH, LENGTH, VOCAB)
-
-
-@pytest.mark.slow
-def test_a_step_is_compiled_ahead_of_time(mesh):
-    optimizer = optax.adamw(1e-2)
-    abstract = gtp.TrainState.create(gtp.nn.abstract_model(Model), optimizer)
-    step = gtp.train_step(loss, optimizer)
-    compiled = step.lower(abstract, batch_of()).compile()
-    state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
-    expected, metrics = step(jax.tree.map(jnp.copy, state), batch_of())
-    # a definition is compared by identity, so the state takes that of the abstract one
-    again = gtp.TrainState(state.params, state.opt_state, state.step, abstract.model_def, state.model_state)
-    found, same = compiled(again, batch_of())
-    assert float(same["loss"]) == float(metrics["loss"])
-    for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
@@ -103,32 +81,7 @@ def test_steps_in_a_scan_are_steps_in_a_loop(mesh):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_an_ensemble_is_a_vmap_over_parameters(mesh):
-    graph, state = nnx.split(gtp.init(Model, nnx.Rngs(0)))
-    states = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), state)
-    tokens = batch_of()["tokens"]
-    together = jax.jit(jax.vmap(lambda s, t: nnx.merge(graph, s)(t), in_axes=(0, None)))(states, tokens)
-    for number in range(2):
-        one = jax.tree.map(lambda a, n=number: a[n], states)
-        alone = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(one, tokens)
-        np.testing.assert_allclose(together[number], alone, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_moving_average_of_parameters_evaluates_like_any(mesh):
-    optimizer, average = optax.adamw(1e-2), optax.ema(0.9)
-    state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
-    step, evaluate = gtp.train_step(loss, optimizer), gtp.eval_step(loss)
-    averaged = average.init(state.params)
-    for seed in range(2):
-        state, _ = step(state, batch_of(seed))
-        mean, averaged = jax.jit(average.update)(state.params, averaged)
-    again = gtp.TrainState(mean, state.opt_state, state.step, state.model_def, state.model_state)
-    assert mean["embed"]["table"].sharding == state.params["embed"]["table"].sharding
-    assert np.isfinite(float(evaluate(again, batch_of())["loss"]))
-
-
+@pytest.mark.full
 def test_groups_of_parameters_have_optimizers_of_their_own(mesh):
     labels = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
         lambda path, _: "frozen" if path[0].key == "embed" else "trained", params
@@ -139,28 +92,3 @@ def test_groups_of_parameters_have_optimizers_of_their_own(mesh):
     state, _ = gtp.train_step(loss, optimizer)(state, batch_of())
     np.testing.assert_array_equal(state.params["embed"]["table"], before["embed"]["table"])
     assert not np.array_equal(state.params["head"]["kernel"], before["head"]["kernel"])
-
-
-@pytest.mark.slow
-def test_a_teacher_stands_beside_its_student_in_one_step():
-    def distilled(student, batch):
-        teacher = nnx.merge(*batch["teacher"])
-        wanted = jax.nn.softmax(lax.stop_gradient(teacher(batch["tokens"])))
-        return -(wanted * jax.nn.log_softmax(student(batch["tokens"]))).sum(-1).mean()
-
-    found = []
-    for scope in (without_a_mesh(), jax.set_mesh(gtp.make_mesh(gtp=4, tp=2))):
-        with scope:
-            teacher = nnx.split(gtp.init(Model, nnx.Rngs(1)))
-            graph, state = nnx.split(gtp.init(Model, nnx.Rngs(0)))
-
-            @jax.jit
-            def run(state, frozen, batch, graph=graph, of_teacher=teacher[0]):
-                given = {**batch, "teacher": (of_teacher, frozen)}
-                return jax.value_and_grad(lambda s: distilled(nnx.merge(graph, s), given))(state)
-
-            found.append(jax.tree.map(np.asarray, run(state, teacher[1], batch_of())))
-    (wanted, grads), (value, same) = found
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
