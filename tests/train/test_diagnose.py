@@ -36,18 +36,17 @@ def make_state():
     return gtp.TrainState(params, state.opt_state, state.step, state.model_def)
 
 
-def make_batch(row):
-    tokens = np.random.default_rng(0).integers(0, BAD_TOKEN, (ROWS, 9)).astype(np.int32)
-    tokens[row, 4] = BAD_TOKEN
+def make_batch(key, row):
+    tokens = jax.random.randint(key, (ROWS, 9), 0, BAD_TOKEN).at[row, 4].set(BAD_TOKEN)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["local", "global"])
-def test_the_sample_the_rank_and_the_first_layer_are_named(view):
+def test_the_sample_the_rank_and_the_first_layer_are_named(view, key):
     with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
         state = make_state()
-        found = gtp.diagnose(next_token_loss, state, make_batch(5), view=view)
+        found = gtp.diagnose(next_token_loss, state, make_batch(key, 5), view=view)
         assert (found.sample, found.rank, found.devices) == (5, {"dp": 1, "gtp": 0}, (4, 5))
         assert found.layer.startswith("blocks.layers[1].mlp") and found.kind == "output"
         assert re.search(naming("sample 5 dp 1 gtp 0 (devices 4, 5) output"), str(found))
@@ -57,7 +56,7 @@ def test_the_sample_the_rank_and_the_first_layer_are_named(view):
         ruined = jax.tree.map(lambda x: x, state.params)
         ruined["head"]["scale"] = ruined["head"]["scale"].at[3].set(jnp.inf)
         ruined = gtp.TrainState(ruined, state.opt_state, state.step, state.model_def)
-        found = gtp.diagnose(next_token_loss, ruined, make_batch(5), view=view)
+        found = gtp.diagnose(next_token_loss, ruined, make_batch(key, 5), view=view)
     assert re.search(naming("parameter head.scale"), str(found))
 
 
