@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import sys
 import time
 
 import pytest
+from messages import naming
 
 import benchmarks
 from benchmarks import CheckpointTimes
@@ -81,19 +83,13 @@ def test_the_first_round_counts_only_if_there_is_no_other():
 
 def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, message in (
-        (
-            ["--dir", str(tmp_path / "none")],
-            f"`--dir` is {tmp_path / 'none'}, which is not a directory. Create it first, or name another.",
-        ),
-        (["--json", str(tmp_path / "none" / "x.json")], "is not a directory; create it first"),
-        (["--contenders", "tar"], "no contender is called tar; there are gtp_jax, orbax, torch-DCP async, torch-DCP"),
-        (
-            ["--preset", "405b", "--dir", str(tmp_path)],
-            "Choose a smaller --preset, fewer --num-layers, or another --dir",
-        ),
+        (["--dir", str(tmp_path / "none")], f"`--dir` {tmp_path / 'none'} directory"),
+        (["--json", str(tmp_path / "none" / "x.json")], "directory create"),
+        (["--contenders", "tar"], "tar gtp_jax orbax torch-DCP async"),
+        (["--preset", "405b", "--dir", str(tmp_path)], "--preset --num-layers --dir"),
     ):
         assert main(["bench", "checkpoint", *arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert re.search(naming(message), capsys.readouterr().err), message
 
 
 @pytest.mark.gpu

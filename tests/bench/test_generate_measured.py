@@ -1,9 +1,11 @@
 """`gtp-jax bench generate`: the time of a token, and what the token must read."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from messages import naming
 
 import benchmarks
 import gtp_jax as gtp
@@ -57,30 +59,18 @@ def test_the_ratio_is_printed_where_the_memorys_rate_is_known(capsys, monkeypatc
 
 
 def test_rates_are_those_of_the_chip_that_a_device_names():
-    kinds = [
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA H200",
-        "NVIDIA H100 PCIe",
-        "NVIDIA H100 NVL",
-        "NVIDIA A100-SXM4-80GB",
-        "cpu",
-    ]
-    assert [benchmarks.memory_rate(kind) for kind in kinds] == [3.35e12, 4.8e12, None, None, None, None]
+    known = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+    others = ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB", "cpu"]
+    for kind, rate in {**known, **dict.fromkeys(others)}.items():
+        assert benchmarks.memory_rate(kind) == rate
 
 
 @pytest.mark.parametrize(
-    "flags, message",
-    [
-        (
-            ["--tokens", "16"],
-            "`tokens` is 16, but the prompt's program generates the first token, and at least 16 more are",
-        ),
-        (["--prompt", "0"], "must be a whole number of at least 1"),
-    ],
+    "flags, message", [(["--tokens", "16"], "`tokens` 16 more"), (["--prompt", "0"], "at least 1")]
 )
 def test_bad_values_are_refused(flags, message, capsys):
     try:
         assert main(["bench", "generate", *flags]) == 2
     except SystemExit as stopped:
         assert stopped.code == 2
-    assert message in capsys.readouterr().err
+    assert re.search(naming(message), capsys.readouterr().err)

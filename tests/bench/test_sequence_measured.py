@@ -1,9 +1,11 @@
 """`gtp-jax bench sequence`: what moves over tp around each matmul, and how much of it."""
 
 import json
+import re
 
 import jax
 import pytest
+from messages import naming
 
 import benchmarks
 import gtp_jax as gtp
@@ -52,10 +54,10 @@ def test_the_command_prints_and_writes_what_it_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--tp", "1"], "tp is 1, so nothing would be sent. Use two or more devices on the tp axis"),
-        (["--tp", "64"], "needs 64 devices, but there are 8."),
-        (["--tp", "2", "--mebibytes", "0.25", "--shares", "7"], "`shares` is 7, which does not divide a weight of"),
-        (["--tp", "2", "--part", "0"], "must be a whole number of at least 1"),
+        (["--tp", "1"], "tp 1 two or more"),
+        (["--tp", "64"], "64 devices 8"),
+        (["--tp", "2", "--mebibytes", "0.25", "--shares", "7"], "`shares` 7"),
+        (["--tp", "2", "--part", "0"], "at least 1"),
     ],
 )
 def test_bad_values_are_refused(flags, message, capsys):
@@ -63,4 +65,4 @@ def test_bad_values_are_refused(flags, message, capsys):
         assert main(["bench", "sequence", *flags]) == 2
     except SystemExit as stopped:
         assert stopped.code == 2
-    assert message in capsys.readouterr().err
+    assert re.search(naming(message), capsys.readouterr().err)

@@ -1,48 +1,24 @@
 """`gtp-jax bench step`: the contenders run the same step, make the choice they are named after, and are reported."""
 
-import contextlib
 import dataclasses
-import importlib
 import json
 import re
-import sys
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from messages import naming
 
 import benchmarks
 import gtp_jax as gtp
 from gtp_jax import hlo
-from gtp_jax.models import PRESETS, Llama, LlamaConfig
+from gtp_jax.models import PRESETS, LlamaConfig
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import Quantization
-
-from ..parity.plain_llama import Oracle
 
 SIZES = dict(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
 )
 CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
-
-
-@pytest.fixture
-def partitioner(monkeypatch):
-    """The script, imported as if from its own folder."""
-    monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
-    yield importlib.import_module("partitioner")
-    for name in ("partitioner", "partitioned_experts", "engine", "timed", "deviceless", "workload"):
-        sys.modules.pop(name, None)
-
-
-def mesh_of(gtp_degree: int, tp: int):
-    devices = jax.devices()[: gtp_degree * tp]
-    return jax.make_mesh((gtp_degree, tp), ("gtp", "tp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
 
 
 def test_contenders_are_picked_by_words():
@@ -52,17 +28,8 @@ def test_contenders_are_picked_by_words():
     assert at_some_degree == set(benchmarks.CONTENDERS) and len({c.name for c in at_some_degree}) == len(
         benchmarks.CONTENDERS
     )
-    with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 regather, "):
+    with pytest.raises(ValueError, match=naming("deepspeed", "gtp_jax bf16 regather")):
         benchmarks.chosen_contenders(["deepspeed"])
-
-
-def test_contenders_take_part_at_the_tp_degrees_where_they_differ_and_can_run():
-    bf16 = ["fsdp2 bf16 regather", "fsdp2 bf16 keep"]
-    over_tp = [c.name for c in benchmarks.chosen_contenders(["fsdp2"], tp=2)]
-    assert over_tp == [*bf16, "fsdp2 bf16 async-tp regather", "fsdp2 bf16 async-tp keep"]
-    alone = [c.name for c in benchmarks.chosen_contenders(["fsdp2"])]
-    scalings = [f"fsdp2 float8 {scaling} {policy}" for scaling in ("tensorwise", "rowwise") for policy in CHAIN]
-    assert alone == [*bf16, *scalings]
 
 
 def test_ratios_compare_equal_matmuls_and_equal_policies():
@@ -95,22 +62,30 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
     assert mixed.matmuls == "bf16+fp8"
 
 
-def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
-    monkeypatch.delitem(sys.modules, "float8", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    float8 = importlib.import_module("float8")
+def find(monkeypatch, spec) -> None:
+    """Makes every package that is looked for installed, or none."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+
+
+def test_float8_and_transformer_engine_end_with_what_to_do_where_they_cannot_run(script, monkeypatch):
+    float8, engine = script("float8"), script("engine")
+    find(monkeypatch, None)
     float8.check(None, tp=2)
-    with pytest.raises(SystemExit, match="error: --float8 shards only over gtp, but tp is 2; remove --float8 or"):
-        float8.check("tensorwise", tp=2)
-    with pytest.raises(SystemExit, match="error: --float8 needs torchao, .*; run `pip install torchao`"):
-        float8.check("rowwise", tp=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # an old torchao
-    with pytest.raises(SystemExit, match="error: --float8 with experts needs torchao's grouped FP8; run `pip install "):
-        float8.check("rowwise", tp=1, experts=True)
-    with pytest.raises(SystemExit, match="error: --float8 with experts needs NVIDIA GPUs; remove --float8 or the"):
-        float8.check("rowwise", tp=1, experts=True, cuda=False)
-    sys.modules.pop("float8")
+    engine.check(None, tp=2)
+    there = object()  # of float8 with experts, an old torchao
+    for check, installed, options, message in (
+        (float8.check, None, dict(tp=2), "--float8 gtp tp 2"),
+        (float8.check, None, dict(tp=1), "--float8 `pip install torchao`"),
+        (float8.check, there, dict(tp=1, experts=True), "--float8 experts torchao pip install"),
+        (float8.check, there, dict(tp=1, experts=True, cuda=False), "--float8 NVIDIA GPUs"),
+        (engine.check, None, dict(tp=2), "--te gtp tp 2 --tp"),
+        (engine.check, None, dict(tp=1, experts=True), "--te dense experts"),
+        (engine.check, None, dict(tp=1), "--te TransformerEngine pip install"),
+        (engine.check, there, dict(tp=1, cuda=False), "--te NVIDIA GPUs"),
+    ):
+        find(monkeypatch, installed)
+        with pytest.raises(SystemExit, match=naming(message)):
+            check("current" if check is engine.check else "rowwise", **options)
 
 
 def test_contenders_of_transformer_engine_take_part_if_it_is_installed_or_named(monkeypatch):
@@ -118,28 +93,14 @@ def test_contenders_of_transformer_engine_take_part_if_it_is_installed_or_named(
         return [c.name for c in benchmarks.chosen_contenders(only, tp=tp) if c.family == "te"]
 
     named = [f"te current {guard} {policy}" for policy in CHAIN for guard in ("grad-norm", "grad-norm-cond")]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find(monkeypatch, None)
     assert (chosen(), chosen("regather"), sorted(chosen("te", "gtp_jax bf16"))) == ([], [], sorted(named))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    find(monkeypatch, object())
     assert (sorted(chosen()), chosen(tp=2)) == (sorted(named), [])
     assert benchmarks.contender_named("te current grad-norm keep").matmuls == "fp8"
 
 
-def test_matmuls_of_transformer_engine_end_with_what_to_do_where_they_cannot_run(partitioner, monkeypatch):
-    check = partitioner.engine.check
-    check(None, tp=2)
-    with pytest.raises(SystemExit, match="error: --te shards only over gtp, but tp is 2; remove --te or --tp"):
-        check("current", tp=2)
-    with pytest.raises(SystemExit, match="error: --te supports only dense layers; remove --te or the experts"):
-        check("current", tp=1, experts=True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="error: --te needs TransformerEngine, .*; run `pip install --no-build-isol"):
-        check("current", tp=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(SystemExit, match="error: --te needs NVIDIA GPUs, for TransformerEngine's matmuls; remove --te"):
-        check("current", tp=1, cuda=False)
-
-
+@pytest.mark.full
 def test_the_command_says_why_transformer_engine_did_not_run(capsys):
     step = ["--num-layers", "1", "--seq", "32", "--steps", "1", "--gtp", "1"]
     assert main(["bench", "step", *step, "--contenders", "te grad-norm keep"]) == 0
@@ -148,36 +109,6 @@ def test_the_command_says_why_transformer_engine_did_not_run(capsys):
     assert re.search(
         r"te current grad-norm keep: error: (--te needs TransformerEngine|TransformerEngine's matmuls)", printed
     )
-
-
-def test_the_partitioner_multiplies_and_saves_as_it_is_told(partitioner, key):
-    work = benchmarks.Workload(**SIZES, seq=32, sequences=2, gtp=2)
-    tokens = jax.random.randint(key, (2, 32), 0, work.vocab_size)
-    params = partitioner.init(work, key)
-    seen, asked = [], set()
-
-    def doubled(x, w):
-        seen.append(w.shape)
-        return 2 * jnp.tensordot(x, w, 1)
-
-    def saves(primitive, *_, **known):
-        asked.add(primitive.name)
-        return False
-
-    def gradient(matmuls, weights):
-        fixed = {"unroll": 0, "keep_gathered": False, "dtype": jnp.float32, "attention": "xla", "matmuls": matmuls}
-        return jax.jit(jax.grad(lambda p: partitioner.loss(work, p, tokens, tokens, **fixed)))(weights)
-
-    with jax.set_mesh(mesh_of(2, 1)):
-        told = gradient(partitioner.engine.Matmuls(doubled, saves, contextlib.nullcontext()), params)
-        layers = params["layers"]
-        twice = {name: 2 * w if name in partitioner.LAYER else w for name, w in layers.items()}
-        usual = gradient(None, params | {"layers": twice})
-    assert set(seen) == {layers[name].shape[1:] for name in partitioner.LAYER}
-    assert {"dot_general", "name"} <= asked
-    for name in partitioner.LAYER:
-        np.testing.assert_allclose(told["layers"][name], 2 * usual["layers"][name], rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(told["embed"], usual["embed"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("others", [{}, {"num_experts": 8, "top_k": 2, "shared_hidden": 32, "qk_norm": True}])
@@ -189,108 +120,7 @@ def test_operations_are_those_of_the_model(others):
     )
 
 
-@pytest.mark.parametrize("tp, unroll", [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, unroll):
-    config = LlamaConfig(**SIZES, dtype="float32")
-    oracle = Oracle(config)
-    params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(int(jax.random.bits(key) % 1000)))))
-    layers, head = params["blocks"]["layers"], params["head"]
-    groups, size = config.num_heads // config.num_kv_heads, config.head_dim
-
-    def by_head(name: str, count: int) -> jax.Array:
-        kernel = layers["attention"]["qkv"]["kernel"][name]
-        return jnp.reshape(kernel, (config.num_layers, config.hidden_size, config.num_kv_heads, count * size))
-
-    up = layers["mlp"]["up"]["kernel"]
-    theirs = {
-        "layers": {
-            "qkv": jnp.concatenate([by_head("query", groups), by_head("key", 1), by_head("value", 1)], axis=-1),
-            "out": layers["attention"]["out"]["kernel"],
-            "up": jnp.stack([up["gate"], up["up"]], axis=2),
-            "down": layers["mlp"]["down"]["kernel"],
-            "norm1": layers["attention"]["qkv"]["scale"],
-            "norm2": layers["mlp"]["up"]["scale"],
-        },
-        "embed": params["embed"]["table"],
-        "norm": head["scale"],
-        "head": head["kernel"],
-    }
-    work = benchmarks.Workload(**SIZES, seq=32, sequences=2, gtp=2, tp=tp)
-    tokens = jax.random.randint(key, (2, 32), 0, config.vocab_size)
-    targets = jnp.roll(tokens, -1, axis=1)
-    with jax.set_mesh(mesh_of(2, tp)):
-        loss = jax.jit(
-            lambda p: partitioner.loss(
-                work, p, tokens, targets, unroll=unroll, keep_gathered=False, dtype=jnp.float32, attention="xla"
-            )
-        )(theirs)
-    batch = {"tokens": tokens, "targets": targets, "weights": jnp.ones(tokens.shape)}
-    np.testing.assert_allclose(loss, oracle.loss(params, batch), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "policy, unroll",
-    [
-        ("regather", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("regather", 1), ("keep", 0), ("keep", 1))),
-    ],
-)
-def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy, unroll):
-    work = benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=4)
-    mesh = mesh_of(4, 1)
-    step, make_state, shardings = partitioner.make_step(work, mesh, unroll=unroll, keep_gathered=policy == "keep")
-    shapes = jax.eval_shape(make_state, jax.random.key(0))
-    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    tokens = jax.ShapeDtypeStruct((1, 4, 32), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
-    with jax.set_mesh(mesh):
-        found = hlo.collectives(step.lower(state, tokens, tokens).compile().as_text())
-    elements = sum(
-        c.times * shape.elements
-        for c in found
-        if c.kind == "all-gather"
-        for shape in c.results
-        if shape.elements >= 4096
-    )
-    model = LlamaConfig(**SIZES)
-    blocks = model.matmul_params() - model.vocab_size * model.hidden_size
-    assert elements == CHAIN[policy] * blocks + 2 * model.vocab_size * model.hidden_size
-
-
-needs_target = pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
-
-
-def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> hlo.LaunchOrder:
-    sizes = {name: value for name, value in vars(PRESETS["reference"]).items() if name in SIZES}
-    work = benchmarks.Workload(**sizes | {"num_layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
-    devices = hlo.topology_devices(hlo.parse_target("h200:8"))
-    mesh = Mesh(np.array(devices).reshape(work.gtp, tp), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    options = {**hlo.COMPILE_OPTIONS, **partitioner.combined(work)}
-    step, _, shardings = partitioner.make_step(work, mesh, unroll=0, keep_gathered=policy == "keep", xla=options)
-    params = partitioner.abstract(work)
-    shapes = params, jax.eval_shape(optax.adamw(1.0).init, params)
-    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    tokens = jax.ShapeDtypeStruct((1, work.sequences, 8192), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
-    with jax.set_mesh(mesh):
-        return hlo.launch_order(step.lower(state, tokens, tokens).compile().as_text())
-
-
-@pytest.mark.slow
-@needs_target
-@pytest.mark.parametrize("policy", CHAIN)
-def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(partitioner, policy):
-    found = schedule_on_h200(partitioner, policy, layers=4)
-    assert len(found.exposed("all-gather", "reduce-scatter", "all-reduce")) <= 2
-    gathers = [e.direction for e in found.collectives("all-gather")]
-    assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "regather"))
-
-
-@pytest.mark.slow
-@needs_target
-def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partitioner):
-    found = schedule_on_h200(partitioner, "regather", layers=1, tp=2)
-    assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}
-
-
+@pytest.mark.full
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
     words = ["gtp_jax bf16 regather", "bound bf16", "fsdp2 bf16 regather"]
@@ -303,10 +133,8 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     (tmp_path / "python-without-torch").chmod(0o755)
     assert main(["bench", "step", *flags, *nowhere, "--json", str(saved), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "FLOPs of a step: 6 x matmul parameters x tokens" in printed
     assert re.search(r"^gtp_jax bf16 activations +bf16 +regather +bfloat16 +\d", printed, re.MULTILINE)
     assert "fsdp2 bf16 regather: ModuleNotFoundError: No module named 'torch'" in printed
-    assert "grads: dtype in which weight gradients are sent and summed over the ranks" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     ours, theirs, bound = json.loads(saved.read_text())["contenders"]
     config = PRESETS["tiny"]
@@ -333,29 +161,25 @@ def test_a_saved_run_shows_what_has_become_slower():
     older["workload"] = {name: value for name, value in older["workload"].items() if name not in ("ep", "num_experts")}
     assert len(benchmarks.changes(run(1.0, 100), older)) == 2
     elsewhere = run(1.0, 100) | {"device": "other chip"}
-    with pytest.raises(ValueError, match="the saved run timed another step: other chip there, chip here. Use the same"):
+    with pytest.raises(ValueError, match=naming("other chip there", "chip here")):
         benchmarks.changes(run(1.0, 100), elsewhere)
     longer = benchmarks.record([], benchmarks.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
-    with pytest.raises(ValueError, match="seq 64 there, 32 here"):
+    with pytest.raises(ValueError, match=naming("seq 64 there 32 here")):
         benchmarks.changes(run(1.0, 100), longer)
-    with pytest.raises(ValueError, match="was not written by `gtp-jax bench step --json`"):
+    with pytest.raises(ValueError, match=naming("`gtp-jax bench step --json`")):
         benchmarks.changes(run(1.0, 100), {"kernels": []})
 
 
 def test_bad_arguments_are_refused_with_the_remedy(capsys):
     for flags, message in (
-        (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Use a multiple of 64"),
-        (["--contenders", "deepspeed"], "no contender is called deepspeed"),
-        (["--compare", "no.json"], "`--compare` is no.json, which is not a file. Give one that `gtp-jax bench"),
-        (["--tp", "0"], "`tp` is 0; it must be a whole number of at least 1"),
+        (["--tokens", "100", "--seq", "64", "--gtp", "2"], "multiple 64"),
+        (["--contenders", "deepspeed"], "deepspeed"),
+        (["--compare", "no.json"], "`--compare` no.json `gtp-jax bench step --json`"),
+        (["--tp", "0"], "`tp` 0 1"),
+        (["--torch-python", "/nope"], "`--torch-python` '/nope'"),
     ):
         assert main(["bench", "step", *flags]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_a_python_that_cannot_be_started_is_refused(capsys):
-    assert main(["bench", "step", "--torch-python", "/nope"]) == 2
-    assert "`--torch-python` is '/nope', which cannot be run." in capsys.readouterr().err
+        assert re.search(naming(message), capsys.readouterr().err), message
 
 
 @pytest.mark.slow

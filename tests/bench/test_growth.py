@@ -1,13 +1,15 @@
-"""`gtp-jax bench growth`: the steps of an axis differ in what the axis says, and in nothing else."""
+"""`gtp-jax bench growth`: steps of an axis differ in what it says; they are run, or compiled, and drawn readably."""
 
 import dataclasses
 import json
 import random
+import re
 
 import pytest
+from messages import naming
 
 import benchmarks
-from gtp_jax.hlo import parse_target
+from gtp_jax import hlo
 from gtp_jax.models import PRESETS, LlamaConfig
 from gtp_jax.runner.cli import main
 
@@ -63,12 +65,8 @@ def test_width_keeps_the_proportions_of_a_layer():
     points = benchmarks.growth_points(step_of("reference"), {"width": []})
     assert sorted(p.value for p in points) == [2048, 4096, 6144, 8192]
     for p in points:
-        assert (
-            p.work.intermediate_size / p.value,
-            p.value / p.work.num_heads,
-            p.work.num_heads / p.work.num_kv_heads,
-        ) == (3.5, 128, 4)
-        assert p.work.head_dim == 128
+        heads = p.value / p.work.num_heads, p.work.num_heads / p.work.num_kv_heads, p.work.head_dim
+        assert (p.work.intermediate_size / p.value, *heads) == (3.5, 128, 4, 128)
     depths = benchmarks.growth_points(step_of("reference"), {"depth": []})
     assert sorted(p.value for p in depths) == [8, 16, 32, 64]
 
@@ -92,7 +90,7 @@ def test_a_scan_is_measured_along_the_depth_and_a_target_is_compiled_by_the_same
         step_of("reference", gtp=2, sequences=2), benchmarks.parse_axes(["depth", "weak"])
     )
     chosen = benchmarks.chosen_contenders(["gtp_jax mxfp8 keep", "partitioner scan regather"])
-    runs = benchmarks.growth_runs(points, chosen, scan=True, target=parse_target("h200:2"))
+    runs = benchmarks.growth_runs(points, chosen, scan=True, target=hlo.parse_target("h200:2"))
     names = {axis: {c.name for p, c in runs if p.axis == axis} for axis in ("depth", "weak")}
     assert names["weak"] == {c.name for c in chosen}
     assert names["depth"] - names["weak"] == {"gtp_jax mxfp8 scan keep"}
@@ -122,25 +120,84 @@ def test_efficiency_is_1_where_time_grows_as_the_operations_of_a_device():
 
 def test_bad_axes_are_refused_with_the_remedy(capsys):
     for flags, message in (
-        (["--axes", "height"], "`--axes` names 'height'; the axes are weak, strong, depth, width, sequence."),
-        (
-            ["--axes", "depth=8,x"],
-            "`--axes` is 'depth=8,x'; values must be integers of at least 1, as in `depth=1,2,4`.",
-        ),
-        (["--axes", "depth=0"], "values must be integers of at least 1"),
-        (["--axes", "weak=16"], "`--axes` weak=16: the number of devices must be a multiple of tp 1 and at most 8."),
-        (["--axes", "strong=3"], "`--axes` strong=3: 8 sequences per step cannot be divided evenly by gtp 3"),
-        (
-            ["--seq", "100"],
-            "sequences of 100 tokens cannot be split into 8 equal parts, each divisible by tp. Choose another",
-        ),
-        (["--axes", "width=100"], "the width must be a multiple of 512, because heads and ffn grow with it."),
-        (
-            ["--contenders", "fsdp2 bf16"],
-            "fsdp2 bf16 regather, fsdp2 bf16 keep cannot be compiled for GPUs that are absent. Remove",
-        ),
-        (["--contenders", "deepspeed"], "no contender is called deepspeed"),
-        (["--png", "nowhere/at/all.png"], "is not a directory; create it first"),
+        (["--axes", "height"], "`--axes` 'height' weak strong depth width sequence"),
+        (["--axes", "depth=8,x"], "`--axes` 'depth=8,x' `depth=1,2,4`"),
+        (["--axes", "depth=0"], "integers of at least 1"),
+        (["--axes", "weak=16"], "`--axes` weak=16 tp 1 8"),
+        (["--axes", "strong=3"], "`--axes` strong=3 8 sequences gtp 3"),
+        (["--seq", "100"], "100 tokens 8 tp"),
+        (["--axes", "width=100"], "width 512"),
+        (["--contenders", "fsdp2 bf16"], "fsdp2 bf16 regather fsdp2 bf16 keep Remove"),
+        (["--contenders", "deepspeed"], "deepspeed"),
+        (["--png", "nowhere/at/all.png"], "directory create"),
     ):
         assert main(["bench", "growth", "--target", "h200:8", *flags]) == 2, flags
-        assert message in capsys.readouterr().err
+        assert re.search(naming(message), capsys.readouterr().err), flags
+
+
+@pytest.mark.slow
+def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
+    saved, picture, logs = tmp_path / "growth.json", tmp_path / "growth.png", tmp_path / "logs"
+    shape = ["--num-layers", "1", "--seq", "16", "--gtp", "2", "--steps", "2"]
+    torch = tmp_path / "python-without-torch"
+    torch.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\"\nexit 1\n")
+    torch.chmod(0o755)
+    flags = ["--axes", "weak=2", "depth=1", "--contenders", "gtp_jax bf16 regather", "fsdp2 bf16 regather"]
+    outputs = ["--json", str(saved), "--png", str(picture), "--logs", str(logs), "--torch-python", str(torch)]
+    assert main(["bench", "growth", *shape, *flags, *outputs]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "ModuleNotFoundError: No module named 'torch'\n  fsdp2 bf16 regather, weak 2\n  fsdp2 bf16 regather, depth 1\n"
+        in printed
+    )
+    assert "weak: all points have the same tokens per device" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    run = json.loads(saved.read_text())
+    costs = [benchmarks.Cost(**c) for c in run["costs"]]
+    assert json.loads(json.dumps([dataclasses.asdict(c) for c in costs])) == run["costs"] and run["target"] is None
+    ours = [c for c in costs if c.contender == "gtp_jax bf16 regather"]
+    theirs = [c for c in costs if c.contender == "fsdp2 bf16 regather"]
+    assert {c.axis for c in ours} == {c.axis for c in theirs} == {"weak", "depth"}
+    assert all(c.step_s and c.low_s <= c.step_s <= c.high_s and c.peak_bytes and c.compile_s for c in ours)
+    assert all(c.failure and c.step_s is None for c in theirs)
+    assert ours[0].step_s == ours[1].step_s  # one step that lies on both axes: it has run once
+    assert sum("gtp_jax" in log.name for log in logs.iterdir()) == 1
+
+
+def test_what_comes_too_late_is_not_run():
+    points = benchmarks.growth_points(benchmarks.Workload(gtp=2, sequences=2), benchmarks.parse_axes([]))
+    runs = benchmarks.growth_runs(
+        points, benchmarks.chosen_contenders(["gtp_jax bf16 regather"]), scan=True, target=None
+    )
+    costs = list(benchmarks.measure_growth(runs, environment={}, timeout_s=1, within_s=0))
+    assert len(costs) == len(runs)
+    assert all(
+        c.failure == "not run: the time limit of 0 s for all points had passed" and c.step_s is None for c in costs
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
+def test_steps_are_compiled_for_gpus_that_are_not_there(tmp_path, capsys):
+    saved = tmp_path / "growth.json"
+    axes = ["--axes", "weak=1,2", "depth=2,4", "--contenders", "gtp_jax bf16 regather", "partitioner combined regather"]
+    assert (
+        main(["bench", "growth", "--target", "h200:2", "--num-layers", "2", *axes, "--scan", "--json", str(saved)]) == 0
+    )
+    assert "modelled ms" in capsys.readouterr().out
+    costs = [benchmarks.Cost(**c) for c in json.loads(saved.read_text())["costs"]]
+    assert not any(c.failure for c in costs)
+    ceiling = hlo.fact("h200", "bf16_ceiling").value
+    assert all(0.5 * ceiling < c.flops_rate <= 1.01 * ceiling for c in costs)
+    found = {(c.contender, c.axis, c.value): c for c in costs}
+    name = "gtp_jax bf16 regather"
+    one, two = found[name, "weak", 1], found[name, "weak", 2]
+    assert one.collectives < two.collectives and one.peak_bytes > two.peak_bytes
+    assert one.tokens / one.devices == two.tokens / two.devices
+    assert found[name, "depth", 4].collectives > found[name, "depth", 2].collectives
+    assert ("gtp_jax bf16 scan regather", "depth", 4) in found and (
+        "gtp_jax bf16 scan regather",
+        "weak",
+        2,
+    ) not in found
+    assert not any(benchmarks.over_memory(c, "h200") for c in costs)
