@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import naming
+from selection import others_full
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.checkpoint._sums import SummedArrays
@@ -46,7 +48,7 @@ def test_a_chosen_cadence_costs_little_waits_for_nothing_and_is_the_shortest(ste
     assert good(every) and (every == 1 or not good(every - 2))
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+@pytest.mark.parametrize("interval", others_full([1, 2, 3, 5], [1, 3]))
 def test_at_any_step_a_failure_costs_the_interval_at_most(interval, tmp_path):
     snapshots = Snapshots(tmp_path / "snapshots", interval, None, lambda _: None)
     committed = Checkpoints(tmp_path / "snapshots", read_only=True)
@@ -60,7 +62,7 @@ def test_at_any_step_a_failure_costs_the_interval_at_most(interval, tmp_path):
     assert committed.latest() is not None
 
 
-@pytest.mark.parametrize("interval", [2, 3, 5])
+@pytest.mark.parametrize("interval", others_full([2, 3, 5], [3]))
 def test_a_slow_writer_makes_training_wait(interval, tmp_path, monkeypatch):
     finish, committed = SummedArrays.finalize, Checkpoints(tmp_path, read_only=True)
     monkeypatch.setattr(SummedArrays, "finalize", lambda self, directory: time.sleep(0.2) or finish(self, directory))
@@ -89,7 +91,7 @@ def test_a_snapshot_that_was_not_taken_is_due_at_once(tmp_path):
 def test_training_does_not_run_ahead_of_a_snapshot_that_is_never_committed(tmp_path):
     snapshots = Snapshots(tmp_path, 4, None, lambda _: None)
     state = {"w": jnp.ones(3)}
-    with pytest.raises(RuntimeError, match="the snapshot of step 2 was not committed in .* continues from the"):
+    with pytest.raises(RuntimeError, match=naming("step 2")):
         for step in range(1, 5):
             snapshots.stepped(step, state, lambda _: True)
     assert step == 4

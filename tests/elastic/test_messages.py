@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
+from messages import naming
 
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.elastic import ElasticOptions, draw_timeline, read_events, table
@@ -47,49 +49,36 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_options_of_a_supervisor_need_one(capsys):
+def test_options_of_a_supervisor_need_one_and_it_starts_its_processes_itself(capsys, tmp_path):
     said = refused(capsys, "train", "--snapshot-interval", "3", "--retries", "2")
-    assert "--snapshot-interval, --retries: this applies only to a run under a supervisor. Add --elastic." in said
-
-
-def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):
+    assert re.search(naming("--snapshot-interval --retries --elastic"), said)
     flags = ("--coordinator", "127.0.0.1:9000", "--num-processes", "2", "--process-id", "0")
     said = refused(capsys, "train", "--elastic", "--out", str(tmp_path / "run"), *flags)
-    assert "`--elastic` starts the processes of one host itself. Remove --coordinator" in said
+    assert re.search(naming("`--elastic` --coordinator"), said)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("snapshot_interval", 0, "`snapshot_interval` is 0; it must be a whole number of at least 1."),
-        ("retries", 0, "`retries` is 0; it must be a whole number of at least 1."),
-        ("probe_timeout", -1.0, "`probe_timeout` is -1.0; it must be a number above 0, at most 3.4"),
-    ],
-)
-def test_options_out_of_range_are_refused(name, value, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("name, value", [("snapshot_interval", 0), ("retries", 0), ("probe_timeout", -1.0)])
+def test_options_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=naming(f"`{name}` {value}")):
         ElasticOptions(**{name: value})
 
 
 def test_a_directory_without_a_run_is_told_from_one_that_is_not_there(capsys, tmp_path):
     for verb in (["show"], ["rejoin", "--device=1"]):
         said = refused(capsys, "elastic", *verb, str(tmp_path / "none"))
-        assert f"error: no directory {tmp_path / 'none'}. Give the --out of a run with --elastic." in said
-    assert f"error: no run in {tmp_path}. Give the --out" in refused(capsys, "elastic", "show", str(tmp_path))
+        assert re.search(naming(f"no directory {tmp_path / 'none'} --out --elastic"), said)
+    assert re.search(naming(f"no run {tmp_path} --out"), refused(capsys, "elastic", "show", str(tmp_path)))
     TrainConfig().save(tmp_path / "config.json")
     said = refused(capsys, "elastic", "show", str(tmp_path))
-    assert "events.jsonl: the run was not started with --elastic." in said
+    assert re.search(naming("events.jsonl not started --elastic"), said)
 
 
 def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
-    assert "no run was started there with --elastic" in refused(
-        capsys, "elastic", "rejoin", str(tmp_path), "--device=1"
-    )
+    rejoin = ["elastic", "rejoin", str(tmp_path)]
+    assert re.search(naming("no run --elastic"), refused(capsys, *rejoin, "--device=1"))
     (tmp_path / "elastic").mkdir()
-    assert "`device` is -1; device numbers start at 0." in refused(
-        capsys, "elastic", "rejoin", str(tmp_path), "--device=-1"
-    )
-    assert main(["elastic", "rejoin", str(tmp_path), "--device=1"]) == 0
+    assert re.search(naming("`device` -1"), refused(capsys, *rejoin, "--device=-1"))
+    assert main([*rejoin, "--device=1"]) == 0
     (tmp_path / "elastic" / "rejoin.²").touch()  # a digit, and no number
     assert take_rejoins(tmp_path / "elastic") == [1]
     assert take_rejoins(tmp_path / "elastic") == []
@@ -122,7 +111,7 @@ def test_the_picture_shows_each_device_at_each_moment():
         ("training", 32.0, 40.0),
     ]
     assert [(s.what, s.begin, s.end) for s in spans if s.device == 1 and s.what == "lost"] == [("lost", 23.0, 40.0)]
-    with pytest.raises(ValueError, match="there are no events to draw"):
+    with pytest.raises(ValueError, match=naming("no events")):
         draw_timeline([], None)  # pyright: ignore[reportArgumentType]
 
 
@@ -172,9 +161,8 @@ def test_the_picture_shows_training_after_a_pause_that_no_event_closed():
 
 
 def test_how_a_process_ended_is_said_in_words():
-    assert how_it_ended(-9) == "was ended by SIGKILL; often the host has run out of memory"
-    assert how_it_ended(-11) == "was ended by SIGSEGV"
-    assert how_it_ended(3) == "ended with status 3"
+    for status, words in ((-9, "SIGKILL memory"), (-11, "SIGSEGV"), (3, "status 3")):
+        assert re.search(naming(words), how_it_ended(status))
 
 
 def test_patience_grows_with_what_took_long_and_ended_well():
@@ -193,7 +181,7 @@ def test_gpus_are_those_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
     assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in find_devices(8)] == ["2", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="`--elastic` found no NVIDIA GPU"):
+    with pytest.raises(ValueError, match=naming("`--elastic` NVIDIA GPU")):
         find_devices(8)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert [device.name for device in find_devices(2)] == ["virtual CPU device 0", "virtual CPU device 1"]

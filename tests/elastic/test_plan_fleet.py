@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import naming
 
 from gtp_jax.runner.elastic._plan import plan_fleet
 
@@ -52,14 +54,12 @@ def test_a_replica_goes_on_at_a_lower_tp_where_that_is_faster():
     assert plan.failed == (6,) and len(plan.devices) == 7 and not plan.idle
     assert plan.degrees == dict(dp=2, gtp=1, tp=4)
     assert plan.throughput == pytest.approx(7 / 8)
-    assert plan.describe() == (
-        "dp 2 x gtp 1 x tp 4 on devices [0, 1, 2, 3, 4, 5, 7], with lower tp in the replicas that lost [6]; 88% of the "
-        "healthy throughput"
-    )
+    said = plan.describe()
+    assert re.search(naming("dp 2 gtp 1 tp 4 lost [6] 88%"), said) and "[0, 1, 2, 3, 4, 5, 7]" in said
 
 
 def test_too_few_devices_and_devices_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="no plan: 3 of 4 devices are left, but tp 4 needs 4"):
+    with pytest.raises(ValueError, match=naming("3 of 4 devices tp 4")):
         plan_fleet({"dp": 1, "gtp": 1, "tp": 4}, {2}, batch=4, unequal=False)
-    with pytest.raises(ValueError, match=r"`lost` is \[4\]; the run has devices 0 to 3"):
+    with pytest.raises(ValueError, match=naming("`lost` [4] 0 to 3")):
         plan_fleet({"dp": 1, "gtp": 4, "tp": 1}, {4}, batch=4)
