@@ -42,7 +42,7 @@ from hypothesis import strategies as st
 from messages import naming
 
 from gtp_jax.nonuniform import plan_faults
-from gtp_jax.nonuniform._faults import apportion, core_ranks
+from gtp_jax.nonuniform._faults import apportion
 
 
 @st.composite
@@ -105,13 +105,6 @@ def test_losing_devices_never_speeds_a_run_up_and_going_on_is_never_slower_than_
     assert plan.throughput >= plan.throughput_if_dropped and plan.throughput >= plan.throughput_if_lowered
     compute_share = Fraction(len(plan.active), plan.slots)
     assert plan.throughput <= compute_share
-
-
-@given(st.integers(1, 12), st.integers(1, 12))
-def test_ranks_of_the_core_differ_and_ascend(tp, core_tp):
-    assume(core_tp <= tp)
-    ranks = core_ranks(tp, core_tp)
-    assert len(set(ranks)) == core_tp and list(ranks) == sorted(ranks) and ranks[0] == 0
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 8), min_size=1, max_size=3))
