@@ -67,6 +67,7 @@ def test_where_blocks_would_be_cut_gradients_travel_as_without(x64):
     assert bits(found["state"]) == bits(wanted["state"])
 
 
+@pytest.mark.full
 def test_codes_are_what_travels(x64):
     found = {}
     for recipe in (None, RECIPE):

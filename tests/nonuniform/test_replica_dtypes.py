@@ -88,6 +88,7 @@ def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, make, monk
                 np.testing.assert_array_equal(np.asarray(mine), np.asarray(master).astype(mine.dtype))
 
 
+@pytest.mark.full
 def test_weights_travel_in_the_dtype_in_which_they_are_multiplied_and_gradients_in_that_of_sums():
     """Bytes of one transfer of weights and one of gradients, of which the kernels are all but norms."""
     whole = gtp.Roles(optimizer=())
