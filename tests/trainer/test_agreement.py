@@ -114,8 +114,10 @@ def test_environment_and_kind_of_a_missing_field_are_compared(monkeypatch):
 @pytest.mark.parametrize(
     ("numbers", "processes", "messages", "statuses"),
     [
-        ([0, 1, 1], 3, ["--process-id 1"] * 3, {MISTAKE}),
-        pytest.param([0, 0], 2, ["--process-id 0", "cannot listen on port"], {MISTAKE, RETRY}, marks=pytest.mark.full),
+        ([0, 1, 1], 3, ["two processes --process-id 1"] * 3, {MISTAKE}),
+        pytest.param(
+            [0, 0], 2, ["two processes --process-id 0", "cannot listen"], {MISTAKE, RETRY}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_two_processes_with_one_number_are_told_at_once(numbers, processes, messages, statuses):
