@@ -139,4 +139,22 @@ MUTANTS = (
         "if False:",
         ("tests/convert/test_conversion_errors.py::test_arguments_out_of_range",),
     ),
+    Mutant(
+        "tokenizers with the same ids count as the same",
+        "return mine == _definition(from_buffer(other))",
+        'return mine["model"]["vocab"] == _definition(from_buffer(other))["model"]["vocab"]',
+        ("tests/data/test_tokens_encoding.py::test_with_the_same_ids_every_other_part_counts",),
+    ),
+    Mutant(
+        "a run that has lost its lock goes on writing",
+        "if found[:_TOKEN_DIGITS] != self.token:",
+        "if False:",
+        ("tests/trainer/test_lock.py::test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing",),
+    ),
+    Mutant(
+        "records are trained on as the text that encodes them",
+        'LINES = (".jsonl", ".ndjson")',
+        'LINES = (".lines",)',
+        ("tests/data/test_text_files.py::test_documents_are_the_texts_of_records_and_not_their_encoding",),
+    ),
 )

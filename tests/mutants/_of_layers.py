@@ -167,4 +167,10 @@ MUTANTS = (
         "if False:",
         ("tests/meaning/test_modules_that_write.py::test_a_step_which_would_drop_what_they_set_refuses_them",),
     ),
+    Mutant(
+        "layers of a Stack have the arrays of the first",
+        "lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)",
+        "lax.dynamic_index_in_dim(stack, 0 * index, 0, keepdims=False)",
+        ("tests/meaning/test_arrays_of_modules.py::test_every_layer_of_a_stack_has_its_own",),
+    ),
 )

@@ -87,4 +87,10 @@ MUTANTS = (
             "tests/recipes/test_recipe_errors.py::test_the_remedy_for_a_pattern_without_effect_is_possible_and_names_only_patterns_of_its_modules",
         ),
     ),
+    Mutant(
+        "a second derivative through rounded operands is that of no operand",
+        'raise TypeError(SECOND_DERIVATIVE.format(f"`{operation}`"))',
+        "return primals[0], tangents[0]",
+        ("tests/hook/test_recipe_refusals.py::test_second_derivatives_of_fp8_matmuls_are_refused",),
+    ),
 )
