@@ -47,13 +47,10 @@ def gigabytes(preset: str, **degrees: int) -> tuple[float, float]:
         3,
         [
             ("8b", dict(gtp=7), 13.8, 1.05),
-            ("8b", dict(gtp=5), 19.3, 1.05),
             ("8b", dict(gtp=72), 1.34, 1.08),
             ("70b", dict(gtp=9, tp=8), 11.8, 1.05),
             ("qwen3-30b-a3b", dict(gtp=7), 52.3, 1.05),
             ("8b", dict(dp=3, gtp=8), 4.01, 1.01),
-            ("8b", dict(dp=3, gtp=7), 4.59, 1.01),
-            ("8b", dict(gtp=8, tp=3), 4.01, 1.02),
             ("8b", dict(dp=3, gtp=4, tp=3), 2.68, 1.01),
             ("70b", dict(dp=3, gtp=8, tp=3), 11.8, 1.01),
             ("qwen3-30b-a3b", dict(dp=3, gtp=8), 15.3, 1.01),
