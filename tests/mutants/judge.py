@@ -7,6 +7,7 @@ of its own, and runs pytest.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -32,9 +33,6 @@ _IMPORTED = (
 )
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(_IMPORTED)
-_BYTECODE = (
-    tempfile.TemporaryDirectory()
-)  # of all files but those of mutants; what is there does not outlive this process
 
 
 class Verdict(NamedTuple):
@@ -96,11 +94,18 @@ def failures_without_mutants(tests: Iterable[str], jobs: int = 1, *, collected: 
     return found
 
 
+@functools.cache
+def _bytecode() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder for the bytecode of all files but those of mutants, which does not outlive this process."""
+    return tempfile.TemporaryDirectory()
+
+
 def _start_server() -> None:
     """Starts the server, unless it runs, without threads of OpenBLAS, which a process could not be forked beside."""
     with mock.patch.dict(os.environ, JAX_PLATFORMS="cpu", OPENBLAS_NUM_THREADS="1"):
         os.environ.pop("GTP_TEST_PLATFORM", None)
         forkserver.ensure_running()
+    _bytecode()
 
 
 def _failures(files: Sequence[str], tests: Sequence[str], collected: bool) -> dict[str, str]:
@@ -170,7 +175,7 @@ def _run(
         The exit status, `None` if the process does not end, and what it printed.
     """
     with tempfile.NamedTemporaryFile() as printed:
-        process = _PROCESSES.Process(target=_pytest, args=(printed.name, _BYTECODE.name, args, mutated, plugins))
+        process = _PROCESSES.Process(target=_pytest, args=(printed.name, _bytecode().name, args, mutated, plugins))
         process.start()
         process.join(_LIMIT)
         if hangs := process.is_alive():
