@@ -139,7 +139,8 @@ def test_tokens_with_several_places_are_rounded_once_and_wgrad_is_made_from_thei
     _, (kernel,), g = layer((256,), 1, sizes=sizes, behind=0)
     x = numbers(tokens, FEATURES, spread=0.0) * np.exp(3 * rng.normal(size=FEATURES)).astype(np.float32)
     taken = Window(jnp.asarray(pairs), jnp.asarray(places), jnp.int32(pairs.size))
-    y, to_x, to_weight = products(jnp.asarray(x), fused([kernel], 1), g, sizes, None, taken)
+    run = jax.jit(lambda x, g: products(x, fused([kernel], 1), g, sizes, None, taken))
+    y, to_x, to_weight = run(jnp.asarray(x), g)
 
     rows = pairs // choices
     once = rounded_blocked(x, ROW)[rows]

@@ -102,6 +102,7 @@ def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, given", others_full([("MXFP8", "rows"), ("MXFP8", "codes"), ("NVFP4", "rows")], [("MXFP8", "codes")])
 )

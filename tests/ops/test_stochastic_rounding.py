@@ -80,7 +80,6 @@ def rounded(x: np.ndarray, implementation) -> np.ndarray:
     return np.asarray(gtp.dequantize(q, jnp.float32), np.float64)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("format, slope, share", [(NVFP4_1D, 0.9966, 0.035), (NVFP4, 0.9994, 0.003)], ids=str)
 def test_it_is_right_on_average_but_for_what_saturates(format, slope, share):
     x, keys = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), 32
