@@ -79,7 +79,7 @@ class Sows(nnx.Module):
 
 @pytest.mark.full
 def test_what_layers_sow_is_captured_without_and_with_a_mesh():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (8, 8))
     capture = nnx.capture(nnx.Intermediate)(lambda model, x: model(x))
     found = {}
     for name, mesh in {"plain": None, "mesh": gtp.make_mesh(gtp=8)}.items():
