@@ -329,7 +329,7 @@ class WithDropout(Tiny):
         ({"factory": WithDropout}, ValueError, "(dropout.rngs.count, dropout.rngs.key) replica"),
         ({"factory": WithLoadOfAll}, ValueError, "moe `aux_loss` 'microbatch'"),
         ({"rows": 8}, ValueError, "`batch`['targets'] (8, 12) 9 rows"),
-        ({"state_factory": functools.partial(Tiny, hidden=20)}, ValueError, "parameters of the state model"),
+        ({"state_factory": WithLoadOfAll}, ValueError, "parameters of the state model"),
         ({"elsewhere": True}, ValueError, "other devices core `replicas`"),
         ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "roles `weights`"),
         ({"jitted": True}, TypeError, "outside `jax.jit`"),
