@@ -66,13 +66,3 @@ def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
     assert fact.reason == REASONS.get(name, USUAL)
     assert ("__cudnn$fmha" in text) == cudnn
     assert ("PADDING_CAUSAL" in text) == (name == "long rows of segments")  # packed, in the layer's `shard_map`
-
-
-def test_explain_prints_attention_beside_the_weights():
-    model = abstract_model(lambda rngs: gtp.MLP(64, 64, rngs=rngs))
-    assert not gtp.explain(model, None).attentions
-    model = abstract_model(lambda rngs: gtp.CrossAttention(64, num_heads=4, soft_cap=3.0, rngs=rngs))
-    (fact,) = gtp.explain(model, None).attentions
-    assert fact.implementation == "written out" and fact.reason.startswith("jax.nn has no soft cap")
-    printed = str(gtp.explain(model, None))
-    assert "attention" in printed and fact.reason in printed

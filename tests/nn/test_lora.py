@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -224,22 +223,35 @@ def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("view", ["local", "global"])
+class Probe(nnx.Module):
+    """Kernels that tp divides by columns and by rows, behind a table."""
+
+    def __init__(self, rngs, dropout):
+        wide = dict(dtype="float64", param_dtype="float64", rngs=rngs)
+        self.embed, mlp = gtp.Embed(VOCAB, 16, **wide), gtp.MLP(16, 24, **wide)
+        self.mlp = gtp.lora(mlp, RANK, ALPHA, dropout=dropout, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.mlp(self.embed(tokens))
+
+
+def sum_of_squares(model, batch):
+    y = model(batch["tokens"])
+    copies = batch["tokens"].shape[1] // y.shape[1]  # in local view, a rank of tp has its own part of the sequence
+    return copies * jnp.sum(y**2), jnp.float64(batch["tokens"].size)
+
+
+@pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
 def test_dropout_is_of_a_step_and_of_nothing_else(view):
-    few = ["query", "mlp.down"]  # which tp divides by columns and by rows: a draw is slow to compile
-    one = dataclasses.replace(CONFIG, num_layers=1)
     with scope("gtp 4 x tp 2"):
-        model, undropped = (
-            with_b(placed(lambda rngs, p=p: adapted(rngs, one, targets=few, dropout=p))) for p in (0.5, 0.0)
-        )
+        model, undropped = (with_b(placed(lambda rngs, p=p: Probe(rngs, p))) for p in (0.5, 0.0))
         state, plain = (gtp.TrainState.create(each, optax.sgd(0.0)) for each in (model, undropped))
-        evaluate = gtp.eval_step(loss, view="local")
+        evaluate = gtp.eval_step(sum_of_squares, view="local")
         evaluated, without = (float(evaluate(each, batch_of())["loss"]) for each in (state, plain))
 
         def dropped(view, seed=0):
             """Losses of the same parameters and the same batch in two steps of learning rate 0."""
-            step = gtp.train_step(loss, optax.sgd(0.0), view=view, seed=seed)
+            step = gtp.train_step(sum_of_squares, optax.sgd(0.0), view=view, seed=seed)
             own, losses = jax.tree.map(jnp.copy, state), []  # a step donates its state
             for _ in range(2):
                 own, metrics = step(own, batch_of())
@@ -286,11 +298,9 @@ def twice() -> Any:
     [
         (llama, dict(rank=0), "`rank` 0 whole"),
         (llama, dict(alpha=0), "`alpha` 0 finite"),
-        (llama, dict(alpha=math.inf), "`alpha` inf finite"),
         (llama, dict(dropout=1.0), "`dropout` 1.0"),
         (llama, dict(targets="query"), "`targets` 'query' list"),
         (llama, dict(targets=["q_proj"]), "`targets` 'q_proj' blocks.layers.attention.qkv"),
-        (llama, dict(targets=["embed"]), "`targets` 'embed' (Embed)"),
         (lambda: llama(MOE), dict(targets=["mlp"]), "blocks.layers.mlp.down (GroupedDense)"),
         (lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {}, "Linear gtp_jax.Dense"),
         (twice, {}, "blocks.layers.attention.qkv once `gtp_jax.lora`"),
@@ -313,12 +323,3 @@ def test_targets_choose_projections_and_by_default_all_but_heads():
     }
     assert len(paths(gtp.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
     assert len(paths(gtp.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone
-
-
-def test_rank_alpha_and_dropout_may_be_numbers_of_numpy():
-    given = (2, 4, 0.5), (np.int64(2), np.float32(4), np.float32(0.5))
-    each = [
-        gtp.lora(gtp.Dense(8, 8, rngs=nnx.Rngs(0)), rank, alpha, dropout=dropout, rngs=nnx.Rngs(0))  # type: ignore
-        for rank, alpha, dropout in given
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *(nnx.as_pure(nnx.state(one, nnx.LoRAParam)) for one in each))

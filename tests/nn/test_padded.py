@@ -19,10 +19,8 @@ from selection import others_full
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.nn import abstract_model, split_model
-from gtp_jax.train._on_padding import left_in_padding
+from gtp_jax.nn import abstract_model
 from gtp_jax.train._optimizer import of_model
-from gtp_jax.train._padding import paddings
 
 
 class Model(nnx.Module):
@@ -107,26 +105,6 @@ def test_a_logical_array_that_is_put_into_a_padded_weight_is_padded(x64):
         model.head(jnp.ones((7, 26)))
 
 
-@pytest.mark.parametrize(
-    ("degrees", "view"), others_full([((7,), "global"), ((7,), "local"), ((3, 2), "global")], [((7,), "local")])
-)
-def test_losses_and_gradients_are_those_without_a_mesh(degrees, view, x64):
-    tokens = np.arange(7 * 6 * 5 * 2).reshape(7 * 6 * 5, 2) % 34
-
-    def loss(model, batch):
-        return jnp.sum(jnp.sin(model(batch))), jnp.asarray(float(batch.size)) * 1.0
-
-    found = []
-    for gtp_and_dp in ((1,), degrees):
-        with on(*gtp_and_dp):
-            state = gtp.TrainState.create(made(), optax.sgd(1e-1))
-            step = gtp.train_step(loss, optax.sgd(1e-1), view=view)
-            state, metrics = step(state, jnp.asarray(tokens))
-            assert not padding_of(state).any()
-            found.append((jax.tree.map(np.asarray, state.logical().params), float(metrics["grad_norm"])))
-    same(found[1], found[0], atol=1e-12)
-
-
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "muon": lambda: optax.contrib.muon(1e-2),
@@ -162,21 +140,6 @@ def test_optimizers_see_logical_arrays_and_leave_the_padding_zero(name, x64):
             floats = [x for x in jax.tree.leaves(logical.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
             found.append(jax.tree.map(np.asarray, (logical.params, floats)))
     same(found[1], found[0], atol=1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
-def test_elementwise_optimizers_run_on_the_padded_shards(x64):
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10)))
-    with on(7):
-        model_def, params, _, _ = split_model(abstract_model(Model))
-        for optimizer, on_shard in (
-            (clipped, True),
-            (optax.MultiSteps(optax.lion(1e-3), 2), True),
-            (OPTIMIZERS["muon"](), False),
-            (OPTIMIZERS["adafactor"](), False),
-        ):
-            found = left_in_padding(optimizer, model_def, paddings(model_def, params), params)
-            assert (found is not None) == on_shard
 
 
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for a GPU needs its packages")
@@ -292,14 +255,6 @@ def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x
             found.append(np.asarray(stored)[..., :26])
     assert np.abs(found[0]).max() > 0.1
     same(found[1], found[0], atol=1e-12)
-
-
-@pytest.mark.full
-def test_check_compares_padded_gradients_with_one_device(x64):
-    tokens = jnp.arange(70).reshape(35, 2) % 34
-    with on(7):
-        errors = gtp.check(loss_of_batch, Model, tokens, tolerance=1e-12)
-        assert {name for name in errors if name.startswith("gradient")} >= {"gradient embed.table"}
 
 
 def test_linen_refuses_to_store_a_padded_weight():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from messages import naming
-from selection import every, others_full, pairwise
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.hlo import collectives
@@ -92,26 +92,6 @@ def test_in_local_view_a_rank_gathers_its_part_along_the_tensor_dimension(x64):
     np.testing.assert_array_equal(parts[:, 5:], 0)
 
 
-@pytest.mark.parametrize(
-    "shape, tensor_dim, spec",
-    every(
-        2,
-        [
-            ((3, 8, 5, 16), None, P(None, None, None, "gtp")),
-            ((3, 8, 5, 16), 1, P(None, "tp", None, "gtp")),
-            ((3, 8, 5, 16), 3, P(None, "gtp", None, "tp")),
-            ((3, 5, 16), 2, P(None, None, ("tp", "gtp"))),
-            ((16,), 0, P(("tp", "gtp"))),
-            ((16, 16), None, P(None, "gtp")),
-        ],
-    ),
-)
-def test_the_longest_dimension_that_the_degrees_divide_is_sharded(shape, tensor_dim, spec):
-    with mesh_in_scope("gtp 4 x tp 2"):
-        model = gtp.init(lambda rngs: Holder(normal(rngs.params(), shape), tensor_dim=tensor_dim), nnx.Rngs(0))
-    assert model.w.get_value().sharding.spec == spec and model.w[...].shape == shape
-
-
 class Holder(nnx.Module):
     def __init__(self, value, **options):
         self.w = gtp.Param(value, **options)
@@ -161,14 +141,6 @@ def test_the_gradient_is_reduced_as_its_name_says(grad_reduce, view):
     assert {one.dtype for one in found} == {dtype} and sum(one.times for one in found) == (1 if view == "local" else 2)
 
 
-def test_a_pretrained_array_and_its_gradient_are_sharded():
-    with mesh_in_scope("gtp 8"):
-        graph, state = nnx.split(Holder(np.ones((16, 8, 32), np.float32)))
-        assert state["w"].get_value().sharding.spec == P(None, None, "gtp")
-        grad = jax.jit(jax.grad(lambda state, x: jnp.sum(nnx.merge(graph, state)(x))))(state, jnp.ones((8, 4)))
-    assert grad["w"].get_value().sharding.spec == P(None, None, "gtp")
-
-
 def test_recipes_leave_it_in_high_precision_and_explain_says_so():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -194,28 +166,6 @@ def test_recipes_leave_it_in_high_precision_and_explain_says_so():
         wires = {fact.module.split(".")[-1]: (fact.wire, fact.shapes, fact.matmul) for fact in explained.facts}
         assert wires["up"][0] == "NVFP4"
         assert wires["w"] == ("float32", ((256, 128),), "float32, as no recipe quantizes arrays of any shape")
-
-
-def test_a_model_of_such_weights_alone_has_nothing_to_quantize():
-    model = Holder(jnp.ones((16, 16)))
-    with pytest.raises(ValueError, match=naming("Holder quantize")):
-        gtp.explain(model, gtp.NVFP4())
-
-
-class Drawn(nnx.Module):
-    def __init__(self, rngs):
-        self.drawn, self.ones = gtp.Param(normal(rngs.params(), (8, 8), jnp.float64)), gtp.Param(jnp.ones((8, 8)))
-
-    def __call__(self, x):
-        return x @ self.drawn.gather() + self.ones.gather()
-
-
-@pytest.mark.full
-def test_a_stack_that_is_made_outside_of_init_has_the_same_weights(x64):
-    with mesh_in_scope("gtp 8"):
-        eager = gtp.Stack(Drawn, 2, rngs=nnx.Rngs(0))
-        made = gtp.init(lambda rngs: gtp.Stack(Drawn, 2, rngs=rngs), nnx.Rngs(0))
-        np.testing.assert_allclose(eager(jnp.ones((8, 8))), made(jnp.ones((8, 8))), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +196,3 @@ def test_a_weight_is_not_gathered_from_another_array_or_mesh_than_its_own():
         param = gtp.Param(np.ones((16, 16), np.float32))
     with mesh_in_scope("gtp 3"), pytest.raises(ValueError, match=naming("(16, 16) Param gtp 8 3")):
         param.gather()
-
-
-def test_a_printed_weight_shows_its_path_shape_dtype_and_partition():
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        printed = repr(gtp.init(lambda rngs: gtp.MLP(64, 128, rngs=rngs), nnx.Rngs(0)).down.kernel)
-    assert "Layout(shape=(128, 64), spec=" in printed and "('tp', 'gtp')" in printed.replace('"', "'")
-    assert "float32" in printed and "path=('down',)" in printed
-    assert len(printed.split("layout=")[1]) < 250  # and little else

@@ -105,24 +105,6 @@ def test_what_is_gathered_of_the_sequence_travels_as_fp8_codes(parallel, codes, 
     assert (sum(c.dtype == "u8" for c in arrays), sum(c.dtype != "u8" for c in arrays)) == (3 * codes, 3)
 
 
-@pytest.mark.parametrize("tp", others_full([4, 8], [4]))
-def test_parts_are_counted_backwards_from_the_own_one_and_join_in_order(tp, key):
-    x = jax.random.normal(key, (BATCH, SEQ, 3))
-    mesh, mapped = on_mesh(
-        tp,
-        lambda x: (jnp.stack(split_parts(x, "tp"))[None], join_parts(split_parts(x, "tp"), "tp")),
-        P(),
-        (P("tp"), P()),
-    )
-    with jax.set_mesh(mesh):
-        parts, joined = jax.jit(mapped)(x)
-    by_rank = np.split(np.asarray(x), tp, axis=1)
-    for rank in range(tp):
-        for s in range(tp):
-            np.testing.assert_array_equal(parts[rank, s], by_rank[(rank - s) % tp])
-    np.testing.assert_array_equal(joined, x)
-
-
 def layer(parallel: str, **options) -> nnx.Module:
     return gtp.init(lambda rngs: gtp.Dense(32, 32, parallel=parallel, rngs=rngs, **options), nnx.Rngs(0))
 
@@ -191,9 +173,3 @@ def test_a_sequence_that_tp_does_not_divide_is_refused_behind_a_row_parallel_lay
         row = layer("row")
         with pytest.raises(ValueError, match=naming("(2, 6, 8) tp 4 Pad")):
             row(jax.random.normal(key, (4, 6, 32)))
-
-
-def test_an_mlp_refuses_other_features_at_its_door():
-    mlp = gtp.MLP(32, 64, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=naming("LayerNormDense 32 (2, 8, 1)")):
-        mlp(np.ones((2, 8, 1)))

@@ -1,4 +1,4 @@
-"""Layers that a `Stack`'s factory makes: those that draw, write or grow run as in a loop; others are refused."""
+"""Layers that a `Stack`'s factory makes: those that draw or grow run as in a loop; others are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import naming
-from selection import others_full
 
 import gtp_jax as gtp
 
@@ -25,17 +24,6 @@ class Noisy(Layer):
 
     def __call__(self, x):
         return x + self.linear(x) + jax.random.normal(self.rngs.noise(), x.shape, x.dtype)
-
-
-class Late(Layer):
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.seen = nnx.Variable(None)
-
-    def __call__(self, x):
-        y = self.linear(x)
-        self.seen.set_value(y.mean())
-        return x + y
 
 
 class Growing(Layer):
@@ -61,7 +49,7 @@ def in_a_loop(layers, x):
     return x
 
 
-@pytest.mark.parametrize("kind", others_full([Noisy, Growing, Late], [Noisy, Growing]))
+@pytest.mark.parametrize("kind", [Noisy, Growing])
 def test_a_stack_equals_a_loop_over_its_layers_call_after_call(kind, x64):
     stack = gtp.Stack(kind, LENGTH, rngs=nnx.Rngs(0, noise=1))
     layers = nnx.List(unstacked(stack))
