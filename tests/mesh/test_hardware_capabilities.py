@@ -19,9 +19,7 @@ def mesh_of(kind: str, platform: str = "gpu"):
     [
         ("Tesla V100-SXM2-16GB", False, False, False),
         ("NVIDIA A100-SXM4-80GB", True, False, False),
-        ("NVIDIA A10", True, False, False),
         ("NVIDIA L40S", True, True, False),
-        ("NVIDIA H100 80GB HBM3", True, True, False),
         ("NVIDIA H200", True, True, False),
         ("NVIDIA GB200", True, True, True),
         ("NVIDIA B300", True, True, True),

@@ -76,20 +76,6 @@ def test_a_model_that_is_made_without_a_mesh_on_several_devices_is_told():
         model(jnp.asarray(X))  # a warning once, where it is made
 
 
-def test_inside_a_shard_map_axes_are_neither(key):
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.init(dense, nnx.Rngs(0))
-        graph, state = nnx.split(model)
-        spec = jax.P(None, "gtp")
-        local = jax.shard_map(
-            lambda w, x: nnx.merge(graph, nnx.State({"kernel": state["kernel"].replace(w)}))(x),
-            in_specs=(spec, jax.P("gtp")),
-            out_specs=jax.P("gtp"),
-            check_vma=False,
-        )
-        np.testing.assert_allclose(local(model.kernel.get_value(), X), model(X), rtol=1e-6)
-
-
 @pytest.mark.parametrize("view", others_full(["global", "local"], ["global"]))
 def test_a_step_that_was_built_without_a_mesh_runs_on_that_of_each_call(view):
     loss = lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0])  # noqa: E731
