@@ -1,6 +1,6 @@
 """A long run with many checkpoints, whose memory, threads and open files are watched.
 
-python tests/reliability/soak.py --help
+python benchmarks/scripts/soak.py --help
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times steps of a run that has lost a GPU of four: replicas of tp 2 and 1, beside what else one could do.
 
-    python tests/nonuniform/hurt_times.py                                           # 4 GPUs
-    python tests/nonuniform/hurt_times.py --preset tiny --seq 64 --layers 2         # 4 virtual CPU devices
+    python benchmarks/scripts/hurt_times.py                                           # 4 GPUs
+    python benchmarks/scripts/hurt_times.py --preset tiny --seq 64 --layers 2         # 4 virtual CPU devices
 
 Beside all four GPUs: the replica of tp 2 alone, and three GPUs with gtp 3. Each has one sequence a GPU. The share is of
 the throughput of all four; of three GPUs, 75 % would be their part of the compute, and the aim is 97 % of that.
@@ -64,17 +64,17 @@ def seconds_a_step(config: Any, contender: Contender, recipe: Any, seq: int, ste
     """Returns the seconds of each of so many steps of a contender."""
     optimizer = optax.adamw(1e-4)
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
-    replicas, options = None, {}
+    replicas = None
     if contender.failed:
         plan = plan_faults(**contender.degrees, failed=contender.failed, batch=contender.devices)  # pyright: ignore
         replicas = gtp.Replicas(factory, plan, jax.devices()[:4])
-        mesh, options = replicas.core, {"replicas": replicas}
+        mesh = replicas.core
     else:
         mesh = gtp.make_mesh(**contender.degrees, devices=jax.devices()[: contender.devices])  # pyright: ignore
     batch = random_batch(config.vocab_size, contender.devices, seq, replicas)
     with jax.set_mesh(mesh):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
-        step = gtp.train_step(next_token_loss, optimizer, view="local", recipe=recipe, **options)
+        step = gtp.train_step(next_token_loss, optimizer, view="local", recipe=recipe, replicas=replicas)
         return seconds_of_steps(step, state, batch, steps)
 
 

@@ -1,7 +1,7 @@
 """Times what a step over replicas of unequal degree transfers, on two GPUs.
 
-    python tests/nonuniform/transfer_times.py
-    python tests/nonuniform/transfer_times.py --preset tiny --seq 64 --layers 2 --step-layers 2     # on CPU
+    python benchmarks/scripts/transfer_times.py
+    python benchmarks/scripts/transfer_times.py --preset tiny --seq 64 --layers 2 --step-layers 2     # on CPU
 
 Unequal degrees need three devices. Of tp 2 and tp 1 two devices have either the replica of tp 2 and its core of one
 device, between which weights are unfolded and gradients folded; or the core of both replicas, over which weights are
