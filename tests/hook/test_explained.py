@@ -105,21 +105,8 @@ def test_a_call_that_jax_has_already_traced_is_explained(transform, mesh):
         assert units == ["embedder", "layers.0", "layers.1", "layers.2", "embedder"]
 
 
-def test_names_that_differ_in_numbers_are_printed_once(mesh):
-    found = gtp.explain(sharded())
-    assert "layers.1.norm.scale" in found.untouched
-    assert str(found).endswith("used as they are: layers.*.norm.scale (3), layers.*.up.bias (3)")
-
-
 def test_a_model_that_was_not_sharded_is_reported_as_such(mesh):
     assert re.search(naming("no weight"), str(gtp.explain(Model(nnx.Rngs(0)))))
-
-
-def test_without_a_mesh_a_partitioned_parameter_does_not_hide_what_is_wrong():
-    with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)):
-        model = sharded()
-    with pytest.raises(ValueError, match=naming("embedder.table no mesh")):
-        model(TOKENS)
 
 
 def test_a_replaced_layer_is_refused_until_the_model_is_sharded_again(mesh):

@@ -5,7 +5,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -41,18 +40,6 @@ def test_steps_under_with_mesh_are_those_without_a_mesh(x64):
         program = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, tokens()).compile().as_text()
     assert_equal(found, wanted)
     assert sum(c.times for c in hlo.collectives(program) if c.kind == "all-gather") >= 4
-
-
-@pytest.mark.full
-def test_calls_and_gradients_without_jit_work_under_with_mesh(x64):
-    model = Few()
-    logits, gradients = model(tokens()), nnx.grad(loss)(model, tokens())
-    with legacy(gtp=8):
-        sharded = gtp.shard(Few(), "blocks.*", min_size=64)
-        np.testing.assert_allclose(sharded(tokens()), logits, atol=1e-12)
-        found = nnx.grad(loss)(sharded, tokens())
-        for own, whole in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
-            np.testing.assert_allclose(own, whole, atol=1e-12)
 
 
 def test_another_mesh_by_with_mesh_is_refused(x64):

@@ -59,47 +59,37 @@ def test_steps_in_the_layers_own_dtypes_are_those_without_a_mesh(dtype, toleranc
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=bound, err_msg=name)
 
 
-class Mixed(nnx.Module):
-    """A layer of gtp_jax's beside one of Flax's."""
+class Own(nnx.Module):
+    """A block with a stock layer, a layer of gtp_jax, and a weight that shards itself."""
 
     def __init__(self, rngs):
         self.own = gtp.Dense(WIDTH, WIDTH, dtype="float64", param_dtype="float64", rngs=rngs)
         self.flax = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+        self.param = gtp.Param(jnp.linspace(0.5, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH) / WIDTH)
 
     def __call__(self, x):
-        return x + jnp.tanh(self.flax(jnp.sin(self.own(x))))
-
-
-class MixedModel(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Mixed(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return x + jnp.tanh(self.flax(jnp.sin(self.own(x)))) @ self.param.gather()
 
 
 @pytest.mark.filterwarnings("ignore:no mesh is in scope")
-def test_layers_of_gtp_jax_within_blocks_gather_their_own_weights(x64):
+def test_layers_and_parameters_of_gtp_jax_within_blocks_gather_their_own_weights(x64):
     x = np.random.default_rng(0).normal(size=(8, WIDTH))
 
-    def mean(model, x):
-        return jnp.sin(3 * model(x)).mean()
-
-    def losses(factory, **options):
-        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(0.5))
-        step = gtp.train_step(mean, optax.sgd(0.5), **options)
-        found = []
+    def losses(shard, view="global"):
+        mean = lambda model, x: (jnp.sin(3 * model(x)).sum(), jnp.float64(x.size))  # noqa: E731
+        blocks = lambda rngs: nnx.Sequential(*[Own(rngs) for _ in range(2)])  # noqa: E731
+        state = gtp.TrainState.create(gtp.init(lambda rngs: shard(blocks(rngs)), nnx.Rngs(0)), optax.sgd(0.5))
+        step, found = gtp.train_step(mean, optax.sgd(0.5), view=view), []
         for _ in range(3):
             state, metrics = step(state, x)
             found.append(float(metrics["loss"]))
         return found
 
-    wanted = losses(MixedModel)
+    wanted = losses(lambda model: model)
     with scope(MESHES["dp 2, gtp 4"]):
-        sharded = lambda rngs: gtp.shard(MixedModel(rngs), min_size=64)  # noqa: E731
-        np.testing.assert_allclose(losses(sharded), wanted, rtol=1e-12)
+        for view in ("global", "local"):
+            found = losses(lambda model: gtp.shard(model, Own, min_size=64), view)
+            np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 def gpt2():

@@ -6,13 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 
-from .models import GPT2, Few, tokens
+from .models import GPT2, tokens
 from .steps import MESHES, scope
 
 OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
@@ -70,12 +69,3 @@ def test_steps_with_microbatches_are_those_without_a_mesh_and_are_saved_and_rest
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), found[2])
         metrics = gtp.eval_step(loss)(state, batch())
         assert np.isfinite(metrics["loss"])
-
-
-@pytest.mark.parametrize("view", others_full(["global", "local"], ["local"]))
-def test_check_finds_each_rank_in_agreement(view, x64):
-    with scope(MESHES["dp 2, gtp 4"]):
-        errors = gtp.check(
-            loss, lambda rngs: gtp.shard(Few(rngs), "blocks.*", min_size=64), batch(), view=view, tolerance=1e-11
-        )
-    assert len(errors) > 4

@@ -12,16 +12,10 @@ from selection import others_full
 import gtp_jax as gtp
 
 
-class OfOneExample(nnx.Module):
+def of_one_example(rngs):
     """Takes one example; its layers are called in one walk."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs, param_dtype=jnp.float64) for _ in range(3)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+    layers = [nnx.Linear(16, 16, rngs=rngs, param_dtype=jnp.float64) for _ in range(3)]
+    return nnx.Sequential(*[part for layer in layers for part in (layer, jnp.tanh)])
 
 
 class Penalized(nnx.Module):
@@ -50,7 +44,7 @@ class Outer(nnx.Module):
     """Maps a model within it."""
 
     def __init__(self, rngs):
-        self.inner = OfOneExample(rngs)
+        self.inner = of_one_example(rngs)
 
     def __call__(self, x):
         return jax.vmap(self.inner)(x)
@@ -66,9 +60,9 @@ CALLS = {
     "gradient penalty": lambda model, x: jax.vmap(jax.grad(lambda x: model(x).sum()))(x),
 }
 CASES = [
-    *((OfOneExample, "layers.*", call) for call in CALLS),
+    *((of_one_example, nnx.Linear, call) for call in CALLS),
     *((WithPenalties, "layers.*", call) for call in ("vmap", "map in batches")),
-    (Outer, "inner.layers.*", "called"),
+    (Outer, nnx.Linear, "called"),
 ]
 
 
@@ -97,19 +91,12 @@ def test_gradients_are_those_without_a_mesh(make, blocks, call, x64, key):
 def test_no_weight_is_copied_for_each_example(x64, key):
     x = jax.random.normal(key, (24, 16), jnp.float64)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(OfOneExample(nnx.Rngs(0)), "layers.*", min_size=64)
+        model = gtp.shard(of_one_example(nnx.Rngs(0)), nnx.Linear, min_size=64)
         program = str(jax.make_jaxpr(lambda x: jax.vmap(model)(x))(x))
     assert "f64[24,16]" in program and "f64[24,16,16]" not in program
 
 
 def test_what_examples_share_and_is_no_float_stays_shared(key):
-    class Counts(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([Counting(rngs)])
-
-        def __call__(self, x):
-            return self.layers[0](x)
-
     class Counting(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -118,6 +105,6 @@ def test_what_examples_share_and_is_no_float_stays_shared(key):
             return self.linear(x), jnp.int32(7)
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(Counts(nnx.Rngs(0)), "layers.*", min_size=64)
+        model = gtp.shard(nnx.Sequential(Counting(nnx.Rngs(0))), Counting, min_size=64)
         _, count = jax.vmap(model, out_axes=(0, None))(jax.random.normal(key, (8, 16)))
     assert count == 7

@@ -89,26 +89,15 @@ class Normed(nnx.Module):
         return x + jnp.tanh(self.normed(x))
 
 
-class NormedModel(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Normed(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_weights_that_a_block_sets_stay_shards(x64):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
     of = lambda model, x: jnp.sin(3 * model(x)).mean()  # noqa: E731
-    found, wanted = together(NormedModel, of, x, MESHES["gtp 8"])
-    assert_equal(found, wanted)
+    make = lambda: nnx.Sequential(*[Normed(nnx.Rngs(i)) for i in range(2)])  # noqa: E731
+    assert_equal(*together(make, of, x, MESHES["gtp 8"], blocks=Normed))
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(NormedModel(), min_size=64)
+        model = gtp.shard(make(), Normed, min_size=64)
         train(model, of, x, steps=1)
-        kernel = model.blocks[0].normed.layer_instance.kernel.get_value()
+        kernel = model.layers[0].normed.layer_instance.kernel.get_value()
         assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 
@@ -118,24 +107,23 @@ class Mixed(nnx.Module):
     def __init__(self, rngs):
         self.table = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, 2, WIDTH), jnp.float64) / 4)
 
-    def __call__(self, x, scale, flip):
+    def __call__(self, x, scale=0.5, flip=True):
         weight = self.table.sum(1) / jnp.linalg.norm(self.table[...])  # computed from the weight alone
         y = x @ weight * scale
         return jnp.flip(y, -1) @ weight.T if flip else jnp.tanh(y)
 
 
-class MixedModel(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first = nnx.List([Mixed(rngs) for _ in range(2)])
+class TwoMixed(nnx.Sequential):
+    def __init__(self, rngs):
+        super().__init__(*[Mixed(rngs) for _ in range(2)])
 
     def __call__(self, x):
-        return self.first[1](self.first[0](x, 0.5, True), jnp.asarray(2.0), False)
+        return self.layers[1](self.layers[0](x), jnp.asarray(2.0), False)
 
 
 def test_what_is_computed_from_weights_alone_is_differentiated(x64):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
     of = lambda model, x: jnp.sin(3 * model(x)).mean()  # noqa: E731
+    make = lambda: TwoMixed(nnx.Rngs(0))  # noqa: E731
     for remat in ("matmuls", "everything"):
-        found, wanted = together(MixedModel, of, x, MESHES["dp 2, gtp 4"], remat=remat)
-        assert_equal(found, wanted)
+        assert_equal(*together(make, of, x, MESHES["dp 2, gtp 4"], blocks=Mixed, remat=remat))
