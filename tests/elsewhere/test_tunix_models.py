@@ -121,17 +121,3 @@ def test_no_large_weight_is_ever_whole_on_a_device(checkpoint, sizes, monkeypatc
     assert not whole
     for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("how", ["set_mesh", "with mesh"])
-def test_every_weight_is_gathered_ahead_of_its_call(checkpoint, how):
-    family, folder = checkpoint
-    devices = mesh_of(4, 2)
-    model = load(family, folder, devices)
-    with in_scope(devices, how, family):
-        model = gtp.shard(model, **OPTIONS)
-        report = gtp.explain(model, call=lambda model: logits(model, batch()))
-    head = "embedder" if family.tied else "lm_head"
-    order = ["embedder", *(f"layers.{i}" for i in range(family.layers)), head]
-    assert [call.module for call in report.calls] == order
-    assert [call.prefetched for call in report.calls] == [False, *(True for _ in order[1:])]

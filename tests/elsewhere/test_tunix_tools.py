@@ -17,7 +17,6 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # noqa: E402
 import gtp_jax as gtp  # noqa: E402
 
 from .families import (  # noqa: E402
-    FAMILIES,
     HEAD,
     KV_HEADS,
     MESHES,
@@ -28,7 +27,6 @@ from .families import (  # noqa: E402
     in_scope,
     load,
     mesh_of,
-    write,
 )
 
 SCOPES = [("gtp 8", "set_mesh"), ("gtp 4 x tp 2", "with mesh")]
@@ -120,14 +118,3 @@ def test_adapters_have_the_same_updates(checkpoint, mesh, how):
     for path, before in jax.tree_util.tree_leaves_with_path(start):
         name = jax.tree_util.keystr(path)
         assert np.array_equal(found[name], before) != ("lora" in name), name
-
-
-def test_adapters_may_be_added_after_sharding(tmp_path):
-    family = FAMILIES["Llama 3"]
-    folder = write(family, tmp_path)
-    wanted = updated(adapted(load(family, folder)))
-    devices = mesh_of(4, 2)
-    model = load(family, folder, devices)
-    with jax.set_mesh(devices):
-        found = updated(adapted(gtp.shard(model, **OPTIONS)))
-    assert difference(found, wanted) < 1e-4
