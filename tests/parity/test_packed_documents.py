@@ -24,17 +24,8 @@ class Block(nnx.Module):
 
     def __init__(self, sequence_parallel, rngs):
         options = dict(sequence_parallel=sequence_parallel, rngs=rngs, **F64)
-        self.attention = gtp.Attention(
-            16,
-            num_heads=4,
-            num_kv_heads=2,
-            window=4,
-            soft_cap=2.0,
-            qk_norm=True,
-            sinks=True,
-            rope_theta=50.0,
-            **options,
-        )
+        heads = dict(num_heads=4, num_kv_heads=2, window=4, soft_cap=2.0, qk_norm=True, sinks=True, rope_theta=50.0)
+        self.attention = gtp.Attention(16, **heads, **options)
         self.mlp = gtp.MLP(16, 24, **options)
 
     def __call__(self, x, **packed):
@@ -100,10 +91,6 @@ def alone(rows):
     return batches
 
 
-def without_segments(batch):
-    return {name: leaf for name, leaf in batch.items() if name != "segment_ids"}
-
-
 def measured(name, mesh, batches):
     """Sums of losses and of gradients of each batch, by `loss_and_gradients`."""
     degrees, sequence_parallel = MESHES[mesh]
@@ -130,7 +117,8 @@ def together(name, mesh):
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(name, x64):
     rows = documents()
     # of one shape, which is compiled once
-    *parts, (mixed, _) = measured(name, "no mesh", [*alone(rows), without_segments(packed(rows))])
+    without_segments = {name: leaf for name, leaf in packed(rows).items() if name != "segment_ids"}
+    *parts, (mixed, _) = measured(name, "no mesh", [*alone(rows), without_segments])
     total, gradients = (sum(sums) for sums in zip(*parts, strict=True))
     for mesh in MESHES:
         found, own = together(name, mesh)
