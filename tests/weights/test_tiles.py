@@ -53,12 +53,8 @@ def test_a_layer_multiplies_the_codes_of_one_device(place):
     given = dict(zip(sizes, kernels, strict=True))
 
     with scope(degrees):
-        layer = gtp.init(
-            lambda rngs: gtp.Dense(
-                WIDTH, names, dtype="float32", kernel_init=lambda _, shape, __: given[shape[1]], rngs=rngs, **options
-            ),
-            nnx.Rngs(0),
-        )
+        options = dict(dtype="float32", kernel_init=lambda _, shape, __: given[shape[1]], **options)
+        layer = gtp.init(lambda rngs: gtp.Dense(WIDTH, names, rngs=rngs, **options), nnx.Rngs(0))
         with gtp.use_recipe(gtp.FP8Blocks(exclude=())):
             x = jnp.repeat(jnp.eye(WIDTH)[:, None], 8, axis=1)  # a sequence that tp divides
             found = jax.jit(lambda x: layer(x))(x)
