@@ -22,8 +22,11 @@ RECIPES = {
 ALL_MESHES = {**MESHES, "gtp 4, tp 2": dict(gtp=4, tp=2)}
 
 
-def kernel_init(*names):
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+INIT = nnx.initializers.lecun_normal()
+
+
+def kernel_init(*names, init=INIT):
+    return nnx.with_partitioning(init, names)
 
 
 WIDTH, LENGTH, VOCAB, BATCH = 32, 32, 64, 16
@@ -112,13 +115,13 @@ def trained(mesh, steps=3, **options):
 class Dense(nnx.Module):
     """Blocks that multiply by their weights in several ways, or layers of gtp_jax's own that do the same."""
 
-    def __init__(self, rngs, own, width=64, hidden=None, tp=False):
+    def __init__(self, rngs, own, hidden=64, tp=False, dtype=jnp.float32, init=INIT):
         self.blocks = nnx.List([])
-        for sizes, names in (((width, hidden or width), (None, "tp")), ((hidden or width, width), ("tp", None))):
-            options = dict(use_bias=False, dtype=jnp.float32, rngs=rngs)
+        for sizes, names in (((64, hidden), (None, "tp")), ((hidden, 64), ("tp", None))):
+            options = dict(use_bias=False, dtype=dtype, rngs=rngs, kernel_init=init)
             if tp:
                 parallel = "row" if names[0] else "column"
-                options |= dict(parallel=parallel) if own else dict(kernel_init=kernel_init(*names))
+                options |= dict(parallel=parallel) if own else dict(kernel_init=kernel_init(*names, init=init))
             self.blocks.append((gtp.Dense if own else nnx.Linear)(*sizes, **options))
 
     def __call__(self, x):

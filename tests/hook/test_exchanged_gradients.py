@@ -88,15 +88,6 @@ def test_a_block_within_remat_and_embeddings_train_as_without():
 
 
 def test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_uses():
-    class Twice(nnx.Module):
-        def __init__(self, rngs):
-            self.blocks = nnx.List([Scaled(rngs) for _ in range(2)])
-
-        def __call__(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
     class Scaled(nnx.Module):
         def __init__(self, rngs):
             self.kernel = nnx.Param(jax.random.normal(rngs.params(), (64, 64)) / 8)
@@ -105,7 +96,7 @@ def test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_
             return jnp.tanh(x @ self.kernel[...]) * self.kernel[0] + x @ self.kernel[...].T
 
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Twice(nnx.Rngs(0)), "blocks.*", min_size=64)
+        model = gtp.shard(nnx.Sequential(*[Scaled(nnx.Rngs(i)) for i in range(2)]), Scaled, min_size=64)
         found, wanted = (gradients(model, recipe, "global") for recipe in (gtp.BF16(grad_wire="bf16"), None))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-3 * np.abs(other).max())

@@ -15,7 +15,7 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 
 from .programs import compiled
-from .recipes import ALL_MESHES, BATCH, MATMULS, flat
+from .recipes import ALL_MESHES, BATCH, MATMULS, Dense, flat
 from .steps import scope
 from .test_overlap_h200 import ELEMENTS, TABLE, elements
 
@@ -26,22 +26,9 @@ def normal(_, shape, dtype):
     return jax.random.normal(jax.random.key(shape[0]), shape, dtype) / 8
 
 
-class Dense(nnx.Module):
+def dense(rngs, own, tp=False):
     """Two blocks that compute in bfloat16, of stock layers or of gtp_jax's own."""
-
-    def __init__(self, rngs, own, tp=False):
-        self.blocks = nnx.List([])
-        for sizes, names in (((64, 192), (None, "tp")), ((192, 64), ("tp", None))):
-            options = dict(use_bias=False, dtype=BF16, rngs=rngs, kernel_init=normal)
-            if own:
-                options |= dict(parallel="row" if names[0] else "column") if tp else {}
-            elif tp:
-                options |= dict(kernel_init=nnx.with_partitioning(normal, names))
-            self.blocks.append((gtp.Dense if own else nnx.Linear)(*sizes, **options))
-
-    def __call__(self, x):
-        up, down = self.blocks
-        return x + jnp.tanh(down(jnp.tanh(up(x.astype(BF16)))))
+    return Dense(rngs, own, hidden=192, tp=tp, dtype=BF16, init=normal)
 
 
 def loss(model, x):
@@ -54,7 +41,7 @@ def batch():
 
 def gradients(factory, mesh, **options):
     """Returns the gradients of one step, by name, and whether they hold more than bfloat16 can."""
-    with scope(ALL_MESHES[mesh]):
+    with scope(dict(gtp=1) if mesh == "gtp 1" else ALL_MESHES[mesh]):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
         _, found = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options))(state, batch())
         found = flat(found)
@@ -62,7 +49,7 @@ def gradients(factory, mesh, **options):
 
 
 def sharded(rngs, tp=False, **options):
-    return gtp.shard(Dense(rngs, own=False, tp=tp), "blocks.*", min_size=64, **options)
+    return gtp.shard(dense(rngs, own=False, tp=tp), "blocks.*", min_size=64, **options)
 
 
 CASES = [
@@ -78,7 +65,7 @@ CASES = [
 def test_gradients_are_those_of_gtp_jax_own_layers(name, mesh, view):
     recipe, tp = MATMULS.get(name), "tp" in mesh
     options = dict(recipe=recipe, view=view)
-    wanted, _ = gradients(lambda rngs: Dense(rngs, own=True, tp=tp), mesh, **options)
+    wanted, _ = gradients(lambda rngs: dense(rngs, own=True, tp=tp), mesh, **options)
     found, wide = gradients(lambda rngs: sharded(rngs, tp, grad_reduce="float32"), mesh, **options)
     rounded, too_wide = gradients(lambda rngs: sharded(rngs, tp), mesh, **options)
     assert wide and not too_wide
@@ -195,6 +182,47 @@ def test_explain_names_exactly_the_weights_that_loops_hold_in_a_narrow_dtype():
         assert (gradient != rounded(gradient)).any()
 
 
+class Idle(nnx.Module):
+    """A scan of no iterations, which carries a weight in float32, and whose body would return it in bfloat16."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 8)
+
+    def __call__(self, x):
+        kernel, rounded = jax.lax.scan(lambda w, _: (w, w.astype(BF16)), self.kernel[...], length=0)
+        return x @ kernel + rounded.sum().astype(jnp.float32)
+
+
+def test_a_scan_of_no_iterations_returns_what_it_carries_and_rounds_no_gradient():
+    x = np.random.default_rng(1).normal(size=(BATCH, 32)).astype(np.float32)
+    model, call = nnx.Sequential(Idle(nnx.Rngs(0))), nnx.jit(lambda model: model(x))
+    wanted = call(model)
+    with scope(ALL_MESHES["gtp 8"]):
+        model = gtp.shard(model, Idle, min_size=64, grad_reduce="float32")
+        assert gtp.explain(model, call=lambda model: model(x)).narrow == ()
+        np.testing.assert_allclose(call(model), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+
+
+class Rounded(nnx.Module):
+    """A block that rounds its own weight to FP8 before it multiplies."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(normal(None, (64, 64), jnp.float32))
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.kernel[...].astype(jnp.float8_e4m3fn).astype(BF16).astype(x.dtype))
+
+
+@pytest.mark.full
+def test_a_block_may_round_its_weights_to_eight_bits():
+    make = lambda rngs: nnx.Sequential(Rounded(rngs), Rounded(rngs))  # noqa: E731
+    shard = lambda rngs: gtp.shard(make(rngs), Rounded, min_size=64, grad_reduce="float32")  # noqa: E731
+    (found, _), (wanted, _) = (gradients(shard, mesh) for mesh in ("gtp 8", "gtp 1"))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("remat", others_full(["nothing", "everything"], ["nothing"]))
 def test_remat_and_frozen_weights_change_no_gradient(remat):
     def of_up(model, x, **options):
@@ -204,8 +232,8 @@ def test_remat_and_frozen_weights_change_no_gradient(remat):
             only = nnx.DiffState(0, nnx.PathContains(0)) if options else 0
             return next(iter(flat(nnx.jit(nnx.grad(mean, argnums=only))(model, x)).values()))
 
-    wanted = of_up(Dense(nnx.Rngs(0), own=False), batch())
-    found = of_up(Dense(nnx.Rngs(0), own=False), batch(), remat=remat)
+    wanted = of_up(dense(nnx.Rngs(0), own=False), batch())
+    found = of_up(dense(nnx.Rngs(0), own=False), batch(), remat=remat)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
@@ -217,7 +245,7 @@ def test_second_derivatives_are_those_without_a_slot():
     found = []
     for grad_reduce in (None, "float32"):
         with scope(ALL_MESHES["gtp 8"]):
-            model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64, grad_reduce=grad_reduce)
+            model = gtp.shard(dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64, grad_reduce=grad_reduce)
             found.append(flat(nnx.jit(nnx.grad(penalty))(model, batch())))
     for name, gradient in found[0].items():
         assert np.linalg.norm(found[1][name] - gradient) < 2e-2 * np.linalg.norm(gradient)

@@ -37,12 +37,12 @@ def test_writing_a_quantized_weight_is_refused(written):
 
 
 class Holder(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+    def __init__(self, rngs, wrap=nnx.remat):
+        self.wrap, self.blocks = wrap, nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
         self.scale = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
 
     def __call__(self, x):
-        return nnx.remat(lambda self, x: self.blocks[1](self.blocks[0](x @ self.scale[...])))(self, x)
+        return self.wrap(lambda self, x: self.blocks[1](self.blocks[0](x @ self.scale[...])))(self, x)
 
 
 def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refused():
@@ -52,6 +52,18 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
         with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("writes scale block")):
             nnx.jit(lambda model, x: model(x))(model, X)
         np.testing.assert_array_equal(model.scale.get_value(), scale)
+
+
+def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Holder(nnx.Rngs(0), wrap=lambda call: call), "blocks.*", min_size=64)
+        with pytest.raises(ValueError, match=naming("'mlp' blocks.0.kernel")):
+            gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
+        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), X, length=2)[0]  # noqa: E731
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("scale scan 'scale'")):
+            scan()
+        with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
+            jax.eval_shape(scan)
 
 
 REFUSED = {
@@ -77,26 +89,6 @@ def test_what_sharded_models_do_not_support_is_refused(name):
         with pytest.raises(ValueError, match=naming(message)):
             state = gtp.TrainState.create(model, optax.sgd(0.1), recipe=recipe)
             gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
-
-
-def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
-    class Scanned(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
-            self.scale = nnx.Param(jnp.ones((WIDTH, WIDTH)))
-
-        def __call__(self, x):
-            return self.layers[1](self.layers[0](x)) @ self.scale[...]
-
-    with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Scanned(nnx.Rngs(0)), min_size=64)
-        with pytest.raises(ValueError, match=naming("'mlp' layers.0.kernel")):
-            gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
-        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), X, length=2)[0]  # noqa: E731
-        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("scale scan 'scale'")):
-            scan()
-        with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
-            jax.eval_shape(scan)
 
 
 def test_second_derivatives_of_fp8_matmuls_are_refused():
