@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from placed import placed
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -21,19 +23,18 @@ SIZES = dict(features=32, hidden=48, num_experts=8, top_k=3)
 RECIPE = gtp.FP8(matmuls=True, exclude=())
 
 
-def gradients(degrees, recipe=RECIPE, text=False, parallel=None, dtype="float32", layers=0, spread=0.0, **options):
-    """Output and gradients of a mixture under a recipe, by name; or the program.
+def gradients(degrees, recipe=RECIPE, parallel=None, dtype="float32", spread=0.0, text=False, backward=True, **options):
+    """Output and gradients of a mixture under a recipe, by name, or its output alone; or the program.
 
-    With `layers` it is a stack of so many. With a `spread` features differ in size by so many powers of e.
+    With a `spread` features differ in size by so many powers of e.
     """
     sizes = {name: options.pop(name, value) for name, value in SIZES.items()}
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
-    x = jax.random.normal(jax.random.key(0), (8, 8, sizes["features"]), dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8, sizes["features"])), dtype)
     with jax.set_mesh(mesh), gtp.use_recipe(recipe):
         layer = lambda rngs: gtp.MoE(**sizes, parallel=parallel, dtype=dtype, rngs=rngs, **options)  # noqa: E731
-        stacked = layers or int(text)
-        make = (lambda rngs: gtp.Stack(layer, stacked, rngs=rngs)) if stacked else layer
-        graph, state = nnx.split(abstract_model(make) if text else gtp.init(make, nnx.Rngs(0)))
+        make = (lambda rngs: gtp.Stack(layer, 1, rngs=rngs)) if text else layer
+        graph, state = nnx.split(abstract_model(make) if text else placed(make))
         if spread:
             factors = np.exp(spread * np.random.default_rng(1).normal(size=sizes["features"]))
             scale = state["scale"].get_value()
@@ -43,6 +44,8 @@ def gradients(degrees, recipe=RECIPE, text=False, parallel=None, dtype="float32"
             y = nnx.merge(graph, state)(x)
             return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
+        if not backward:
+            return {"y": np.asarray(jax.jit(loss)(state, x)[1], np.float64)}
         run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         if text:
             return run.lower(state, x).compile().as_text()
@@ -57,27 +60,32 @@ def distance(a, b):
 
 CASES = {
     "ep 2": (dict(ep=2), {}),
-    "ep 4, all-gather": (dict(ep=4), dict(transport="gather")),
     "ep 4, in rounds and two chunks": (dict(ep=4), dict(round_size=0.3, exchange_chunks=2)),
     "ep 2 x gtp 2 x tp 2, features": (dict(ep=2, gtp=2, tp=2), dict(parallel="features")),
     "ep 2 x gtp 2 x tp 2, experts over both": (dict(ep=2, gtp=2, tp=2), dict(parallel="expert")),
-    "gtp 2 x tp 2, experts over tp": (dict(gtp=2, tp=2), dict(parallel="expert")),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_one_device(name):
+@pytest.mark.parametrize(
+    "name, backward", others_full([("ep 2", False), *((name, True) for name in CASES)], [("ep 2", False)])
+)
+def test_results_are_those_of_one_device(name, backward):
     """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8
     rounds off is many times as much."""
     degrees, options = CASES[name]
-    found, alone = gradients(degrees, **options), gradients({}, parallel=options.get("parallel"))
-    exact = gradients({}, recipe=None, parallel=options.get("parallel"))
+    one = dict(parallel=options.get("parallel"), backward=backward)
+    found = gradients(degrees, backward=backward, **options)
+    alone, exact = gradients({}, **one), gradients({}, None, **one)
     apart, rounded = distance(found, alone), distance(alone, exact)
     for what, error in apart.items():
         assert error < 0.003 < 0.015 < rounded[what], f"{what}: {apart}, {rounded}"
 
 
+MESHES = {
+    "ep 2": (dict(ep=2), {}),
+    "ep 4": (dict(ep=4), dict(transport="gather")),
+    "ep 2 x tp 2": (dict(ep=2, tp=2), dict(parallel="expert")),
+}
 BLOCKED = {
     "MXFP8": gtp.MXFP8(matmuls=True, exclude=()),
     "FP8 in blocks": gtp.FP8Blocks(exclude=()),
@@ -86,17 +94,12 @@ BLOCKED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["ep 2", "ep 4", "ep 2 x tp 2"])
-@pytest.mark.parametrize("recipe", BLOCKED)
+@pytest.mark.parametrize("recipe, name", list(zip(BLOCKED, MESHES, strict=True)))
 def test_blocks_are_those_of_one_device(recipe, name, x64):
     """Rows of an expert come in the order in which one device would sort them, in one round and one chunk, so that
     blocks are the same ones. FP8's features differ in size: a token's codes keep few bits of small ones, and wgrad's
     operand would be another one if one of the two made it of the rows."""
-    degrees, options = {
-        "ep 2": (dict(ep=2), {}),
-        "ep 4": (dict(ep=4), dict(transport="gather")),
-        "ep 2 x tp 2": (dict(ep=2, tp=2), dict(parallel="expert")),
-    }[name]
+    degrees, options = MESHES[name]
     spread = 0.0 if recipe == "NVFP4" else 4.0
     options = dict(dtype="float64", param_dtype="float64", round_size=8.0, spread=spread, **options)
     alone = gradients({}, BLOCKED[recipe], **options)
@@ -145,13 +148,3 @@ def test_transports_give_the_same_bits(name, sizes, monkeypatch):
     for other in others:
         for what, value in padded.items():
             np.testing.assert_array_equal(value, other[what], err_msg=what)
-
-
-@pytest.mark.full
-def test_layers_of_a_stack_that_a_recipe_leaves_out_send_their_tokens_as_they_are(x64):
-    recipe = gtp.MXFP8(matmuls=True, exclude=(), high_precision_first=1)
-    options = dict(dtype="float64", param_dtype="float64", round_size=8.0, layers=3)
-    alone, exact = gradients({}, recipe, **options), gradients({}, None, **options)
-    apart, rounded = distance(gradients(dict(ep=4), recipe, **options), alone), distance(alone, exact)
-    for what, error in apart.items():
-        assert error < 1e-5 < 0.01 < rounded[what], f"{what}: {apart}, {rounded}"
