@@ -2,31 +2,21 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import pytest
 from flax import nnx
 from messages import naming
 
-import benchmarks
 import gtp_jax as gtp
 from gtp_jax.models import PRESETS, build, saved, saved_config
 from gtp_jax.nn import Routing, abstract_model
-from gtp_jax.runner.cli import main
-from gtp_jax.runner.flags import ExpertOptions, Parallelism
+from gtp_jax.runner.flags import ExpertOptions
 
 CHANGED = ExpertOptions(
-    top_k=3,
-    shared_hidden=48,
-    transport="padded",
-    round_size=2.0,
-    router_score="sigmoid",
-    router_normalize=False,
-    router_num_groups=4,
-    router_top_groups=2,
-    router_bias_rate=0.001,
-)
+    top_k=3, shared_hidden=48, transport="padded", round_size=2.0, router_score="sigmoid", router_normalize=False,
+    router_num_groups=4, router_top_groups=2, router_bias_rate=0.001,
+)  # fmt: skip
 
 
 def test_what_differs_from_a_preset_is_counted_and_saved():
@@ -42,9 +32,7 @@ def test_what_differs_from_a_preset_is_counted_and_saved():
     assert config.param_count() == sum(math.prod(a.shape) for a in arrays)
     with jax.set_mesh(gtp.make_mesh(gtp=1, ep=2, devices=jax.devices()[:2])):
         text = str(gtp.explain(abstract_model(lambda rngs: build(config, rngs=rngs)), None))
-    assert "3 of 8 and a shared one  sigmoid, 2 of 4 groups, weights not normalized" in text
-    assert "weights not normalized, biases" in text
-    assert "biases, 0.001 per step" in text and "sending tokens over ep 2 (padded), 4 experts per rank" in text
+    assert "3 of 8 and a shared one" in text and "sending tokens over ep 2 (padded), 4 experts per rank" in text
     # what a checkpoint says is enough to build the model again; the rate of its biases is how it was trained
     found = saved_config(saved(config))
     assert found.architecture() == config.architecture() and found.routing.bias_rate == 0.0
@@ -53,15 +41,7 @@ def test_what_differs_from_a_preset_is_counted_and_saved():
     assert faster.architecture() == config.architecture()
 
 
-def test_a_benchmark_counts_active_parameters():
-    for name, layers in (("qwen3-30b-a3b", 12), ("mixtral", 4)):
-        step = benchmarks.StepOptions(preset=name, num_layers=layers, vocab_size=32768, seq=4096, tokens=16384)
-        work = step.workload("gpu", 1, steps=1, experts=ExpertOptions())
-        config = dataclasses.replace(PRESETS[name], num_layers=layers, vocab_size=32768)
-        scores = 6 * layers * 16384 * 4096 * config.num_heads * config.head_dim
-        assert benchmarks.workload_flops(work) == 6 * config.matmul_params() * 16384 + scores
-        again = benchmarks.Workload(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
-        assert dataclasses.replace(config, **again.model) == config
+def test_the_active_parameters_of_experts_are_counted():
     # attention, 8 experts of 768, the router; and the head: by hand, as published: 3.3 B active of 30.5 B
     qwen = PRESETS["qwen3-30b-a3b"]
     assert qwen.matmul_params() == 48 * (2048 * 128 * 72 + 8 * 3 * 2048 * 768 + 2048 * 128) + 151936 * 2048
@@ -70,19 +50,8 @@ def test_a_benchmark_counts_active_parameters():
 
 REFUSED = [
     (lambda: ExpertOptions(transport="fast"), "`transport` 'fast' gather padded ragged"),
-    (
-        lambda: ExpertOptions(transport="ragged", top_k=2).of(PRESETS["tiny"], "tiny"),
-        "'tiny' no experts --top-k --transport",
-    ),
+    (lambda: ExpertOptions(top_k=2).of(PRESETS["tiny"], "tiny"), "'tiny' no experts --top-k"),
     (lambda: ExpertOptions(top_k=9).of(PRESETS["tiny-moe"], "tiny-moe"), "`top_k` 9 8 experts"),
-    (
-        lambda: ExpertOptions(router_num_groups=3).of(PRESETS["tiny-moe"], "tiny-moe"),
-        "`router_num_groups` 3 8 experts",
-    ),
-    (
-        lambda: ExpertOptions(router_num_groups=4, top_k=3).of(PRESETS["tiny-moe"], "tiny-moe"),
-        "`router_top_groups` 1 `router_num_groups` 4 2 `top_k` 3",
-    ),
     (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)), "`jitter` 0.1 keys"),
     (lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8), "`num_experts` 0"),
     (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "`gtp_jax.Routing`"),
@@ -93,29 +62,3 @@ REFUSED = [
 def test_experts_that_a_model_cannot_have_are_refused(make, message):
     with pytest.raises(ValueError, match=naming(message)):
         make()
-
-
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        ("bench step --preset tiny-moe --transport gather padded", "`--transport` gather padded ep 1 --ep"),
-        ("inspect --preset tiny --router-bias-rate 0", "'tiny' no experts"),
-        ("inspect --preset tiny-moe --ep 3 --gtp 1", "8 experts 3 ep"),
-    ],
-)
-def test_the_commands_refuse_experts_that_are_not_there(command, message, capsys):
-    assert main(command.split()) == 2
-    assert re.search(naming(message), capsys.readouterr().err)
-
-
-def test_a_benchmark_of_dense_models_refuses_experts_and_one_of_steps_takes_them():
-    step = benchmarks.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
-    with pytest.raises(ValueError, match=naming("experts only dense")):
-        step.workload("cpu", 4, steps=1)
-    work = step.workload("cpu", 4, steps=1, experts=ExpertOptions())
-    assert (work.ep, work.devices, work.sequences) == (2, 2, 2)
-    ours = benchmarks.with_experts(
-        benchmarks.chosen_contenders(["gtp_jax bf16 keep"]), ["--round-size=2"], ["gather", "ragged"]
-    )
-    assert [c.name for c in ours] == ["gtp_jax bf16 gather keep", "gtp_jax bf16 ragged keep"]
-    assert ours[1].flags[-2:] == ("--round-size=2", "--transport=ragged")

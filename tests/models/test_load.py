@@ -54,9 +54,8 @@ def test_values_are_those_that_were_saved_on_any_mesh(run, masters, degrees):
         for path, value in found.items():
             np.testing.assert_array_equal(value, masters[path])
         if degrees == dict(gtp=8):  # sharded like a model that was built there
-            assert len(model.blocks.layers.mlp.up.kernel["gate"].get_value().sharding.device_set) == 8
-            shard = model.blocks.layers.mlp.up.kernel["gate"].get_value().addressable_shards[0].data
-            assert shard.size * 8 == masters[("blocks", "layers", "mlp", "up", "kernel", "gate")].size
+            kernel = model.blocks.layers.mlp.up.kernel["gate"].get_value()
+            assert {shard.data.size * 8 for shard in kernel.addressable_shards} == {kernel.size}
 
 
 def test_values_of_padded_weights_are_those_that_were_saved(run, masters):
@@ -90,17 +89,6 @@ def test_codes_are_those_that_freezing_the_masters_makes(run):
         assert any(isinstance(v.get_raw_value(), gtp.QuantizedArray) for _, v in nnx.to_flat_state(nnx.state(found)))
 
 
-@pytest.mark.full
-def test_padded_codes_are_those_of_one_device(run):
-    found = []
-    for degrees in (dict(gtp=1), dict(gtp=7)):
-        with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: degrees["gtp"]])), gtp.even_shares():
-            model = load(run, dtype="float32", recipe=gtp.MXFP8())
-            frozen = nnx.to_flat_state(nnx.state(model, gtp.Frozen))
-            found.append({path: jax.tree.map(np.asarray, v.get_value()) for path, v in frozen})
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
 def test_what_is_no_checkpoint_is_refused_with_what_it_is(run, tmp_path):
     with pytest.raises(FileNotFoundError, match=naming("`hf download org/some-model --local-dir some-model`")):
         load("org/some-model")
@@ -108,9 +96,6 @@ def test_what_is_no_checkpoint_is_refused_with_what_it_is(run, tmp_path):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="4"):
         load(run, step=4)
-    with pytest.raises(FileNotFoundError) as caught:
-        load(f"../{tmp_path.name}/missing")
-    assert "Hub" not in str(caught.value), "a path relative to another folder is no name there"
 
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(run, tmp_path):
@@ -126,16 +111,15 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(run, tmp_path):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_files_that_were_truncated_are_named(run, tmp_path, left):
+def test_files_that_were_truncated_are_named(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     files = [path for path in (copy / "checkpoints/3/arrays").rglob("d/*") if path.stat().st_size > 1]
     sizes = {file: file.stat().st_size for file in files}
     for file in files:
-        os.truncate(file, left)
+        os.truncate(file, 1)
     with pytest.raises(DamagedCheckpoint, match="`gtp-jax checkpoint verify") as caught:
         load(copy)
-    lines = {f"{file}: {left} bytes, {size} were written" for file, size in sizes.items()}
+    lines = {f"{file}: 1 bytes, {size} were written" for file, size in sizes.items()}
     assert lines & set(map(str.strip, str(caught.value).splitlines()))
 
 
@@ -149,13 +133,10 @@ def test_an_array_that_was_changed_on_disk_is_not_generated_from(run, monkeypatc
         load(run)
 
 
-@pytest.mark.parametrize("place", [".", "a model"])
-def test_the_command_that_imports_files_of_hugging_face_can_be_run_as_it_is(tmp_path, monkeypatch, place):
-    (tmp_path / "a model").mkdir()
+def test_the_command_that_imports_files_of_hugging_face_can_be_run_as_it_is(tmp_path, monkeypatch):
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / "a model" / name).touch()
-    monkeypatch.chdir(tmp_path / "a model" if place == "." else tmp_path)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="`gtp-jax convert import") as caught:
-        load(place)
-    command = shlex.split(str(caught.value).split("`")[1])
-    assert command[3:] == [place, "a model-imported"]
+        load(".")
+    assert shlex.split(str(caught.value).split("`")[1])[3:] == [".", f"{tmp_path.name}-imported"]
