@@ -13,9 +13,7 @@ from messages import naming
 from selection import others_full
 
 import gtp_jax as gtp
-from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.nn import abstract_model
 
 from ..ops import oracle
 from .test_recipe_parity import scope
@@ -24,13 +22,11 @@ WIDTH = 192
 RECIPE = gtp.FP8Blocks(exclude=())
 # sizes of kernels that share a gather; degrees; the layer's parallelism
 PLACES = {
-    "one device": ((200, 72), dict(gtp=1), {}),
     "columns": ((7,), dict(gtp=4), {}),
     "kernels of whole tiles": ((256, 512), dict(gtp=2), {}),
     "kernels of odd sizes": ((200, 72), dict(gtp=4), {}),
     "parts of dp": ((256, 64), dict(gtp=2, dp=4), {}),
     "parallel by column": ((512, 256), dict(gtp=2, tp=2), dict(parallel="column")),
-    "padded rows": ((250,), dict(gtp=7), {}),
     "padded kernels": ((200, 72), dict(gtp=7), {}),
 }
 USUAL = ("kernels of whole tiles", "padded kernels")
@@ -125,69 +121,55 @@ def batch():
     return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in (("x", 64), ("y", 96))}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("degrees", [dict(gtp=4), dict(gtp=2, dp=2)], ids=str)
-def test_losses_and_gradients_of_adapters_are_those_of_masters_under_the_recipe_bit_for_bit(degrees):
+class Adapted(nnx.Module):
+    """One layer behind the adapter, whose gradient has come through the tiles."""
+
+    def __init__(self, rngs):
+        self.lora = nnx.LoRA(64, 2, 64, b_initializer=nnx.initializers.normal(0.1), rngs=rngs)
+        self.last = gtp.Dense(64, {"a": 32, "b": 64}, dtype="float32", rngs=rngs)
+
+    def __call__(self, x):
+        found = self.last(x + self.lora(x))
+        return jnp.concatenate([found["a"], found["b"]], -1)
+
+
+ADAPTED = [(Adapted, dict(gtp=2)), (Model, dict(gtp=4)), (Model, dict(gtp=2, dp=2))]
+
+
+@pytest.mark.parametrize("model, degrees", others_full(ADAPTED, ADAPTED[:1]), ids=str)
+def test_losses_and_gradients_of_adapters_are_those_of_masters_under_the_recipe_bit_for_bit(model, degrees):
     found = []
-    for make, recipe in ((frozen, None), (Model, RECIPE)):
+    for make, recipe in ((lambda rngs: gtp.freeze(model(rngs), RECIPE), None), (model, RECIPE)):
         with scope(degrees):
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
             run = jax.jit(lambda s, x, recipe=recipe: gtp.loss_and_gradients(loss, s, x, recipe=recipe))
             value, gradients = run(state, batch())
-            found.append(jax.tree.map(np.asarray, (value, gradients["blocks"]["layers"]["lora"])))
+            lora = gradients["lora"] if model is Adapted else gradients["blocks"]["layers"]["lora"]
+            found.append(jax.tree.map(np.asarray, (value, lora)))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found[0][1]))
 
 
 @pytest.mark.full
 def test_adapters_train_over_codes_that_restore_on_other_meshes(tmp_path):
-    optimizer, whole, digests = optax.adamw(1e-2), [], []
-    meshes = [(dict(gtp=4), False), (dict(gtp=7), True), (dict(gtp=2, dp=2), False)]
+    meshes = ((dict(gtp=4), False), (dict(gtp=7), True), (dict(gtp=2, dp=2), False))
+    optimizer, losses, digests = optax.adamw(1e-2), [], []
+    rows = {name: np.tile(x, (7, 1, 1)) for name, x in batch().items()}
     with Checkpoints(tmp_path) as checkpoints:
         for number, (degrees, even) in enumerate(meshes):
             with scope(degrees), gtp.even_shares(even):
-                like = gtp.TrainState.create(abstract_model(frozen), optimizer)
+                state = gtp.TrainState.create(gtp.init(frozen, nnx.Rngs(number)), optimizer)
                 if number:
-                    state, _ = checkpoints.restore(like)
-                    state = gtp.TrainState(
-                        state.params, state.opt_state, state.step, like.model_def, frozen=state.frozen
-                    )
-                else:
-                    state = gtp.TrainState.create(gtp.init(frozen, nnx.Rngs(0)), optimizer)
+                    state, _ = checkpoints.restore(state)
                 checkpoints.save(number, state)
                 checkpoints.wait()
-                leaves = checkpoints.manifest()["leaves"]
-                digests.append({name: one["digest"] for name, one in leaves.items()})
-                scales = leaves["frozen/last/kernel/a/scales"]
-                assert (scales["shape"], scales["dtype"]) == ([1, 1], "float32")
-                rows = {name: np.tile(x, (7, 1, 1)) for name, x in batch().items()}
-                step, losses = gtp.train_step(loss, optimizer), []
-                for _ in range(2):
-                    state, metrics = step(state, rows)
-                    losses.append(float(metrics["loss"]))
-                whole.append(losses)
+                digests.append({name: one["digest"] for name, one in checkpoints.manifest()["leaves"].items()})
+                step = gtp.train_step(loss, optimizer)
+                state, first = step(state, rows)
+                losses.append([float(first["loss"]), float(step(state, rows)[1]["loss"])])
     assert all(one == digests[0] for one in digests)
-    for losses in whole:
-        np.testing.assert_allclose(losses, whole[0], rtol=1e-4)
-        assert losses[1] < losses[0]
-
-
-@pytest.mark.full
-def test_a_step_sends_bytes_and_reduces_no_maxima_and_explain_says_what_is_stored():
-    with scope(dict(gtp=4)):
-        model = gtp.init(frozen, nnx.Rngs(0))
-        facts = {fact.module: fact for fact in gtp.explain(model, None).facts}
-        life = str(gtp.explain(model, None, path="mlp.down"))
-        optimizer = optax.sgd(0.1)
-        state = gtp.TrainState.create(model, optimizer)
-        text = gtp.train_step(loss, optimizer).lower(state, batch()).compile().as_text()
-    fact = facts["blocks.layers.mlp.down"]
-    assert (fact.wire, fact.bytes, fact.bytes_per_element) == ("FP8_BLOCKS", 192 * 64, 1)
-    assert "no master copy" in life and "StoredTiles" in life
-    assert "FP8_BLOCKS" in repr(model.last.kernel["a"])
-    found = hlo.collectives(text)
-    assert {c.dtype for c in found if c.kind == "all-gather"} == {"u8"}
-    assert not [c for c in found if "pmax" in c.op_name]
+    assert all(second < first for first, second in losses)
+    np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-4)
 
 
 class Experts(nnx.Module):
@@ -200,7 +182,7 @@ class Experts(nnx.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("degrees", [dict(gtp=2, ep=2), dict(gtp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("degrees", [dict(gtp=2, ep=2)], ids=str)
 def test_experts_are_frozen_in_tiles_of_their_own_and_multiply_as_masters_do(degrees):
     x = np.random.default_rng(0).normal(size=(8, 4, 128)).astype(np.float32)
     found, codes = [], []

@@ -11,10 +11,8 @@ from flax import nnx
 from selection import others_full
 
 import gtp_jax as gtp
-from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig, next_token_loss
 
-from ..chain.programs import lowered_step
 from ..parity.plain_llama import loss_and_gradient
 from .oracles import dequantized
 from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, neighbours_together, scope, start
@@ -162,16 +160,3 @@ def test_first_and_last_layers_stay_as_they_are(unroll, x64):
     wanted = loss_and_gradient(config)({**rounded, "blocks": {"layers": layers}}, batch)
     assert abs(float(loss) - float(wanted[0])) <= 1e-12 * float(loss)
     assert_close(found, host(wanted[1]), 1e-12)
-
-
-@pytest.mark.slow
-def test_quantized_operands_move_nothing_more_over_the_mesh(monkeypatch):
-    # but for the sequence over tp, which they move at once, as all do here
-    monkeypatch.setattr(gtp.Dense, "moves_in_parts", lambda self, x: False)
-    moved = []
-    for recipe in (gtp.NVFP4(), gtp.NVFP4(matmuls=True)):
-        config = dataclasses.replace(CONFIG, dtype="bfloat16")
-        text = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=8, seq=16, recipe=recipe).compile().as_text()
-        found = hlo.collectives(text)
-        moved.append(sorted((c.kind, c.axes, c.dtype, c.operand_bytes, c.times) for c in found))
-    assert moved[0] == moved[1]

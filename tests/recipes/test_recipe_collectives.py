@@ -1,20 +1,24 @@
-"""What moves in a step with a recipe: bytes, dtypes and counts from the compiled program."""
+"""What moves in a step with a recipe, by the compiled program; layers that are gathered ahead change no bit of it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from selection import others_full, pairwise
+from flax import nnx
+from messages import naming
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.formats import codes_shape, scales_shape
-from gtp_jax.models import LlamaConfig
+from gtp_jax.models import LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 
 from ..chain.programs import lowered_step
+from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
 
 LAYERS = 3
 SIZES = dict(
@@ -71,29 +75,6 @@ def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(
     assert sum(c.times for c in scatters) == (4 * LAYERS + 2) * parts
 
 
-@pytest.mark.parametrize(
-    "recipe, numerator, denominator",
-    others_full(
-        [(gtp.MXFP8(), 33, 32), (gtp.NVFP4(), 129, 256), (gtp.NVFP4(block=(1, 16)), 9, 16)], [(gtp.MXFP8(), 33, 32)]
-    ),
-)
-def test_bytes_an_element_are_those_of_the_formats(recipe, numerator, denominator):
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        make = lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(512, 1024, rngs=rngs), 2, rngs=rngs)  # noqa: E731
-        state = gtp.TrainState.create(abstract_model(make), optax.sgd(1.0))
-        x = jax.ShapeDtypeStruct((8, 2, 512), jnp.bfloat16, sharding=NamedSharding(jax.sharding.get_mesh(), P("gtp")))
-
-        def loss(model, batch):
-            return (model(batch["x"]).astype(jnp.float32) ** 2).sum(), jnp.float32(1)
-
-        lowered = gtp.train_step(loss, optax.sgd(1.0), recipe=recipe).lower(state, {"x": x})
-    gathers = [c for c in hlo.collectives(lowered.compile().as_text()) if c.kind == "all-gather"]
-    assert {c.dtype for c in gathers} == {"u8"}
-    # two layers, forward and backward, of which the last keeps its weights
-    elements = 3 * 3 * 512 * 1024
-    assert sum(c.result_bytes * c.times for c in gathers) == elements * numerator // denominator
-
-
 @pytest.mark.slow
 def test_dequantized_weights_are_no_residual():
     sizes = dict(vocab_size=256, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1024)
@@ -107,3 +88,83 @@ def test_dequantized_weights_are_no_residual():
 
     # a shard's codes and its gradient a layer, never a gathered weight
     assert (temporary(5) - temporary(3)) / 2 / layer < 0.5
+
+
+ENDS = gtp.NVFP4(
+    high_precision_first=1,
+    high_precision_last=1,
+    matmuls=True,
+    override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.BF16()},
+)
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.stack = gtp.Stack(lambda rngs: gtp.Dense(64, 64, dtype="float32", rngs=rngs), length=4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def cubes(model, batch):
+    return (model(batch["x"]) ** 3).sum(), np.float32(batch["x"].shape[0])
+
+
+def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes():
+    recipe = gtp.NVFP4(high_precision_first=1, high_precision_last=1)
+    parts, found, gathers = 2, [], []
+    x = np.random.default_rng(0).normal(size=(16, 4, 64)).astype(np.float32)
+    with scope(dict(gtp=4)):
+        state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(1.0))
+        for pregathered_layers in (0, 1):
+            options = dict(microbatches=parts, recipe=recipe, pregathered_layers=pregathered_layers)
+            run = jax.jit(lambda s, b, options=options: gtp.loss_and_gradients(cubes, s, b, **options))
+            program = run.lower(state, {"x": x}).compile()
+            found.append(host(program(state, {"x": x})))
+            every = [c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather"]
+            gathers.append({kind: sum(c.times for c in every if c.dtype == kind) for kind in ("u8", "f32")})
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # two layers of codes, forward and backward; then one of them once, and the other as before
+    assert [each["u8"] for each in gathers] == [2 * 2 * parts, 1 + 2 * parts]
+    assert gathers[0]["f32"] == gathers[1]["f32"]
+
+
+CASES = {
+    "gtp 4, three microbatches": (ALIGNED, dict(gtp=4), 3, gtp.NVFP4()),
+    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
+    "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, num_layers=4), dict(gtp=8), 2, gtp.MXFP8()),
+    "gtp 2 x tp 2, ends in high precision": (dataclasses.replace(ALIGNED, num_layers=4), dict(gtp=2, tp=2), 2, ENDS),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, pregathered_layers", list(zip(CASES, ["all", 1, "all", 1], strict=True)))
+def test_not_a_bit_of_loss_and_gradients_changes(name, pregathered_layers):
+    config, degrees, parts, recipe = CASES[name]
+    config, found = dataclasses.replace(config, dtype="float32"), []
+    with scope(degrees):
+        state, batch = start(config, optax.sgd(1.0)), batch_of(config, size=16 * parts)
+        for count in (0, pregathered_layers):
+            options = dict(microbatches=parts, recipe=recipe, pregathered_layers=count)
+            run = jax.jit(lambda s, b, options=options: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+            found.append(host(run(state, batch)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_cannot_be_pregathered_is_refused():
+    ends = gtp.NVFP4(high_precision_first=1, high_precision_last=LAYERS - 1)
+    for recipe, count, message in (
+        (gtp.NVFP4(), -1, "`pregathered_layers` -1 'all'"),
+        (None, "all", "`pregathered_layers` 'all' recipe"),
+        (ends, 1, "`pregathered_layers` 1 `Stack`"),
+        (gtp.NVFP4(high_precision_last=1), LAYERS, f"`pregathered_layers` {LAYERS} `Stack` {LAYERS - 1}"),
+    ):
+        with pytest.raises(ValueError, match=naming(message)):
+            options = dict(recipe=recipe, pregathered_layers=count)
+            lowered_step(LlamaConfig(**SIZES), gtp.make_mesh(gtp=4, dp=2), batch=8, seq=16, **options)
+    loss = lambda model, x: jnp.mean(model(x))  # noqa: E731
+    with scope(dict(gtp=2)), pytest.raises(ValueError, match=naming("`pregathered_layers` 1 `Stack`")):
+        state = gtp.TrainState.create(abstract_model(lambda rngs: gtp.Dense(64, 64, rngs=rngs)), optax.sgd(1.0))
+        gtp.train_step(loss, optax.sgd(1.0), recipe=gtp.NVFP4(), pregathered_layers=1).lower(state, jnp.ones((2, 64)))
