@@ -1,6 +1,5 @@
 """The partitioner's Llama, dense and of experts: gtp_jax's model, whose weights are gathered as its policy says."""
 
-import contextlib
 import functools
 
 import jax
@@ -118,37 +117,6 @@ def test_with_norms_of_queries_and_a_shared_expert_the_loss_is_ours(partitioner)
     assert sum(np.prod(s) for s in shapes) == config.param_count()
 
 
-@pytest.mark.full
-def test_the_partitioner_multiplies_and_saves_as_it_is_told(partitioner, key):
-    work = benchmarks.Workload(**SIZES, seq=32, sequences=2, gtp=2)
-    tokens = jax.random.randint(key, (2, 32), 0, work.vocab_size)
-    params = partitioner.init(work, key)
-    seen, asked = [], set()
-
-    def doubled(x, w):
-        seen.append(w.shape)
-        return 2 * jnp.tensordot(x, w, 1)
-
-    def saves(primitive, *_, **known):
-        asked.add(primitive.name)
-        return False
-
-    def gradient(matmuls, weights):
-        fixed = {"unroll": 0, "keep_gathered": False, "dtype": jnp.float32, "attention": "xla", "matmuls": matmuls}
-        return jax.jit(jax.grad(lambda p: partitioner.loss(work, p, tokens, tokens, **fixed)))(weights)
-
-    with jax.set_mesh(mesh_of(2, 1)):
-        told = gradient(partitioner.engine.Matmuls(doubled, saves, contextlib.nullcontext()), params)
-        layers = params["layers"]
-        twice = {name: 2 * w if name in partitioner.LAYER else w for name, w in layers.items()}
-        usual = gradient(None, params | {"layers": twice})
-    assert set(seen) == {layers[name].shape[1:] for name in partitioner.LAYER}
-    assert {"dot_general", "name"} <= asked
-    for name in partitioner.LAYER:
-        np.testing.assert_allclose(told["layers"][name], 2 * usual["layers"][name], rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(told["embed"], usual["embed"], rtol=1e-4, atol=1e-7)
-
-
 def compiled(partitioner, work, policy, unroll=0):
     """The collectives of a step."""
     mesh = mesh_of(work.gtp)
@@ -216,10 +184,3 @@ def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(parti
     assert len(found.exposed("all-gather", "reduce-scatter", "all-reduce")) <= 2
     gathers = [e.direction for e in found.collectives("all-gather")]
     assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "regather"))
-
-
-@pytest.mark.slow
-@needs_target
-def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partitioner):
-    found = schedule_on_h200(partitioner, "regather", layers=1, tp=2)
-    assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}

@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import sys
-import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +12,6 @@ from messages import naming
 
 import benchmarks
 import gtp_jax as gtp
-from benchmarks._process import run
 from benchmarks.contenders.mistakes import MISTAKES
 from gtp_jax.formats import MXFP8, NVFP4
 from gtp_jax.runner.cli import main
@@ -55,17 +50,6 @@ def test_a_recipe_that_diverged_is_told_from_one_that_was_ended(bad, tmp_path, c
     assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_run_that_is_not_begun_has_no_curve_of_an_earlier_one(tmp_path):
-    variants = benchmarks.chosen_variants(["mxfp8"])
-    for variant in variants:
-        write_log(tmp_path, variant.name, np.linspace(5, 2, 200), 2.0)
-    failures = benchmarks.run_curves(
-        variants, SETTINGS, tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None
-    )
-    assert failures == dict.fromkeys(("bf16", "mxfp8"), "not started in time")
-    assert not any(len(benchmarks.read_curve(variant, tmp_path).steps) for variant in variants)
-
-
 def test_logs_of_different_settings_are_not_shown_together(tmp_path, capsys):
     losses = np.linspace(5, 2, 200)
     write_log(tmp_path, "bf16", losses, 2.0)
@@ -84,26 +68,6 @@ def test_nothing_is_trained_beside_logs_of_other_settings(tmp_path, capsys):
     assert main(["bench", "recipes", "--recipes", "fp8", "--steps", "7", "--out", str(tmp_path)]) == 2
     assert re.search(naming("steps 7 200"), capsys.readouterr().err)
     assert (tmp_path / "bf16.jsonl").read_text() == before and not (tmp_path / "fp8.jsonl").exists()
-
-
-def test_a_process_is_ended_when_another_thread_says_so():
-    stop, heard, begin = threading.Event(), [], time.monotonic()
-    threading.Timer(0.5, stop.set).start()
-    command = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(60)"]
-    code, output = run(command, dict(os.environ), 50, heard.append, stop)
-    assert code is None and time.monotonic() - begin < 20
-    assert "".join(heard) == output
-
-
-def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
-    assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
-    assert re.search(naming("nvfp5 bf16-seed1 fp8"), capsys.readouterr().err)
-    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
-    assert "no logs" in capsys.readouterr().err
-
-
-def test_bf16_is_always_there_to_compare_with():
-    assert [v.name for v in benchmarks.chosen_variants(["mxfp8", "mxfp8"])] == ["bf16", "mxfp8"]
 
 
 def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():

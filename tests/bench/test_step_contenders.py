@@ -18,18 +18,6 @@ from gtp_jax.runner.flags import Quantization
 SIZES = dict(
     vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
 )
-CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
-
-
-def test_contenders_are_picked_by_words():
-    names = [c.name for c in benchmarks.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
-    assert sorted(names) == ["fsdp2 bf16 keep", "fsdp2 bf16 regather", "gtp_jax nvfp4 keep", "gtp_jax nvfp4 regather"]
-    at_some_degree = {c for tp in (1, 2) for c in benchmarks.chosen_contenders([], tp=tp)}
-    assert at_some_degree == set(benchmarks.CONTENDERS) and len({c.name for c in at_some_degree}) == len(
-        benchmarks.CONTENDERS
-    )
-    with pytest.raises(ValueError, match=naming("deepspeed", "gtp_jax bf16 regather")):
-        benchmarks.chosen_contenders(["deepspeed"])
 
 
 def test_ratios_compare_equal_matmuls_and_equal_policies():
@@ -60,55 +48,6 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
         [chosen["gtp_jax bf16 regather"]], Quantization(override=("mlp.down=fp8-matmuls",))
     )
     assert mixed.matmuls == "bf16+fp8"
-
-
-def find(monkeypatch, spec) -> None:
-    """Makes every package that is looked for installed, or none."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-
-
-def test_float8_and_transformer_engine_end_with_what_to_do_where_they_cannot_run(script, monkeypatch):
-    float8, engine = script("float8"), script("engine")
-    find(monkeypatch, None)
-    float8.check(None, tp=2)
-    engine.check(None, tp=2)
-    there = object()  # of float8 with experts, an old torchao
-    for check, installed, options, message in (
-        (float8.check, None, dict(tp=2), "--float8 gtp tp 2"),
-        (float8.check, None, dict(tp=1), "--float8 `pip install torchao`"),
-        (float8.check, there, dict(tp=1, experts=True), "--float8 experts torchao pip install"),
-        (float8.check, there, dict(tp=1, experts=True, cuda=False), "--float8 NVIDIA GPUs"),
-        (engine.check, None, dict(tp=2), "--te gtp tp 2 --tp"),
-        (engine.check, None, dict(tp=1, experts=True), "--te dense experts"),
-        (engine.check, None, dict(tp=1), "--te TransformerEngine pip install"),
-        (engine.check, there, dict(tp=1, cuda=False), "--te NVIDIA GPUs"),
-    ):
-        find(monkeypatch, installed)
-        with pytest.raises(SystemExit, match=naming(message)):
-            check("current" if check is engine.check else "rowwise", **options)
-
-
-def test_contenders_of_transformer_engine_take_part_if_it_is_installed_or_named(monkeypatch):
-    def chosen(*only: str, tp: int = 1) -> list[str]:
-        return [c.name for c in benchmarks.chosen_contenders(only, tp=tp) if c.family == "te"]
-
-    named = [f"te current {guard} {policy}" for policy in CHAIN for guard in ("grad-norm", "grad-norm-cond")]
-    find(monkeypatch, None)
-    assert (chosen(), chosen("regather"), sorted(chosen("te", "gtp_jax bf16"))) == ([], [], sorted(named))
-    find(monkeypatch, object())
-    assert (sorted(chosen()), chosen(tp=2)) == (sorted(named), [])
-    assert benchmarks.contender_named("te current grad-norm keep").matmuls == "fp8"
-
-
-@pytest.mark.full
-def test_the_command_says_why_transformer_engine_did_not_run(capsys):
-    step = ["--num-layers", "1", "--seq", "32", "--steps", "1", "--gtp", "1"]
-    assert main(["bench", "step", *step, "--contenders", "te grad-norm keep"]) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"^te current grad-norm +fp8 +keep +-", printed, re.MULTILINE) and " x te" in printed
-    assert re.search(
-        r"te current grad-norm keep: error: (--te needs TransformerEngine|TransformerEngine's matmuls)", printed
-    )
 
 
 @pytest.mark.parametrize("others", [{}, {"num_experts": 8, "top_k": 2, "shared_hidden": 32, "qk_norm": True}])
@@ -218,19 +157,3 @@ def test_rivals_say_what_they_lack_of_a_mixture():
     assert [c.refused for c in adapted] == [message, message, ""]
     assert benchmarks.measure_step(adapted[0], dataclasses.replace(work, tp=1), **run).failure == message
     assert not any(c.refused for c in benchmarks.with_experts(chosen, ["--exchange-chunks=2"], ["gather"]))
-
-
-@pytest.mark.slow
-def test_experts_over_ep_are_timed_by_transport(tmp_path, capsys):
-    saved = tmp_path / "run.json"
-    model = ["--preset", "tiny-moe", "--num-layers", "1", "--seq", "32", "--steps", "2", "--shared-hidden", "32"]
-    words = ["gtp_jax bf16 regather", "partitioner scan regather", "bound bf16"]
-    flags = ["--ep", "2", "--gtp", "2", "--transport", "gather", "padded", "--contenders", *words, "--json", str(saved)]
-    assert main(["bench", "step", *model, *flags]) == 0
-    assert "4 x cpu, gtp 2, ep 2, tp 1: 1 layers of width 128, 2 of 8 experts per token" in capsys.readouterr().out
-    gather, padded, other, bound = json.loads(saved.read_text())["contenders"]
-    assert [row["variant"] for row in (gather, padded)] == ["bf16 gather", "bf16 padded"]
-    assert gather["loss"] == padded["loss"] and gather["last_loss"] == padded["last_loss"]  # bit for bit
-    config = dataclasses.replace(PRESETS["tiny-moe"], num_layers=1, shared_hidden=32)
-    assert gather["parameters"] == other["parameters"] == config.param_count()
-    assert abs(other["loss"] - gather["loss"]) < 1 and bound["median_s"] < other["median_s"]

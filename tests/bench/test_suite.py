@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 import sys
 import types
@@ -20,7 +19,6 @@ from messages import naming
 import benchmarks
 import gtp_jax
 from benchmarks import _suite, _suite_file
-from benchmarks._suite_verdicts import ratio_spread
 from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.runner.cli import main
 
@@ -132,24 +130,6 @@ def test_contenders_take_turns_and_a_file_goes_on_where_it_ended(measured, tmp_p
     assert ran == THREE * 3
 
 
-def test_what_failed_and_what_is_clearly_slower_is_not_repeated(measured):
-    ran, answers = measured
-    names = [
-        "gtp_jax bf16 regather",
-        "gtp_jax bf16 keep",
-        "partitioner combined grad-norm regather",
-        "partitioner unrolled grad-norm regather",
-        "partitioner combined regather",
-        "fsdp2 bf16 regather",
-    ]
-    answers |= dict(zip(names, [0.5, 0.4, 0.40, 0.43, 0.38, "No module named 'torch'"], strict=True))
-    file = benchmarks.SuiteFile(None, SETTINGS)
-    list(benchmarks.run_suite([REFERENCE], file, options(contenders=names, slower=0.05)))
-    times = {name: ran.count(name) for name in names}
-    # gtp_jax's own rows always run; the plain partitioner is another kind than those with the norm
-    assert list(times.values()) == [3, 3, 3, 1, 3, 1]
-
-
 def test_results_of_another_device_version_or_step_are_refused(measured, tmp_path):
     path = tmp_path / "suite.json"
     list(benchmarks.run_suite([REFERENCE], benchmarks.SuiteFile(path, SETTINGS), options(rounds=1)))
@@ -169,33 +149,6 @@ def test_results_of_another_device_version_or_step_are_refused(measured, tmp_pat
     path.write_text("{}")
     with pytest.raises(ValueError, match=naming("`gtp-jax bench suite`")):
         benchmarks.SuiteFile(path, SETTINGS)
-
-
-def test_all_rounds_of_a_workload_are_of_one_machine(measured):
-    ran, _ = measured
-    file, said = benchmarks.SuiteFile(None, SETTINGS), []
-    list(benchmarks.run_suite([BY_NAME["1b"]], file, options(contenders=["gtp_jax"])))
-    list(benchmarks.run_suite([REFERENCE], file, options(rounds=2)))
-    del ran[:]
-    there = options(machine="two")
-    own = dataclasses.replace(there, contenders=["gtp_jax"])
-    list(benchmarks.run_suite([BY_NAME["1b"]], file, own, say=said.append))
-    assert not ran and not said  # finished on the other machine
-    list(benchmarks.run_suite([REFERENCE], file, there, say=said.append))
-    assert ran == THREE * 3
-    assert len(said) == 1 and re.search(naming("reference-gtp2 another machine"), said[0])
-    assert {r.machine for r in file.results if r.workload == REFERENCE.name} == {"two"}
-
-
-def test_a_process_that_would_not_end_in_time_is_not_begun(measured):
-    ran, _ = measured
-    file, said = benchmarks.SuiteFile(None, SETTINGS), []
-    first = options(rounds=1, contenders=THREE[:1])
-    (_, result), *_ = benchmarks.run_suite([REFERENCE], file, first)
-    file.results = [dataclasses.replace(result, wall_s=50.0)]
-    late = options(within_s=40.0, contenders=THREE[:1])
-    assert not list(benchmarks.run_suite([REFERENCE], file, late, say=said.append))
-    assert len(ran) == len(said) == 1 and "reference-gtp2, gtp_jax bf16 regather, round 2" in said[0]
 
 
 def results_of(workload, times):
@@ -237,38 +190,6 @@ def test_a_row_is_the_median_of_its_rounds_and_is_held_against_the_same_work():
     assert (entry["workload"], entry["rows"][0]["rounds"], entry["goals"][0]["reached"]) == ("reference-gtp2", 3, True)
 
 
-def test_where_no_weight_is_gathered_policies_are_compared_with_one_another():
-    alone, ours = BY_NAME["reference-6"], "gtp_jax bf16 regather"
-    times = {
-        ours: (160.0,),
-        **{f"partitioner unrolled grad-norm {p}": (t,) for p, t in (("regather", 158.0), ("keep", 156.0))},
-    }
-    rows = benchmarks.rows_of(alone, results_of(alone, times))
-    assert benchmarks.suite_ratio(rows[0], rows, "partitioner", alone) == pytest.approx(156 / 160)
-
-
-def test_fp8_is_held_against_bf16_of_the_same_run_and_against_the_fastest_fsdp2_in_fp8():
-    ours, bf16 = "gtp_jax fp8-matmuls regather", "gtp_jax bf16 regather"
-    slow, fast = (f"fsdp2 float8 {scaling} regather" for scaling in ("rowwise", "tensorwise"))
-    for name, rivals, rival, ratio in (
-        ("mixtral-2", {bf16: (280.0,)}, bf16, 1.4),
-        ("reference-gtp2-fp8", {fast: (270.0,), slow: (300.0,)}, fast, 1.35),
-    ):
-        workload = BY_NAME[name]
-        results = results_of(workload, {ours: (200.0,), **rivals})
-        (verdict,) = benchmarks.suite_verdicts(workload, benchmarks.rows_of(workload, results))
-        assert (verdict.ratio, verdict.rival) == (pytest.approx(ratio), rival)
-        assert verdict.is_reached or rival == fast
-
-
-def test_ratios_are_of_two_results_of_the_same_round():
-    times = {"gtp_jax bf16 regather": (400.0, 200.0), "fsdp2 bf16 regather": (400.0, 220.0)}
-    ours, theirs = benchmarks.rows_of(REFERENCE, results_of(REFERENCE, times))
-    assert ratio_spread(ours, theirs) == (1.0, pytest.approx(1.1))
-    later = dataclasses.replace(theirs, seconds=theirs.seconds[1:], rounds=theirs.rounds[1:])  # the first one failed
-    assert ratio_spread(ours, later) == (pytest.approx(1.1), pytest.approx(1.1))
-
-
 def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch, capsys):
     ran, answers = measured
     answers |= {THREE[0]: 0.40, THREE[1]: 0.44, THREE[2]: "No module named 'torch'"}
@@ -287,24 +208,6 @@ def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch
     monkeypatch.setattr(benchmarks, "probe", lambda environment: ("other chip", "gpu", 2))
     assert main(["bench", "suite", *flags]) == 2
     assert "device is chip there, other chip here" in capsys.readouterr().err
-
-
-def test_what_would_run_is_listed_and_what_cannot_run_is_refused(tmp_path, capsys):
-    (tmp_path / "other.json").write_text("[]")
-    assert main(["bench", "suite", "--list", "--devices", "2", "--workloads", "qwen3*", "--contenders", "gtp_jax"]) == 0
-    listed = capsys.readouterr().out
-    assert "qwen3-8-ep2" in listed and "qwen3-4" not in listed and "goals: gtp_jax bf16 1.00 x partitioner" in listed
-    assert "2 workloads, 15 processes in 3 rounds" in listed
-    for flags, message in (
-        (["--workloads", "gpt"], "gpt 100m 1b"),
-        (["--devices", "4"], "4 devices 100m 1"),
-        (["--contenders", "deepspeed"], "deepspeed gtp_jax bf16 regather"),
-        (["--json", str(tmp_path / "other.json")], "`gtp-jax bench suite`"),
-        (["--json", str(tmp_path)], "directory file"),
-        (["--png", str(tmp_path / "no/suite.png")], "no directory create"),
-    ):
-        assert main(["bench", "suite", "--list", *flags]) == 2
-        assert re.search(naming(message), capsys.readouterr().err), message
 
 
 @pytest.mark.full
@@ -373,26 +276,8 @@ def test_the_stock_model_is_the_llama_of_the_workload(script):
     assert model_size(model) == model_size(llama) == LlamaConfig(**work.model).param_count()
 
 
-@pytest.mark.parametrize("flag", ["--num-experts=8", "--tp=2"])
-def test_the_stock_model_refuses_experts_and_tp(flag, script, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["stock.py", "--num-layers=1", flag])
-    with pytest.raises(SystemExit, match=naming("dense tp 1 experts")):
-        script("stock").main()
-
-
 def model_size(model) -> int:
     return sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def test_the_dtype_of_an_embeddings_sum_is_read_from_the_program(script):
-    work = benchmarks.Workload(vocab_size=96, hidden_size=64, seq=16, sequences=2)
-    read = script("timed").embedding_dtype
-    ids = jnp.zeros((16,), jnp.int32)
-    for dtype in ("float32", "bfloat16"):
-        table = jax.ShapeDtypeStruct((96, 64), dtype)
-        step = jax.jit(jax.grad(lambda t: jnp.sum(t[ids].astype(jnp.float32) ** 2)))
-        assert read(step.lower(table).compile().as_text(), work) == dtype
-    assert read("%s = s32[96]{0} scatter(%a, %b, %c)\n%t = f32[7,64]{1,0} scatter(%a)", work) == ""
 
 
 @pytest.mark.slow
