@@ -14,17 +14,8 @@ from .programs import lowered_step
 
 LAYERS, WIDTH, SEQ, SEQUENCES, TOP_K = 2, 2048, 4096, 2, 4
 TOKENS = SEQ * SEQUENCES
-SIZES = dict(
-    vocab_size=49152,
-    hidden_size=WIDTH,
-    num_layers=LAYERS,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=128,
-    intermediate_size=768,
-    num_experts=32,
-    top_k=TOP_K,
-)
+SIZES = dict(vocab_size=49152, hidden_size=WIDTH, num_layers=LAYERS, num_heads=16, num_kv_heads=4, head_dim=128)
+SIZES |= dict(intermediate_size=768, num_experts=32, top_k=TOP_K)
 
 
 def schedule_on(devices: int, chunks: int, degrees, seq=SEQ, recipe=None, **sizes) -> hlo.LaunchOrder:

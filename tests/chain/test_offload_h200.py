@@ -9,16 +9,13 @@ from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
+from ..hlo.programs import needs_target
 from .programs import lowered_step
 
 LAYERS, SEQ, HIDDEN = 6, 2048, 512
 SIZES = dict(vocab_size=256, hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, head_dim=128, intermediate_size=1024)
 
-missing = hlo.missing_packages()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}"),
-]
+pytestmark = [pytest.mark.slow, needs_target]
 
 
 @functools.cache

@@ -19,7 +19,6 @@ SCHEDULES = [
     Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
     for prefetch, unroll, keep_gathered in itertools.product([True, False], ["full", 1, 2], [0, 1, 3, "all"])
 ]
-PLANS = list(itertools.product(LENGTHS, SCHEDULES))
 
 
 def written_out(events, reverse: bool):
