@@ -101,15 +101,6 @@ def test_bytes_over_links_are_those_of_the_collectives_of_the_programs(grad_wire
     assert grad_wire is None or found.transferred.reduction < 0.5 * report(core_tp=2).transferred.reduction
 
 
-def test_the_tables_name_devices_owners_bytes_and_throughput():
-    text = fault_text(report(core_tp=3))
-    lines = text.splitlines()
-    assert any(line.split() == ["1", "3", "6", "4", "6", "7", "4", "6", "7", "5"] for line in lines), text
-    assert any(line.startswith("blocks.layers.attention.out.kernel") and "1 each" in line for line in lines)
-    assert "2 2 0" in text and "an even share of masters and AdamW's state is" in text
-    assert [line.split()[-2] for line in lines[-4:]] == ["87.5", "50.0", "75.0", "87.5"]
-
-
 def test_a_plan_that_does_not_fit_is_refused(capsys):
     needed = max(use.total for uses in report().memory for use in uses)
     assert report(memory=needed / 1e9)
@@ -119,26 +110,3 @@ def test_a_plan_that_does_not_fit_is_refused(capsys):
         report(memory=needed / 1e9, activations=1.0)
     assert main(["plan-faults", "--preset", "tiny", "--failed-devices", "9"]) == 2
     assert re.search(naming("`failed_devices` 9 slot"), capsys.readouterr().err)
-
-
-def test_the_command_prints_the_tables(capsys):
-    assert main(["plan-faults", "--preset", "tiny", "--tp", "2", "--failed-devices", "3", "--batch", "9"]) == 0
-    out = capsys.readouterr().out
-    assert "throughput, relative to the healthy run" in out and "75.0 %" in out
-    assert np.char.count(out, "fold") >= 2
-
-
-REMEDIES = [
-    ((), {"dp": 1}, ["`gtp`"]),
-    ((), {}, ["`gtp`"]),
-    ((), {"shard_optimizer": False}, ["`gtp`", "optimizer"]),
-    ((5,), {}, ["`gtp`", "`core_tp`", "`min_tp`"]),
-]
-
-
-@pytest.mark.parametrize(("failed", "changes", "remedies"), REMEDIES)
-def test_a_plan_that_needs_too_much_memory_names_only_remedies_that_apply(failed, changes, remedies):
-    with pytest.raises(ValueError, match=naming("`memory` 0.001 GB")) as caught:
-        report(failed, memory=0.001, **changes)
-    said = str(caught.value).split("GB. ")[-1]
-    assert all((word in said) is (word in remedies) for word in ("`gtp`", "optimizer", "`core_tp`", "`min_tp`"))

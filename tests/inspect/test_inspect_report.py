@@ -1,7 +1,8 @@
-"""What `gtp-jax inspect` finds and prints, for CPU devices."""
+"""What `gtp-jax inspect` finds and prints, for CPU devices, and what it refuses before anything is compiled."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -12,10 +13,13 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from messages import naming
+from selection import others_full
 
 from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli._inspect import add_parser
 from gtp_jax.runner.flags import Execution, ExpertOptions, Parallelism, Quantization
 
 jax.devices()  # fixes the number of devices to what the suite runs with
@@ -31,24 +35,13 @@ def found() -> Inspection:
     return inspection
 
 
-@pytest.mark.full
-def test_a_cpu_copies_nothing_to_its_host_and_the_text_says_so():
-    found = inspect(InspectOptions(parallelism=Parallelism(gtp=8), execution=Execution(remat="offload"), seq=64))
-    assert found.host_copies == () and found.host_bytes == as_json(found)["host_bytes"] == 0
-    text = as_text(found)
-    assert "activations in the host's memory, remat offload\n\na CPU has one memory, so nothing is copied" in text
-
-
-def test_every_parameter_is_listed_with_its_logical_shape(found):
+def test_every_parameter_is_listed_with_its_logical_shape_and_the_bytes_of_its_shard(found):
     assert (
         sum(math.prod(p.logical_shape) for p in found.parameters) == found.param_count == PRESETS["tiny"].param_count()
     )
     (table,) = [p for p in found.parameters if p.path == "embed.table"]
     assert (table.logical_shape, table.partition) == ((256, 128), (("tp", "gtp"), None))
     assert table.bytes_per_device == 4 * 256 * 128 // 8
-
-
-def test_weights_take_the_bytes_of_their_shards(found):
     assert found.memory.weights_bytes == sum(p.bytes_per_device for p in found.parameters)
     assert found.memory.optimizer_bytes == 2 * found.memory.weights_bytes + 4  # Adam's moments and its count
     assert found.memory.other_bytes == 2 * 2 * 64 * 4 + 4  # tokens and targets of two sequences, and the step
@@ -74,24 +67,6 @@ def test_text_has_every_section(found):
     assert "embed.table" in text and "tp*gtp, -" in text
     assert "\nactivations" in text and "leave each device" in text
     assert "exposed" not in text  # the order on a CPU means nothing
-
-
-@pytest.mark.slow
-def test_text_says_what_is_padded_in_use_and_in_storage():
-    """256 ids and 384 hidden features over three ranks; four groups of heads over three; the width 128 over gtp 5."""
-    three = inspect(InspectOptions(parallelism=Parallelism(gtp=2, tp=3), seq=15, batch=2))
-    notes = {p.path: p.note for p in three.parameters}
-    stored = "stored as 258x128, padded by 0.8%; tp ranks use 86, 86, 84 of 256, padded by 0.8%"
-    assert notes["embed.table"] == stored
-    assert notes["blocks.layers.attention.qkv.kernel.query"] == (
-        "stored as 128x258, padded by 0.8%; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain, 128 "
-        "features per token of its output are gathered over tp"
-    )
-    assert notes["blocks.layers.mlp.down.kernel"] == "", "384 is three times 128"
-    assert "tp ranks use 86, 86, 84 of 256, padded by 0.8%" in as_text(three)
-    five = inspect(InspectOptions(parallelism=Parallelism(gtp=5, tp=1), seq=16, batch=5))
-    (table,) = [p for p in five.parameters if p.path == "embed.table"]
-    assert table.note == "stored as 260x128, padded by 1.6%"
 
 
 def test_json_holds_the_same_numbers(found):
@@ -185,3 +160,56 @@ def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chun
     assert f"{exchange.worst_rows:,}" in printed and f"{exchange.round_rows:,}" in printed
     assert ("shares, again" in printed) is (remat == "matmuls")
     assert "dispatch of tokens" in {one["what"] for one in as_json(found)["exchanges"][0]["traffic"]}
+
+
+def run(*arguments: str) -> int:
+    args = add_parser(argparse.ArgumentParser).parse_args(arguments)
+    return args.run(args)
+
+
+REFUSED = {
+    "--preset 7b": "`preset` '7b' tiny 405b",
+    "--dp 0": "`dp` 0 whole 1",
+    "--microbatches -2": "`microbatches` -2",
+    "--tp 3 --gtp 1": "`seq` 2048 tp 3",
+    "--tp 2 --gtp 2 --seq 33": "`seq` 33 tp 2",
+    "--gtp 4 --batch 6": "`batch` 6 dp gtp 1 * 4 * 1 = 4",
+    "--unroll 0": "`unroll` 0",
+    "--keep-gathered -1": "`keep_gathered` -1",
+    "--target h200": "`target` 'h200' CHIP:DEVICES",
+    "--gtp 1000": "1000 CPU process",
+    "--network-rate 50": "`network_rate` 50.0 `--target`",
+    "--gpus-per-host 4": "`gpus_per_host` 4 `--target`",
+    "--target h200:8 --network-rate 0": "`network_rate` 0.0",
+    "--target h200:8 --gpus-per-host 0": "`gpus_per_host` 0 whole 1",
+    "--target h200:8 --gpus-per-host 3": "8 devices hosts 3",
+    "--png x.png": "`--png` `--target`",
+}
+USUAL = ["--preset 7b", "--dp 0", "--tp 3 --gtp 1", "--gtp 4 --batch 6", "--gpus-per-host 4", "--png x.png"]
+
+
+@pytest.mark.parametrize("arguments", others_full(REFUSED, USUAL))
+def test_bad_arguments_are_refused_by_name(arguments):
+    with pytest.raises(ValueError, match=naming(REFUSED[arguments])):
+        run(*arguments.split())
+
+
+def test_degrees_that_do_not_fill_a_target_are_refused():
+    from gtp_jax import hlo
+
+    if hlo.missing_packages():
+        pytest.skip(f"compiling for a GPU needs {', '.join(hlo.missing_packages())}")
+    with pytest.raises(ValueError, match=naming("dp 1 gtp tp = 4 8 devices")):
+        inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))
+
+
+def test_platforms_without_cpu_devices_are_refused(monkeypatch):
+    """As on a machine with a GPU, whose JAX may be told to run on nothing else."""
+    monkeypatch.setattr("gtp_jax.inspect._inspection.has_gpu", lambda: True)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        with pytest.raises(ValueError, match=naming("`jax_platforms` 'cuda' JAX_PLATFORMS=cuda,cpu")):
+            inspect(InspectOptions(parallelism=Parallelism(gtp=2)))
+    finally:
+        jax.config.update("jax_platforms", before)

@@ -49,10 +49,7 @@ def test_bytes_and_operations_of_a_layer_are_those_of_the_program_compiled_for_a
     of_layer = (config.matmul_params() - config.vocab_size * config.hidden_size) // 4
     assert 3 * fact.flops == hlo.step_flops(matmul_params=of_layer, tokens=SEQ, layers=1, **sizes)
     assert fact.flops / 787e12 == pytest.approx(milliseconds / 1e3, rel=2e-2)
-    text = str(found)
-    copying, computing = fact.bytes / 64e9, fact.flops / 787e12
-    hidden = "which hides them" if remat == "offload" else f"which hides {computing / copying:.0%} of them"
-    assert f"break-even: a layer's {hlo.quantity(fact.bytes, 'B')} take " in text and hidden in text
+    assert f"break-even: a layer's {hlo.quantity(fact.bytes, 'B')} take " in str(found)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("offload", marks=pytest.mark.full), "offload-matmuls"])
