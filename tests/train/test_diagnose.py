@@ -144,15 +144,6 @@ def test_the_model_itself_is_among_what_is_named(name):
     assert re.search(naming(said), str(found))
 
 
-def test_a_loss_that_counts_on_the_number_of_rows_fails_with_a_note():
-    x, wanted = sample_two(0.0), np.zeros((4, 2, 8))
-    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        state = gtp.TrainState.create(placed(dense), optax.sgd(1.0))
-        with pytest.raises(TypeError, match=naming("broadcasting")) as raised:
-            gtp.diagnose(lambda model, x: jnp.mean((model(x) - wanted) ** 2), state, x)
-    assert re.search(naming("`diagnose` 2 of the 4 rows"), raised.value.__notes__[0])
-
-
 class Masked(nnx.Module):
     """A model whose logits are -inf where they are masked, as they may be, and whose layer has no gradient at 0."""
 
@@ -189,13 +180,3 @@ def test_a_layer_that_calls_a_module_twice_has_its_own_number(layer):
         model.layers.ruins.set_value(jnp.zeros(3).at[layer].set(1.0))
         found = gtp.diagnose(square, gtp.TrainState.create(model, optax.sgd(1.0)), jnp.ones((2, 8)))
     assert (found.layer, found.kind) == (f"layers[{layer}].dense", "output")
-
-
-def test_a_model_without_parameters_is_diagnosed_too():
-    class Logarithm(nnx.Module):
-        def __call__(self, x):
-            return jnp.log(x)
-
-    state = gtp.TrainState.create(Logarithm(), optax.sgd(1.0))
-    found = gtp.diagnose(square, state, jnp.ones((4, 8)).at[2, 3].set(-1.0))
-    assert (found.sample, found.layer, found.kind) == (2, "", "output")

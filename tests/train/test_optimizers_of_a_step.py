@@ -92,15 +92,6 @@ def test_a_line_search_on_clipped_gradients_is_refused(mesh):
         step(state_of(optax.lbfgs()), X)
 
 
-def test_an_optimizer_that_needs_more_than_a_step_has_is_refused(mesh):
-    def update(updates, state, params=None, *, hessian, **_):
-        return updates, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    with pytest.raises(TypeError, match=naming("'hessian' `value`")):
-        gtp.train_step(loss, optimizer)(state_of(optimizer), X)
-
-
 def test_a_state_that_a_step_has_taken_is_refused(mesh):
     optimizer = optax.sgd(0.1)
     first = state_of(optimizer)

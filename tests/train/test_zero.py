@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 
 import jax
@@ -19,7 +18,6 @@ from placed import placed
 
 import gtp_jax as gtp
 from gtp_jax import hlo
-from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 
@@ -286,19 +284,3 @@ def test_names_and_axes_are_checked():
         gtp.Roles(optimizer=("gtp",))
     with pytest.raises(ValueError, match=naming("`optimizer` ['dp']")):
         gtp.Roles(optimizer=["dp"])
-
-
-@pytest.mark.slow
-def test_checkpoints_move_between_dp_degrees_and_replicas(tmp_path):
-    optimizer = optax.adamw(1e-2)
-    with place(CUBE), Checkpoints(tmp_path) as checkpoints:
-        state = begin(optimizer, SMALL)
-        state, _ = gtp.train_step(next_token_loss, optimizer)(state, next(batches()))
-        checkpoints.save(1, state)
-    for degrees, roles in itertools.product((CUBE, PLANE, {"gtp": 8}), (None, REPLICAS)):
-        with place(degrees, roles), Checkpoints(tmp_path) as checkpoints:
-            like = gtp.TrainState.create(abstract_model(lambda rngs: Llama(SMALL, rngs=rngs)), optimizer)
-            restored, _ = checkpoints.restore(like)
-        for a, b, wanted in zip(*map(jax.tree.leaves, (restored, state, like)), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-            assert a.sharding == wanted.sharding
