@@ -48,7 +48,7 @@ class Layer:
             `operation`.
         bias: whether the layer has one.
         norm: the norm of the input of a `pair`, `mlp` or `attention`.
-        operation: between the layers of a `pair`, or of an `operation`: a key of `test_operations`.
+        operation: between the layers of a `pair`, or of an `operation`: a key of `operations`.
         parallel, aux, z, reduction, load_of: of a `moe`; a `reduction` of `None` is the default.
     """
 
@@ -288,7 +288,7 @@ def _quantizable(model: Model) -> bool:
     return model.has("dense", "pair", "mlp", "attention", "moe", "aux")
 
 
-# keys of `test_operations`, in a fixed order; those whose derivative is smooth
+# keys of `operations`, in a fixed order; those whose derivative is smooth
 INSIDE = ("features reversed", "norm over features", "softmax over features", "split in two")
 BETWEEN = (
     "a slice of the sequence",

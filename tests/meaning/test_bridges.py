@@ -112,3 +112,35 @@ def test_a_layer_of_linen_among_ours_keeps_its_values_under_a_recipe(recipe):
     assert error(found, wanted) < 1e-5
     for name, other in zip(("first", "middle", "last"), of_weights, strict=True):
         assert error(gradients[name]["kernel"], other) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["column", None])
+def test_over_tp_a_layer_in_linen_has_the_output_and_gradients_of_the_layer_in_nnx(parallel):
+    sizes = dict(parallel=parallel, use_bias=True, dtype=jnp.float32)
+    x = np.random.default_rng(0).normal(size=(8, 4, 56)).astype(np.float32)  # not on the two devices of the fixture
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        bridged = nnx.bridge.to_linen(gtp.Dense, 56, 120, **sizes)
+        boxed = jax.jit(bridged.init)(jax.random.key(1), x)
+        arrays = linen.meta.unbox({"params": boxed["params"]})
+        module = gtp.init(lambda rngs: gtp.Dense(56, 120, rngs=rngs, **sizes), nnx.Rngs(0))
+        module.kernel.set_value(arrays["params"]["kernel"])
+        graph, state = nnx.split(module)
+        is_box = lambda leaf: isinstance(leaf, linen.meta.AxisMetadata)  # noqa: E731
+
+        def of_linen(arrays, x):
+            put = lambda box, v: box.replace_boxed(v) if is_box(box) else v  # noqa: E731
+            trained = {k: jax.tree.map(put, boxed[k], v, is_leaf=is_box) for k, v in arrays.items()}
+            return jnp.sum(jnp.sin(bridged.apply({**boxed, **trained}, x)))
+
+        def of_nnx(state, x):
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))
+
+        found, (of_params, of_x) = jax.jit(jax.value_and_grad(of_linen, (0, 1)))(arrays, x)
+        wanted, (of_state, wanted_x) = jax.jit(jax.value_and_grad(of_nnx, (0, 1)))(state, x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(of_x, wanted_x, atol=1e-6)
+    for name, gradient in of_params["params"].items():
+        own = np.asarray(of_state[name].get_value())
+        assert np.abs(own).max() > 0.1
+        np.testing.assert_allclose(gradient, own, atol=1e-5)

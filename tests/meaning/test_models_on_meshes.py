@@ -67,9 +67,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.filterwarnings("ignore:a weight of shape")
-@pytest.mark.parametrize(
-    "name, mesh, microbatches", pairwise(["batch norm", "vit", "encoder-decoder"], MESHES, [1, 4], usual=1)
-)
+@pytest.mark.parametrize("name, mesh, microbatches", pairwise(CASES, MESHES, [1, 4], usual=1))
 def test_a_model_means_what_it_means_without_a_mesh(name, mesh, microbatches, x64):
     losses, gradient, after = trained(name, microbatches, MESHES[mesh])
     wanted = plain(name, microbatches)
