@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,11 @@ class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, width: int = WIDTH, heads: tuple[int, int] = (4, 4), use_bias: bool = True):
         self.qkv = nnx.LinearGeneral(width, (3, *heads), use_bias=use_bias, rngs=rngs, **F64)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), rngs=rngs, **F64)
+        self.root = math.isqrt(heads[1])
 
     def __call__(self, x, mask=None):
         q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
-        scores = jnp.einsum("...qhd,...khd->...hqk", q, k) / 2
+        scores = jnp.einsum("...qhd,...khd->...hqk", q, k) / self.root
         scores = scores if mask is None else jnp.where(mask, scores, -jnp.inf)
         return self.out(jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores, -1), v))
 
@@ -90,6 +92,10 @@ def _hidden_state(model, x, mask):
     return hidden[1]
 
 
+def _two_outputs(model, x, mask):
+    return jnp.concatenate([_hidden_state(model, x, mask), _plain(model, x, mask)], -1)
+
+
 def _stop_gradient(model, x, mask):
     for i, block in enumerate(model.blocks):
         x = block(x, mask)
@@ -113,10 +119,16 @@ def _u_shape(model, x, mask):
     return (c + x) * a
 
 
+def _keyword(model, x, mask):
+    for block in model.blocks:
+        x = block(x, mask=mask, scale=0.5)
+    return model.head(x)
+
+
 def _dropped_result(model, x, mask):
     for block in model.blocks:
-        block(x, mask=mask, scale=0.5)
-        x = block(x, mask=mask, scale=0.5)
+        block(x, mask)
+        x = block(x, mask)
     return model.head(x)
 
 
@@ -166,10 +178,14 @@ WAYS: dict[str, Callable[[Any, jax.Array, jax.Array], jax.Array]] = {
     "plain": _plain,
     "hidden state": _hidden_state,
     "stop_gradient": _stop_gradient,
+    "two outputs": _two_outputs,
     "any order": _in_order(2, 0, 0),
+    "skipped": _in_order(0, 2),
+    "reversed": _in_order(2, 1, 0),
     "repeated": _in_order(0, 1, 2, 0, 1, 2),
     "U shape": _u_shape,
-    "result dropped, keywords": _dropped_result,
+    "keyword": _keyword,
+    "result dropped": _dropped_result,
     "nnx.remat": _nnx_remat,
     "jax.checkpoint": _jax_checkpoint,
     "cond": _cond,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from padded_states import padding_of
+from padded_states import padding_of, same
 
 import gtp_jax as gtp
 
@@ -139,3 +139,14 @@ def trained(
         shapes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
         logical = state.logical()
         return jax.tree.map(np.asarray, (logical.params, logical.opt_state)), found, shapes
+
+
+def assert_same_steps(
+    name: str, mesh: str, *, kind: type = Model, recipe: Any = None, atol: float = 1e-12, **options: Any
+) -> dict[str, tuple[int, ...]]:
+    """Checks that two steps on a mesh are those of one device, and returns the stored shapes of parameters."""
+    wanted, losses, _ = trained(name, kind=kind, recipe=recipe)
+    found, own, shapes = trained(name, tuple(MESHES[mesh].items()), kind=kind, recipe=recipe, **options)
+    np.testing.assert_allclose(own, losses, rtol=atol if recipe is None else 10 * atol)
+    same(found, wanted, atol)
+    return shapes

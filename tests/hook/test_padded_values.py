@@ -1,7 +1,6 @@
 """A weight that `gtp.shard` stores padded is read and set in its logical shape; what cannot be right is refused."""
 
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -127,16 +126,6 @@ def test_a_padded_model_is_pickled_cloned_and_split(x64):
         for copy in copies:
             assert copy.last.kernel.shape == (26, 26) and copy.last.kernel.get_raw_value().shape == (28, 26)
             same(copy(tokens), wanted)
-
-
-def test_explain_reports_the_padding_and_the_share_of_a_device(x64):
-    with on(gtp=7):
-        model = make()
-        assert "float64 4x26 of 26x26, padded to 28x26, P('gtp', None)" in str(gtp.explain(model, path="last.kernel"))
-        text = str(gtp.explain(model, call=lambda model: model(batches(1)[0])))
-        assert re.search(r"weights in float32 and two moments take .* per device; an even share over gtp 7 is", text)
-        (row,) = [one for one in gtp.explain(model, gtp.NVFP4()).weights if one.weight == "embed.embedding"]
-        assert row.shape == (37, 26) and row.bytes == 37 * 28 * 8, "what a gather moves has padding"
 
 
 @pytest.mark.parametrize("name", others_full(["sgd", "adamw", "adafactor"], ["adafactor"]))

@@ -15,7 +15,7 @@ import gtp_jax as gtp
 from gtp_jax import hook
 from gtp_jax.hook import _call, _walk
 
-from .models import DEPTH, F64, GPT2, WAYS, WIDTH, WITHOUT_DROPOUT, Few, mean_of, tokens
+from .models import DEPTH, F64, GPT2, WAYS, WIDTH, WITHOUT_DROPOUT, Attention, Block, Few, mean_of, tokens
 from .steps import MESHES, PLAIN, assert_equal, scope, together, train
 
 
@@ -68,6 +68,39 @@ def test_second_derivatives_are_those_without_a_mesh(x64):
         return sum((g**2).sum() for g in jax.tree.leaves(gradients))
 
     assert_equal(*together(Few, penalty, tokens(), MESHES["gtp 8"], steps=2, blocks="blocks.*"), 1e-9)
+
+
+class Decoding(nnx.Module):
+    """Attends to a memory, which all blocks share."""
+
+    def __init__(self, rngs):
+        self.attention, self.memory = Attention(rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+
+    def __call__(self, x, memory):
+        x = x + self.attention(x)
+        scores = jax.nn.softmax(jnp.einsum("bsd,btd->bst", x, memory))
+        return x + jnp.einsum("bst,btd->bsd", scores, self.memory(memory))
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.encoder = nnx.List([Block(rngs, 0.1) for _ in range(2)])
+        self.decoder = nnx.List([Decoding(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        memory, y = x, x[:, ::-1]
+        for block in self.encoder:
+            memory = block(memory)
+        for block in self.decoder:
+            y = block(y, memory)
+        return y
+
+
+def test_an_encoder_and_a_decoder_train_as_without_a_mesh(x64):
+    loss = lambda model, x: jnp.sin(3 * model(x)).mean()  # noqa: E731
+    x = np.random.default_rng(0).normal(size=(16, 6, WIDTH))
+    assert_equal(*together(EncoderDecoder, loss, x, MESHES["dp 2, gtp 4"], steps=2))
 
 
 class Hidden(nnx.Module):
