@@ -53,11 +53,6 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
 
 
-def options_of(model: nnx.Module, *, hook: bool, **options: Any) -> dict[str, Any]:
-    """Returns the XLA options with which `gtp_jax.train_step` compiles a step of the model."""
-    return compile_options("gpu", largest_unit=largest_unit(model) if hook else 0, **options)
-
-
 @functools.cache
 def compiled(
     hook: bool = True,
@@ -88,8 +83,11 @@ def compiled(
             lowered = jax.jit(step, out_shardings=(None, jax.tree.map(lambda a: a.sharding, state))).lower(
                 state, tokens
             )
-        fp8 = recipe is not None and recipe.operands is not None
-        built = lowered.compile(
-            {**hlo.COMPILE_OPTIONS, **options_of(model, tp=dict(degrees).get("tp", 1), fp8=fp8, hook=hook)}
+        chosen = compile_options(
+            "gpu",
+            largest_unit=largest_unit(model) if hook else 0,
+            tp=dict(degrees).get("tp", 1),
+            fp8=recipe is not None and recipe.operands is not None,
         )
+        built = lowered.compile({**hlo.COMPILE_OPTIONS, **chosen})
     return built.as_text(), built.memory_analysis().temp_size_in_bytes

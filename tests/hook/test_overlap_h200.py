@@ -15,46 +15,34 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs
 MATRICES = [WIDTH * WIDTH] * 4 + [WIDTH * HIDDEN] * 2  # elements of the matrices of a block
 TABLE = VOCAB * WIDTH  # elements of the embedding, and of the head
 ELEMENTS = LAYERS * sum(MATRICES) + 2 * TABLE
-MESHES = [(("gtp", 8),), pytest.param((("dp", 2), ("gtp", 4)), marks=pytest.mark.slow)]
-
-
-def events(kind, mesh=(("gtp", 8),), **options):
-    text, _ = compiled(degrees=mesh, **options)
-    return hlo.launch_order(text).collectives(kind)
 
 
 def elements(shapes):
     return sum(math.prod(shape.dims) for shape in shapes)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_each_matrix_is_reduced_once_and_by_a_reduce_scatter(mesh):
-    scattered = events("reduce-scatter", mesh)
-    assert sum(elements(e.collective.operands) for e in scattered) == ELEMENTS
-    assert {e.collective.dtype for e in scattered} == {"bf16"}  # the dtype in which the layers compute
-    # only biases and norms, the widest of which is the bias of `up`
-    assert all(shape.elements <= LAYERS * 10 * WIDTH for e in events("all-reduce", mesh) for shape in e.shapes)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_each_matrix_is_gathered_once_in_each_pass_but_for_the_table_and_the_head(mesh):
+@pytest.mark.parametrize(
+    "mesh", [(("gtp", 8),), pytest.param((("dp", 2), ("gtp", 4)), marks=pytest.mark.slow)], ids=str
+)
+def test_each_matrix_is_gathered_once_in_each_pass_and_reduced_once_under_matmuls(mesh):
+    program = hlo.launch_order(compiled(degrees=mesh)[0])
+    gathers, scatters = program.collectives("all-gather"), program.collectives("reduce-scatter")
+    assert len(gathers) == 2 * LAYERS + 2  # one gather for all weights of a block
     gathered = {"forward": 0, "backward": 0}
-    for e in events("all-gather", mesh):
+    for e in gathers:
         gathered[e.direction] += elements(e.collective.results)
     # backward of the lookup needs no table; backward begins with the head, whose gathered weight forward has kept
     assert gathered == {"forward": ELEMENTS, "backward": ELEMENTS - 2 * TABLE}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_gather_but_the_first_two_and_half_of_the_scatters_run_under_matmuls(mesh):
-    program = hlo.launch_order(compiled(degrees=mesh)[0])
+    assert sum(elements(e.collective.operands) for e in scatters) == ELEMENTS
+    assert {e.collective.dtype for e in scatters} == {"bf16"}  # the dtype in which the layers compute
+    # only biases and norms, the widest of which is the bias of `up`
+    summed = [shape for e in program.collectives("all-reduce") for shape in e.shapes]
+    assert all(shape.elements <= LAYERS * 10 * WIDTH for shape in summed)
     bare = {e.name for e in program.exposed("all-gather", "reduce-scatter")}
     # no computation precedes the embedding and the first block, or follows their gradients
-    assert not bare & {e.name for e in program.collectives("all-gather")[2:]}
-    scatters = program.collectives("reduce-scatter")  # none of which has more bytes than the gradients of one unit
-    assert len(scatters) > LAYERS
+    assert not bare & {e.name for e in gathers[2:]}
+    assert len(scatters) > LAYERS  # none has more bytes than the gradients of one unit
     assert not bare & {e.name for e in scatters[: len(scatters) // 2]}
-    assert len(program.collectives("all-gather")) == 2 * LAYERS + 2  # one gather for all weights of a block
 
 
 @pytest.mark.slow
@@ -81,7 +69,7 @@ def test_codes_of_a_block_are_made_once_and_gathered_under_the_block_before_it()
 
 
 @pytest.mark.slow
-def test_fp8_matmuls_are_one_call_each_and_gradients_are_reduced_as_without_a_recipe():
+def test_fp8_matmuls_are_one_call_each_and_codes_are_gathered_under_them():
     text, _ = compiled(recipe=gtp.FP8(matmuls=True))
     program = hlo.launch_order(text)
     # XLA joins some products of query, key and value, so that there are fewer than three of each matrix
@@ -90,8 +78,6 @@ def test_fp8_matmuls_are_one_call_each_and_gradients_are_reduced_as_without_a_re
     assert sum(elements(e.collective.operands) for e in gathers if e.collective.dtype == "u8") == (
         2 * LAYERS * sum(MATRICES) // 8
     )
-    scattered = program.collectives("reduce-scatter")
-    assert sum(elements(e.collective.operands) for e in scattered) == ELEMENTS
-    assert {e.collective.dtype for e in scattered} == {"bf16"}
+    assert {e.collective.dtype for e in program.collectives("reduce-scatter")} == {"bf16"}
     bare = {e.name for e in program.exposed("all-gather")}
     assert not bare & {e.name for e in gathers[2:] if e.direction == "forward"}
