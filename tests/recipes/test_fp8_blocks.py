@@ -22,9 +22,6 @@ CONFIG = LlamaConfig(
 )
 
 
-PRODUCTS = ("E4M3 1x128 x E4M3 128x128", "E4M3 1x128 x E4M3 128x128", "E4M3 1x128 x E4M3 1x128")
-
-
 def scope(**degrees):
     return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
 
@@ -45,30 +42,25 @@ def losses(recipe, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "experts, degrees, falls, rtol", [(0, dict(gtp=4), 0.5, 2e-2), (4, dict(gtp=2, ep=2), 0.3, 5e-2)]
-)
-def test_a_model_trains_as_in_bfloat16(experts, degrees, falls, rtol):
-    config = dataclasses.replace(CONFIG, num_experts=experts)
-    with scope(**degrees):
+def test_experts_train_as_in_bfloat16():
+    config = dataclasses.replace(CONFIG, num_experts=4)
+    with scope(gtp=2, ep=2):
         found, wanted = losses(gtp.FP8Blocks(), config), losses(None, config)
-    assert found[-1] < found[0] - falls and found != wanted
-    np.testing.assert_allclose(found, wanted, rtol=rtol)  # tokens near the border choose other experts
+    assert found[-1] < found[0] - 0.3 and found != wanted
+    np.testing.assert_allclose(found, wanted, rtol=5e-2)  # tokens near the border choose other experts
 
 
 def test_embedding_head_and_norms_stay_in_high_precision_and_explain_says_what_multiplies():
     with scope(gtp=4):
-        model = placed(lambda rngs: Llama(CONFIG, rngs=rngs))
+        model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
         facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
-        life = str(gtp.explain(model, gtp.FP8Blocks(), path="mlp.down"))
     blocks = [name for name, fact in facts.items() if fact.wire == "FP8_BLOCKS"]
     assert sorted({name.split(".")[0] for name in blocks}) == ["blocks"] and len(blocks) == 4
     assert {fact.wire for name, fact in facts.items() if name not in blocks} == {"bfloat16"}
     fact = facts[blocks[0]]
-    assert (fact.forward, fact.dgrad, fact.wgrad) == PRODUCTS
+    assert fact.forward == fact.dgrad == "E4M3 1x128 x E4M3 128x128" and fact.wgrad == "E4M3 1x128 x E4M3 1x128"
     assert "FP8_BLOCKS_1D: float32 values, as only Hopper GPUs" in fact.matmul
     assert fact.bytes_per_element == 1
-    assert "one amax for each tile" in life and "Tiles" in life
 
 
 def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_in_float32():
@@ -96,29 +88,13 @@ class Experts(nnx.Module):
         return self.moe(x)
 
 
-def test_explain_says_what_experts_multiply():
-    with scope(gtp=2, ep=2):
-        model = abstract_model(Experts)
-        facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
-        life = str(gtp.explain(model, gtp.FP8Blocks(), path="moe.up"))
-    for fact, kernels in ((facts["moe.up"], 2), (facts["moe.down"], 1)):
-        assert (fact.wire, fact.bytes, fact.bytes_per_element) == ("FP8_BLOCKS", kernels * 4 * 128 * 128, 1)
-        assert fact.matmul == "FP8_BLOCKS_1D: grouped, bfloat16 on dequantized values"
-        assert (fact.forward, fact.dgrad, fact.wgrad) == PRODUCTS
-    assert "one amax for each tile, reduced over all shards" in life and "Tiles" in life
-
-
 def test_a_second_derivative_through_experts_is_refused():
-    with scope(gtp=2):
-        model = gtp.init(Experts, nnx.Rngs(0))
-        graph, state = nnx.split(model)
-        x = jnp.ones((2, 4, 128), jnp.bfloat16)
-
-        def penalty(state, x):
-            return jnp.sum(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32)))(x) ** 2)
-
-        with gtp.use_recipe(gtp.FP8Blocks()), pytest.raises(TypeError, match=naming("differentiated again")):
-            jax.jit(jax.grad(penalty)).lower(state, x)
+    with scope(gtp=2), gtp.use_recipe(gtp.FP8Blocks()):
+        graph, state = nnx.split(abstract_model(Experts))
+        total = lambda state, x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32))  # noqa: E731
+        penalty = lambda state, x: jnp.sum(jax.grad(total, 1)(state, x) ** 2)  # noqa: E731
+        with pytest.raises(TypeError, match=naming("differentiated again")):
+            jax.eval_shape(jax.grad(penalty), state, jnp.ones((2, 4, 128), jnp.bfloat16))
 
 
 def dense(width, out, **options):
@@ -132,11 +108,6 @@ MODELS = {
         "(4, 128, 192) moe.down 96",
     ),
     "an embedding": (lambda rngs: Llama(CONFIG, rngs=rngs), dict(gtp=2), "embed `exclude` `override`"),
-    "tp that cuts tiles by row": (
-        dense(256, 192, parallel="column"),
-        dict(gtp=2, tp=2),
-        "(256, 192) 96 FP8_BLOCKS (128 elements)",
-    ),
     "tp that cuts tiles by column": (dense(320, 128, parallel="row"), dict(tp=2), "dimension 0 160"),
     "tp that divides one of two kernels unevenly": (
         dense(128, {"even": 512, "uneven": 384}, parallel="column", units={"even": 128, "uneven": 128}),
@@ -155,18 +126,9 @@ def test_what_cannot_be_multiplied_in_tiles_is_refused_by_name(name):
             gtp.explain(model, gtp.FP8Blocks(exclude=()))
 
 
-@pytest.mark.parametrize("parallel", ["features", "expert", None])
-def test_experts_of_whole_tiles_per_tensor_rank_are_multiplied(parallel):
-    with scope(gtp=2, tp=2):
-        model = abstract_model(lambda rngs: Experts(rngs, hidden=256, parallel=parallel))
-        assert {fact.wire for fact in gtp.explain(model, gtp.FP8Blocks()).facts} == {"FP8_BLOCKS"}
-
-
 def test_gathering_ahead_is_refused():
     with scope(gtp=4):
-        model = placed(lambda rngs: Llama(CONFIG, rngs=rngs))
-        optimizer = optax.sgd(0.1)
-        state = gtp.TrainState.create(model, optimizer)
-        step = gtp.train_step(next_token_loss, optimizer, recipe=gtp.FP8Blocks(), pregathered_layers=1)
+        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), optax.sgd(0.1))
+        step = gtp.train_step(next_token_loss, optax.sgd(0.1), recipe=gtp.FP8Blocks(), pregathered_layers=1)
         with pytest.raises(ValueError, match=naming("FP8_BLOCKS", "`pregathered_layers=0`")):
-            step(state, batch())
+            step.lower(state, batch())

@@ -10,10 +10,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from selection import others_full, pairwise
+from selection import pairwise
 
 import gtp_jax as gtp
-from gtp_jax import hlo
 from gtp_jax.layout import layouts_of_kernels
 from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -23,7 +22,7 @@ from gtp_jax.weights import exchange_gradients
 from gtp_jax.weights._fused import as_shards, reduce_gradient
 
 from ..chain.programs import lowered_step
-from .test_recipe_collectives import LAYERS, SIZES, section
+from .test_recipe_collectives import LAYERS, SIZES
 from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
 
 # Shapes of the kernels of two weights, `(in, out)` or `(experts, out, in)`, and how they are sharded.
@@ -130,23 +129,16 @@ def test_what_is_not_finite_arrives_so_and_spoils_its_own_block_alone(wire, spoi
 
 
 def gradients(config, degrees, microbatches, grad_wire):
+    options = dict(microbatches=microbatches, recipe=gtp.NVFP4(grad_wire=grad_wire))
     with scope(degrees):
-        state = start(config, optax.sgd(1.0))
-        recipe = gtp.NVFP4(grad_wire=grad_wire)
-        run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
-        )
-        return host(run(state, batch_of(config))[1])
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+        return host(run(start(config, optax.sgd(1.0)), batch_of(config))[1])
 
 
+LOOPED = dataclasses.replace(ALIGNED, num_layers=4, unroll=1)
 MODELS = {
     "gtp 8, unaligned": (UNALIGNED, dict(gtp=8), 1),
-    "dp 2 x gtp 2, four microbatches, looped": (
-        dataclasses.replace(ALIGNED, num_layers=4, unroll=1),
-        dict(dp=2, gtp=2),
-        4,
-    ),
-    "gtp 2 x tp 2, waited for": (dataclasses.replace(ALIGNED, prefetch=False), dict(gtp=2, tp=2), 1),
+    "dp 2 x gtp 2, four microbatches, looped": (LOOPED, dict(dp=2, gtp=2), 4),
     "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 1),
 }
 
@@ -165,47 +157,12 @@ def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(
             assert error < 1e-6, f"{names}: {error}"
 
 
-@pytest.mark.parametrize("name, found", others_full([("bf16", "bf16"), ("float32", "f32")], [("float32", "f32")]))
-def test_a_reduce_scatter_sums_in_the_dtype_asked_for(name, found):
+def test_a_reduce_scatter_sums_in_the_dtype_asked_for():
     """As traced, for XLA's CPU backend widens what it compiles; `tests/chain/test_overlap_h200.py` sees a GPU's."""
-    config = LlamaConfig(**{**SIZES, "grad_reduce": name})
+    config = LlamaConfig(**{**SIZES, "grad_reduce": "float32"})
     text = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=128).as_text()
     sums = re.findall(r"stablehlo\.reduce_scatter.*?\}\) : \(tensor<[\dx]+x(\w+)>\)", text, re.DOTALL)
-    assert len(sums) == 4 * LAYERS + 2 and set(sums) == {found}
-
-
-def sent_bytes(ranks, kernels, grad_wire):
-    """What one rank sends, by the documented layout, of `(rows on all ranks, columns)` of each matrix."""
-    shares = [(rows // ranks, cols) for rows, cols in kernels]
-    if grad_wire == "bf16":
-        return ranks * sum(2 * rows * cols for rows, cols in shares)
-    if grad_wire == "fp8":
-        return ranks * (section(*shares) + 4 * len(shares))
-    return ranks * section(*shares, *((rows, -(-cols // 32)) for rows, cols in shares))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("grad_wire, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
-def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, experts, parts):
-    degree, tp = 4, 2
-    config, mesh = LlamaConfig(**{**SIZES, "num_experts": experts}), gtp.make_mesh(gtp=degree, tp=tp)
-    options = dict(batch=4 * parts, seq=128, microbatches=parts, recipe=gtp.BF16(grad_wire=grad_wire))
-    step = lowered_step(config, mesh, **options)
-    over_gtp = [c for c in hlo.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
-    # on one tp rank, (query, key and value), out, (gate and up), down: what is fused is one matrix
-    kernels = [(512 // tp, 128), (128, 256 // tp)]
-    kernels += [(2 * config.intermediate_size // tp, 128)] * max(1, experts) + [
-        (128, config.intermediate_size // tp)
-    ] * max(1, experts)
-    exchanges = [c for c in over_gtp if c.kind == "all-to-all"]
-    assert {c.dtype for c in exchanges} == {"u16" if grad_wire == "bf16" else "u8"}
-    assert {c.direction for c in exchanges} == {"backward"}
-    assert [c.operand_bytes for c in exchanges for _ in range(c.times)] == LAYERS * parts * [
-        sent_bytes(degree, kernels, grad_wire)
-    ]
-    # the embedding and the head stay as they were
-    scatters = [c for c in over_gtp if c.kind == "reduce-scatter"]
-    assert sum(c.times for c in scatters) == 2 * parts and all(c.operands[0].dims[0] == 640 // tp for c in scatters)
+    assert len(sums) == 4 * LAYERS + 2 and set(sums) == {"f32"}
 
 
 def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
