@@ -21,8 +21,8 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 TIMEOUT_S = 420
 
 # Python imports a module of this name by itself, so that every process of a run can be harmed from inside: SIGUSR2
-# raises an exception in it, or ends it amid its next snapshot if AMID_SNAPSHOT is set; the probe of a device that
-# DEVICE_BROKEN names fails; and devices have DEVICE_MEMORY bytes if that is set.
+# raises an exception in it, or ends it amid its next snapshot if AMID_SNAPSHOT is set; and the probe of a device that
+# DEVICE_BROKEN names fails.
 _HARM = """
 import os, signal, sys
 
@@ -34,10 +34,6 @@ def raise_here(*_):
 
 if "elastic._worker" in " ".join(sys.orig_argv):
     signal.signal(signal.SIGUSR2, raise_here)
-    if "DEVICE_MEMORY" in os.environ:
-        from gtp_jax.mesh import DeviceMemory
-        from gtp_jax.runner.trainer import _held
-        _held.device_memory = lambda: DeviceMemory(limit=int(os.environ["DEVICE_MEMORY"]), free=0)
 if "JAX finds no GPU" in " ".join(sys.orig_argv) and sys.orig_argv[-1] == os.environ.get("DEVICE_BROKEN"):
     print("this device is broken", flush=True)
     os._exit(1)

@@ -127,8 +127,8 @@ def difference(out: Path, expected: list[dict[str, Any]]) -> float:
     worst = 0.0
     for record, wanted in zip(found, expected, strict=True):
         for name, value in wanted.items():
-            same = record[name] == value
-            worst = max(worst, 0.0 if same else abs(record[name] - value) / max(abs(value), 1e-300))
+            error = 0.0 if record[name] == value else abs(record[name] - value) / max(abs(value), 1e-300)
+            worst = math.inf if math.isnan(error) else max(worst, error)
     return worst
 
 

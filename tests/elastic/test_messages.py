@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 
@@ -10,12 +9,9 @@ import pytest
 from messages import naming
 
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.elastic import ElasticOptions, draw_timeline, read_events, table
+from gtp_jax.runner.elastic import ElasticOptions, read_events, table
 from gtp_jax.runner.elastic._devices import find_devices
-from gtp_jax.runner.elastic._events import PARTS
 from gtp_jax.runner.elastic._failure import how_it_ended
-from gtp_jax.runner.elastic._patience import Patience
-from gtp_jax.runner.elastic._picture import spans_of
 from gtp_jax.runner.elastic._requests import take_rejoins
 from gtp_jax.runner.trainer import TrainConfig
 
@@ -97,82 +93,9 @@ def test_what_happened_is_shown_and_drawn(capsys, tmp_path):
     assert read_events(tmp_path / "events.jsonl") == EVENTS
 
 
-def test_the_picture_shows_each_device_at_each_moment():
-    spans = spans_of(EVENTS)
-    first = [(s.what, s.begin, s.end) for s in sorted(spans, key=lambda s: s.begin) if s.device == 0]
-    assert first == [
-        ("start", 1.0, 10.0),
-        ("training", 10.0, 20.0),
-        ("detection", 20.0, 23.0),
-        ("start", 23.0, 27.0),
-        ("restore", 27.0, 28.0),
-        ("compile", 28.0, 31.0),
-        ("step", 31.0, 32.0),
-        ("training", 32.0, 40.0),
-    ]
-    assert [(s.what, s.begin, s.end) for s in spans if s.device == 1 and s.what == "lost"] == [("lost", 23.0, 40.0)]
-    with pytest.raises(ValueError, match=naming("no events")):
-        draw_timeline([], None)  # pyright: ignore[reportArgumentType]
-
-
-def recovered(time: float, **parts: float):
-    seconds = dict.fromkeys(PARTS, 0.0) | parts
-    return {"time": time, "event": "recovered", "total_s": sum(seconds.values()), **seconds}
-
-
-# What followed after a device was lost at 23 s and the run trained on from 32 s.
-REJOINED = [
-    {"time": 40.0, "event": "rejoin", "device": 1},
-    {"time": 45.0, "event": "fleet ended", "step": 100, "kept_step": 100},
-    {"time": 45.5, "event": "fleet", "devices": [0, 1]},
-    {"time": 55.0, "event": "training", "step": 101},
-    recovered(55.0, start_s=4.0, compile_s=6.0),
-    {"time": 80.0, "event": "end", "step": 200},
-]
-FAILED_WHILE_IT_STARTED = [
-    {"time": 40.5, "event": "failure", "last_sign": 40.0},
-    {"time": 43.0, "event": "verdict"},
-    {"time": 43.0, "event": "fleet ended", "step": 100, "kept_step": 100},
-    {"time": 43.0, "event": "fleet", "devices": [0]},
-    {"time": 51.5, "event": "failure", "last_sign": 51.0},
-    {"time": 54.0, "event": "verdict"},
-    {"time": 54.0, "event": "fleet ended", "step": 100, "kept_step": 100},
-    {"time": 54.0, "event": "fleet", "devices": [0]},
-    {"time": 60.0, "event": "training", "step": 101},
-    recovered(60.0, detection_s=14.0, start_s=4.0, step_s=2.0),
-    {"time": 80.0, "event": "end", "step": 200},
-]
-
-
-@pytest.mark.parametrize("continued", [REJOINED, FAILED_WHILE_IT_STARTED], ids=["rejoined", "failed as it started"])
-def test_the_picture_has_no_gap_in_the_row_of_a_device(continued):
-    spans = sorted(spans_of([*EVENTS[:-1], *continued]), key=lambda span: span.begin)
-    for device in (0, 1):
-        row = [(span.begin, span.end) for span in spans if span.device == device and span.end > span.begin]
-        assert row[0][0] == 1.0 and row[-1][1] == 80.0
-        for (_, end), (begin, _) in itertools.pairwise(row):
-            assert begin - end == pytest.approx(0.0, abs=0.5), row  # ending a fleet takes moments
-
-
-def test_the_picture_shows_training_after_a_pause_that_no_event_closed():
-    events = [event for event in [*EVENTS[:-1], *REJOINED] if event["event"] != "recovered"]
-    last = [span for span in spans_of(events) if span.what == "training"][-2:]
-    assert [(span.device, span.begin, span.end) for span in last] == [(0, 55.0, 80.0), (1, 55.0, 80.0)]
-
-
 def test_how_a_process_ended_is_said_in_words():
     for status, words in ((-9, "SIGKILL memory"), (-11, "SIGSEGV"), (3, "status 3")):
         assert re.search(naming(words), how_it_ended(status))
-
-
-def test_patience_grows_with_what_took_long_and_ended_well():
-    patience = Patience()
-    assert patience.silence_s("step", stepped=True) < patience.silence_s("compile", stepped=False)
-    before = patience.silence_s("step", stepped=True)
-    patience.beat(10 * before)
-    assert patience.silence_s("step", stepped=True) == 40 * before
-    assert patience.busy_s(None) > patience.busy_s(1.0)
-    assert patience.busy_s(60.0) == 600.0
 
 
 def test_gpus_are_those_that_are_visible(monkeypatch):
