@@ -1,7 +1,5 @@
 """Ids outside the vocabulary: an error where their values are at hand, else NaN; never the row of another token."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +10,9 @@ from selection import others_full, pairwise
 
 import gtp_jax as gtp
 
-MESHES = {"no mesh": None, "gtp 8": dict(gtp=8), "tp 2": dict(gtp=4, tp=2), "tp 4": dict(dp=2, tp=4)}
+from .test_cross_entropy import MESHES, under
+
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
-
-
-def under(degrees):
-    return jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext()
 
 
 def ids(rng, vocab, bad):

@@ -1,6 +1,5 @@
 """Adapters of low rank: what they compute, what a step computes of the base (nothing), and what is refused."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -21,6 +20,8 @@ from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.nn import abstract_model
 from gtp_jax.train import never_skip
 
+from .arrays import mesh_in_scope
+
 RANK, ALPHA, VOCAB, BATCH, LENGTH = 3, 6, 48, 8, 6
 # heads and hidden features that tp 3 divides unevenly
 CONFIG = LlamaConfig(
@@ -33,20 +34,7 @@ CONFIG = LlamaConfig(
     intermediate_size=40,
     dtype="float64",
 )
-MESHES = {
-    "gtp 8": dict(gtp=8),
-    "gtp 4 x tp 2": dict(gtp=4, tp=2),
-    "tp 3": dict(tp=3),
-    "dp 2 x gtp 2": dict(dp=2, gtp=2),
-}
 PROJECTIONS = ("qkv/query", "qkv/key", "qkv/value", "out", "up/gate", "up/up", "down")
-
-
-def scope(name):
-    if name is None:
-        return contextlib.nullcontext()
-    devices = jax.devices()[: int(np.prod(list(MESHES[name].values())))]
-    return jax.set_mesh(gtp.make_mesh(**MESHES[name], devices=devices))
 
 
 def loss(model, batch):
@@ -94,7 +82,7 @@ def dense_of(model, name):
 
 @functools.cache
 def found_on(name, view):
-    with scope(name):
+    with mesh_in_scope(name):
         state = gtp.TrainState.create(with_b(placed(adapted)), optax.sgd(0.1))
         value, gradients = jax.jit(lambda state: gtp.loss_and_gradients(loss, state, batch_of(), view=view))(state)
         return float(value), jax.tree.map(np.asarray, gradients)
@@ -158,7 +146,7 @@ def test_loss_and_gradients_are_those_of_merged_kernels_on_every_mesh(mesh, view
 
 
 def test_before_the_first_step_outputs_are_equal_bit_for_bit_and_a_is_kaiming_uniform():
-    with scope("gtp 4 x tp 2"):
+    with mesh_in_scope("gtp 4 x tp 2"):
         plain = placed(plain_llama)
         model = gtp.lora(plain, RANK, ALPHA, rngs=nnx.Rngs(5))
         tokens = batch_of()["tokens"]
@@ -173,7 +161,7 @@ def test_before_the_first_step_outputs_are_equal_bit_for_bit_and_a_is_kaiming_un
 
 
 def test_matrices_are_sharded_over_tp_like_the_kernels_side_and_else_whole():
-    with scope("gtp 4 x tp 2"):
+    with mesh_in_scope("gtp 4 x tp 2"):
         layers = layers_of(abstract_model(adapted))
         spec = lambda v: tuple(v.get_raw_value().sharding.spec)  # noqa: E731
         query, down = layers.attention.qkv.lora["query"], layers.mlp.down.lora
@@ -184,7 +172,7 @@ def test_matrices_are_sharded_over_tp_like_the_kernels_side_and_else_whole():
 
 @pytest.mark.parametrize("mesh", others_full(["gtp 8", "dp 2 x gtp 2"], ["gtp 8"]))
 def test_a_step_reduces_the_gradients_of_adapters_alone(mesh):
-    with scope(mesh):
+    with mesh_in_scope(mesh):
         optimizer = optax.adam(1e-3)
         state = gtp.TrainState.create(abstract_model(adapted), optimizer)
         step: Any = gtp.train_step(loss, optimizer, view="local")
@@ -202,7 +190,7 @@ def test_a_step_reduces_the_gradients_of_adapters_alone(mesh):
 @pytest.mark.full
 def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
     recipe = gtp.FP8()
-    with scope("gtp 4 x tp 2"):
+    with mesh_in_scope("gtp 4 x tp 2"):
         model = gtp.init(
             lambda rngs: gtp.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, recipe=recipe, rngs=rngs), nnx.Rngs(0)
         )
@@ -243,7 +231,7 @@ def sum_of_squares(model, batch):
 
 @pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
 def test_dropout_is_of_a_step_and_of_nothing_else(view):
-    with scope("gtp 4 x tp 2"):
+    with mesh_in_scope("gtp 4 x tp 2"):
         model, undropped = (with_b(placed(lambda rngs, p=p: Probe(rngs, p))) for p in (0.5, 0.0))
         state, plain = (gtp.TrainState.create(each, optax.sgd(0.0)) for each in (model, undropped))
         evaluate = gtp.eval_step(sum_of_squares, view="local")

@@ -1,4 +1,4 @@
-"""`TiedHead` is a norm and a product with the embedding's table, for any vocabulary, on every mesh."""
+"""`TiedHead` is a norm and a product with the embedding's table, for any vocabulary and rank, on every mesh."""
 
 import functools
 
@@ -44,7 +44,8 @@ def measured(make, table, tokens):
     state["embed"][name][...] = table
 
     def loss(state):
-        return jnp.mean(jnp.sin(30 * nnx.merge(graph, state)(tokens)))
+        model = nnx.merge(graph, state)
+        return sum(jnp.mean(jnp.sin(30 * model(ids))) for ids in tokens)
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(state)
     return value, gradients["embed"][name].get_value()
@@ -53,7 +54,7 @@ def measured(make, table, tokens):
 @pytest.mark.parametrize("norm, mesh", pairwise(["rms", "layer", None], ["gtp 4 x tp 2", "tp 3", None], usual=2))
 def test_it_is_that_of_flax(norm, mesh, x64):
     rng = np.random.default_rng(0)
-    table, tokens = rng.normal(size=(97, 16)), rng.integers(0, 97, (12, 6))
+    table, tokens = rng.normal(size=(97, 16)), [rng.integers(0, 97, shape) for shape in ((12,), (12, 6), (12, 6, 2))]
     with mesh_in_scope(mesh):
         found = measured(lambda rngs: Model(norm, 97, rngs), table, tokens)
     assert_close(found, measured(lambda rngs: Flax(norm, 97, rngs), table, tokens))
