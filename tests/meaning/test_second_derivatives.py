@@ -21,7 +21,9 @@ from selection import pairwise
 
 import gtp_jax as gtp
 
-WIDTH, BATCH, LENGTH = 64, 4, 2
+from .test_transformations import BATCH, LENGTH, MODELS, WIDTH
+from .test_transformations import in_plain_jax as residual
+
 MESHES = {"one": {"gtp": 1}, "gtp4": {"gtp": 4}, "gtp2tp2": {"gtp": 2, "tp": 2}, "dp2gtp2": {"dp": 2, "gtp": 2}}
 RECIPES = {"none": None, "fp8": gtp.FP8(), "mxfp8": gtp.MXFP8(), "nvfp4": gtp.NVFP4()}
 
@@ -35,33 +37,6 @@ def exact_weights(recipe: str) -> np.ndarray:
     return np.where((row + col) % 16 == 0, amax, weights).astype(np.float32) / 64
 
 
-class InList(nnx.Module):
-    def __init__(self, rngs, **options):
-        self.first, self.second = (gtp.Dense(WIDTH, WIDTH, rngs=rngs, **options) for _ in range(2))
-
-    def __call__(self, x):
-        return jnp.tanh(self.second(jnp.tanh(self.first(x))))
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs, **options):
-        self.dense = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **options)
-
-    def __call__(self, x):
-        return jnp.tanh(self.dense(x))
-
-
-class InStack(nnx.Module):
-    def __init__(self, rngs, **options):
-        self.stack = gtp.Stack(lambda rngs: Block(rngs, **options), 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.stack(x)
-
-
-MODELS = {"list": InList, "stack": InStack}
-
-
 def filled(make, values):
     """A model of arrays by path, where the mesh in scope has them: `gtp.init` would compile draws of other values."""
     model = gtp.nn.abstract_model(make)
@@ -72,7 +47,7 @@ def filled(make, values):
 
 def of_weights(kind, weights, **options):
     in_stack = {("stack", "layers", "dense", "kernel"): weights}
-    in_list = {("first", "kernel"): weights[0], ("second", "kernel"): weights[1]}
+    in_list = {("layers", i, "kernel"): weights[i] for i in range(2)}
     return filled(lambda rngs: MODELS[kind](rngs, **options), in_stack if kind == "stack" else in_list)
 
 
@@ -101,12 +76,7 @@ def loss_of(terms):
 
 @functools.partial(jax.jit, static_argnames="terms")
 def in_plain_jax(weights, x, terms):
-    def call(weights, x):
-        for w in weights:
-            x = jnp.tanh(jnp.einsum("bsi,io->bso", x, w))
-        return x
-
-    return jax.grad(lambda weights: three_parts(call, weights, x, terms=terms))(weights)
+    return jax.grad(lambda weights: three_parts(residual, weights, x, terms=terms))(weights)
 
 
 def gradients_of(model, loss, batch, how, recipe):
@@ -253,19 +223,13 @@ def test_a_gradient_is_differentiated_forward_too(kind, order):
     def of(call):
         return jax.grad(lambda params: jnp.sum(jnp.sin(call(params).astype("float32"))))
 
-    plain = lambda w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])  # noqa: E731
-    wanted = np.asarray(jax.jit(lambda *given: product(of(plain), *given))(jnp.asarray(weights), jnp.asarray(along)))
+    plain = of(lambda w: residual(w, x))
+    wanted = np.asarray(jax.jit(lambda *given: product(plain, *given))(jnp.asarray(weights), jnp.asarray(along)))
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-        graph, params, others = nnx.split(gtp.nn.abstract_model(MODELS[kind]), nnx.Param, ...)
-        shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-        put, moved = (
-            jax.tree.unflatten(
-                jax.tree.structure(params), [jnp.reshape(a, s) for a, s in zip(parts, shapes, strict=True)]
-            )
-            for parts in ([w] if kind == "stack" else list(w) for w in (jnp.asarray(weights), jnp.asarray(along)))
-        )
-        gradient = of(lambda params: nnx.merge(graph, params, others)(x))
-        found = jax.jit(lambda params, along: product(gradient, params, along))(put, moved)
+        graph, params = nnx.split(of_weights(kind, weights))
+        moved = nnx.state(of_weights(kind, along))
+        gradient = of(lambda params: nnx.merge(graph, params)(x))
+        found = jax.jit(lambda params, along: product(gradient, params, along))(params, moved)
     found = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in jax.tree.leaves(found)])
     assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
 
