@@ -17,15 +17,8 @@ from gtp_jax.nn import abstract_model
 
 # No mesh of more than 3 divides the vocabulary, and three ranks of tp divide neither heads nor width; width 128 is what
 # Adafactor starts to factor at.
-SIZES = {
-    "vocab_size": 1002,
-    "hidden_size": 128,
-    "num_layers": 2,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 120,
-}
+SIZES = dict(vocab_size=1002, hidden_size=128, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32)
+SIZES |= dict(intermediate_size=120)
 
 
 @dataclasses.dataclass(frozen=True)

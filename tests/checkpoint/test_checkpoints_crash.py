@@ -129,31 +129,21 @@ def test_a_step_that_is_half_deleted_is_no_step_and_is_swept(tmp_path, plain):
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """`disk(mebibytes)`: a file system of that size."""
+def small_disk(tmp_path):
+    """A file system of 12 MiB."""
     where = tmp_path / "disk"
     where.mkdir()
-
-    def make(mebibytes):
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", where], capture_output=True
-        )
-        if mounted.returncode:
-            pytest.skip(f"only root may mount a file system: {mounted.stderr.decode().strip()}")
-        return where
-
-    yield make
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", where], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"only root may mount a file system: {mounted.stderr.decode().strip()}")
+    yield where
     subprocess.run(["umount", "--lazy", where], check=False)
 
 
-@pytest.fixture
-def state(plain):
-    """`state(step, rows)`: of random rows of 4 KiB."""
-    return lambda step, rows: plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
+def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(small_disk, plain):
+    def state(step, rows):  # of 4 KiB each
+        return plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
 
-
-def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(disk, state):
-    small_disk = disk(12)
     checkpoints = Checkpoints(small_disk / "run")
     checkpoints.save(1, state(1, 512))
     checkpoints.save(2, state(2, 8192))

@@ -1,11 +1,9 @@
 """Nothing wrong is restored or saved in silence, and messages say what to do."""
 
-import contextlib
 import functools
 import inspect
 import itertools
 import json
-import os
 import shutil
 import zlib
 
@@ -32,23 +30,14 @@ def saved(tmp_path, plain):
     return tmp_path / "run"
 
 
-def linear():
-    return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-
-
 W, B = np.ones((2, 3), np.float32), np.ones(4, np.float32)
-NO_STATES = {
-    "State ['bias', 'kernel']": lambda: nnx.state(linear()),
-    "State ['params']": lambda: nnx.State({"params": {"a": {"w": jnp.array(W)}, "b": jnp.array(B)}}),
-    "dict ['params']": lambda: {"params": jnp.ones(3)},
-    "Linear": linear,
-}
 
 
-@pytest.mark.parametrize("what", others_full(NO_STATES, ["State ['params']"]))
-def test_parameters_are_restored_for_a_train_state_alone(saved, what):
-    with pytest.raises(TypeError, match=naming("`state_like` `params` `TrainState` `nnx.State` `restore`", what)):
-        Checkpoints(saved).restore_params(NO_STATES[what]())
+def test_parameters_are_restored_for_a_train_state_alone(saved):
+    parameters = {"params": {"a": {"w": jnp.array(W)}, "b": jnp.array(B)}}
+    for state in (nnx.State(parameters), parameters):
+        with pytest.raises(TypeError, match=naming("`state_like` `params` `TrainState` `restore` ['params']")):
+            Checkpoints(saved).restore_params(state)
 
 
 OTHERS = {
@@ -91,11 +80,6 @@ def test_codes_of_another_format_are_refused_by_path(tmp_path, plain, part):
                 restore(state(FP8_E5M2))
         if part == "opt_state":
             assert checkpoints.restore_params(state(FP8_E5M2))["w"].shape == (2,)
-
-
-def test_a_long_list_of_differences_is_cut(saved, plain):
-    with pytest.raises(ValueError, match=r"\(32 of 33 .*\):\n(  .*\n){8}  .* 24 .*\n"):
-        Checkpoints(saved).restore(plain({f"layer{i}": jnp.ones(1) for i in range(30)}))
 
 
 def test_no_checkpoint_is_an_error_that_says_where(tmp_path, plain):
@@ -184,16 +168,6 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_call_that_takes_one(
         assert checkpoints.steps() == [2, 4]
 
 
-@pytest.mark.parametrize("step", [np.uint8(2), pytest.param(jnp.int32(2), marks=pytest.mark.full)], ids=["u", "jax"])
-def test_a_step_may_be_an_integer_of_numpy_or_jax(saved, plain, step):
-    state = plain({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)})
-    with Checkpoints(saved) as checkpoints:
-        assert checkpoints.manifest(step)["step"] == 2
-        assert jnp.array_equal(checkpoints.restore(state, step)[0].params["b"], jnp.ones(4))
-        checkpoints.save(step + 3, state)
-        assert checkpoints.set_aside_after(step + 2, [step + 3]) and checkpoints.steps() == [2, 4]
-
-
 @pytest.mark.parametrize("place", others_full(["sub//../sub/./../run", "link/../run", "/{}/run"], ["link/../run"]))
 def test_a_path_is_that_to_which_it_leads(saved, plain, tmp_path, monkeypatch, place):
     (tmp_path / "sub").mkdir()
@@ -278,34 +252,3 @@ def test_two_arrays_that_would_be_one_or_one_below_another_on_disk_are_refused(t
         Checkpoints(tmp_path).save(1, plain({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}))
     with pytest.raises(ValueError, match=naming("`params/a` `params/a/b`")):
         Checkpoints(tmp_path).save(1, plain({"a": jnp.ones(2), "a/b": jnp.zeros(2)}))
-
-
-def test_a_file_in_the_way_is_an_error_at_once(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=naming(f"`directory` {tmp_path}/file/run {tmp_path}/file file")):
-        Checkpoints(tmp_path / "file/run")
-
-
-def test_an_unwritable_directory_is_an_error_at_once_unless_it_is_only_read(saved, plain):
-    saved.chmod(0o555)
-    with unprivileged():
-        with pytest.raises(PermissionError, match=naming("`read_only=True`")):
-            Checkpoints(saved)
-    reader = Checkpoints(saved, read_only=True)
-    state = plain({"a": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)})
-    assert (reader.restore(state)[0].params["b"] == 1).all()
-    with pytest.raises(ValueError, match=naming("`read_only=True`")):
-        reader.save(5, state)
-
-
-@contextlib.contextmanager
-def unprivileged():
-    """As root, to whom every directory is writable, becomes nobody for a while."""
-    if os.getuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)

@@ -55,7 +55,7 @@ def digest(array) -> str:
     return Digests({"": array}).result()[""]
 
 
-def test_every_file_that_is_deleted_is_reported_missing(saved, copy, tmp_path, logical, assert_same_bits):
+def test_every_file_that_is_deleted_or_changed_is_reported(saved, copy, tmp_path, logical, assert_same_bits):
     checkpoints, aside = Checkpoints(copy, read_only=True), tmp_path / "aside"
     assert checkpoints.verify() == []
     for path in sorted(path for path in (copy / "7").rglob("*") if path.is_file()):
@@ -63,6 +63,10 @@ def test_every_file_that_is_deleted_is_reported_missing(saved, copy, tmp_path, l
         lines = checkpoints.verify()
         aside.rename(path)
         assert len(lines) == 1 and str(path) in lines[0] or path.name == "manifest.json" and lines, (path, lines)
+        before = path.read_bytes()
+        path.write_bytes(b"\xff" + before[1:])
+        assert any(str(path) in line for line in checkpoints.verify()), path
+        path.write_bytes(before)
     assert checkpoints.verify() == []
     for name in WITHOUT_SUM:
         (copy / "7" / name).unlink()
@@ -93,7 +97,7 @@ def test_what_is_restored_is_what_was_saved_or_an_error(saved, copy, logical, as
     state, wanted = saved[0], logical(saved[0])
     files, rng = written(copy), random.Random(2)
     refused = 0
-    for trial in range(12):
+    for trial in range(16):
         path = rng.choices(files, [p.stat().st_size for p in files])[0] if trial % 2 else rng.choice(files)
         place, bits = rng.randrange(path.stat().st_size), rng.randrange(1, 256)
         flip(path, place, bits)
@@ -105,7 +109,7 @@ def test_what_is_restored_is_what_was_saved_or_an_error(saved, copy, logical, as
         else:
             assert_same_bits(logical(restored), wanted)
         flip(path, place, bits)
-    assert refused > 2
+    assert refused > 4
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "added"])
@@ -114,15 +118,16 @@ def test_missing_truncated_and_foreign_files_are_named(copy, damage):
     size = path.stat().st_size
     if damage == "missing":
         path.unlink()
-        line = f"{path}: missing"
+        wanted = [f"{path}: missing"]
     elif damage == "truncated":
         path.write_bytes(path.read_bytes()[:-1])
-        line = f"{path}: {size - 1} bytes, {size} were written"
+        wanted = [f"{path}: {size - 1} bytes, {size} were written"]
     else:
-        path = path.with_name("other")
-        path.write_bytes(b"x")
-        line = f"{path}: not part of the checkpoint"
-    assert Checkpoints(copy, read_only=True).verify() == [line]
+        places = [copy / "7" / place / "other" for place in ("", "arrays", "arrays/d", "manifest")]
+        for path in places:
+            path.write_bytes(b"x")
+        wanted = sorted(f"{path}: not part of the checkpoint" for path in places)
+    assert sorted(Checkpoints(copy, read_only=True).verify()) == wanted
 
 
 def test_values_that_differ_from_those_saved_are_named_by_path(tmp_path, plain, monkeypatch):

@@ -2,11 +2,10 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
+
+from .processes import printed_by, start
 
 pytestmark = pytest.mark.slow
 
@@ -78,28 +77,11 @@ jax.distributed.shutdown()
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each of four processes, with two devices each, read, wrote and held."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     # What is freed goes back at once, or it would count for held.
-    environment |= {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     directory = str(tmp_path_factory.mktemp("shared") / "run")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(rank), directory],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    outputs = [worker.communicate(timeout=400) for worker in workers]
-    for worker, (_, err) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, err[-3000:]
-    return [json.loads(out.split("FOUND")[1]) for out, _ in outputs]
+    return [json.loads(out.split("FOUND")[1]) for out in printed_by(start(WORKER, 4, directory, **environment))]
 
 
 def test_each_process_reads_and_writes_its_share(found):

@@ -12,13 +12,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.models import Llama, LlamaConfig
+from gtp_jax.nn import abstract_model, split_model
 
-from .meshes import OPTIMIZERS, PLACES
+from .meshes import OPTIMIZERS, PLACES, SIZES
 
 
 @pytest.mark.parametrize(
@@ -100,16 +103,6 @@ def test_masked_moments_come_back(tmp_path, make_state, filled, assert_same_bits
     assert_same_bits([np.asarray(restored.opt_state.inner_state.trace["head"]["kernel"])], [kernel])
 
 
-def test_a_history_of_a_weight_is_saved_in_its_logical_shape(tmp_path, make_state, filled):
-    optimizer = optax.scale_by_lbfgs(memory_size=3)
-    state = filled(make_state({"gtp": 8}, optimizer))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
-    leaves = json.loads((tmp_path / "1/manifest/manifest.json").read_text())["leaves"]
-    assert state.opt_state.diff_params_memory["embed"]["table"].shape == (3, 1002, 128)
-    assert leaves["opt_state/diff_params_memory/embed/table"]["shape"] == [3, 1002, 128]
-
-
 def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, make_state, filled, logical):
     state = filled(make_state({"gtp": 8}))
     with Checkpoints(tmp_path) as checkpoints:
@@ -170,3 +163,19 @@ def test_an_array_larger_than_what_may_be_on_its_way_comes_back(tmp_path, plain,
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     restored = Checkpoints(tmp_path, read_only=True).restore(like)[0]
     assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(state))
+
+
+@pytest.mark.full
+def test_the_state_of_a_model_goes_through_plain_orbax_on_its_mesh(tmp_path):
+    config = LlamaConfig(**SIZES)
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), ocp.StandardCheckpointer() as checkpointer:
+        model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
+        checkpointer.save(tmp_path / "model", nnx.state(model))
+        checkpointer.wait_until_finished()
+        abstract = abstract_model(lambda rngs: Llama(config, rngs=rngs))
+        restored = checkpointer.restore(tmp_path / "model", nnx.state(abstract))
+        nnx.update(abstract, restored)
+        again, before = split_model(abstract)[1], split_model(model)[1]
+    for found, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(before), strict=True):
+        assert found.sharding == wanted.sharding
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()

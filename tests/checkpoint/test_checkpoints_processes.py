@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from gtp_jax.checkpoint import Checkpoints
+
+from .processes import free_address, printed_by, start
 
 STATE = """
 import jax, optax
@@ -90,36 +91,17 @@ jax.distributed.shutdown()
 """
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @pytest.mark.slow
 def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, logical, assert_same_bits):
-    address = free_address()
     # Compiled as this process compiles: LLVM's passes decide whether the values at birth fuse a multiply with an add.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     shared, private = str(tmp_path / "shared"), str(tmp_path / "private")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", STATE + WORKER, address, str(rank), shared, private],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    workers = start(STATE + WORKER, 2, shared, private, XLA_FLAGS=flags)
     scope: dict = {}
     exec(STATE, scope)
     state = scope["values"](gtp=2, tp=2, dp=2)
     wanted = logical(state)
-    outputs = [worker.communicate(timeout=120) for worker in workers]
-    for worker, (out, err) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, err
+    for out in printed_by(workers):
         assert "the processes see different checkpoints in" in out and "step [2, -1] in process 0 to 1 (-1: no" in out
         assert re.search("from step 1 .*: changed since it was written", out)
         assert "could not be read in process 1 in 3 attempts, though nothing proves that it is damaged: " in out
@@ -132,19 +114,7 @@ def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, lo
 
 @pytest.mark.slow
 def test_two_directories_are_saved_at_the_same_time(tmp_path):
-    address = free_address()
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_AT_ONCE, address, str(rank), str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    for worker, (_, err) in zip(workers, [worker.communicate(timeout=240) for worker in workers], strict=True):
-        assert worker.returncode == 0, err
+    printed_by(start(TWO_AT_ONCE, 2, str(tmp_path), JAX_NUM_CPU_DEVICES="1"))
     for name, kept in (("checkpoints", [19, 20]), ("snapshots", [20])):
         checkpoints = Checkpoints(tmp_path / name, read_only=True)
         assert checkpoints.steps() == kept

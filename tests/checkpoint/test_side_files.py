@@ -36,38 +36,37 @@ def test_a_step_returns_its_files_byte_for_byte_and_one_without_files_none(direc
     assert [read(directory).verify(step) for step in (1, 2)] == [[], []]
 
 
-@pytest.mark.parametrize("how", ["changed", "cut", "gone", "link", "more"])
-def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, how, tmp_path_factory):
-    folder = directory / "2/manifest/files"
-    file = folder / "tokenizer.model"
-    if how == "changed":
-        file.write_bytes(bytes(range(255, -1, -1)))
-    elif how == "cut":
-        file.write_bytes(b"")
-    elif how == "gone":
-        file.unlink()
-    elif how == "link":
-        other = tmp_path_factory.mktemp("other") / "tokenizer.model"
-        other.write_bytes(file.read_bytes())
-        file.unlink()
-        file.symlink_to(other)
-    else:
-        (folder / "chat_template.jinja").write_text("more")
-    line = {
-        "changed": "tokenizer.model: changed since it was written",
-        "cut": "tokenizer.model: 0 bytes, 256 were written",
-        "gone": "tokenizer.model: missing",
-        "link": "tokenizer.model: a link, which no checkpoint contains",
-        "more": "chat_template.jinja: not part of the checkpoint",
-    }[how]
-    assert [str(folder / line)] == read(directory).verify(2)
-    if how == "more":
-        return  # nothing reads it
-    with pytest.raises(DamagedCheckpoint, match=line):
+def replace_by_link(file):
+    other = file.parents[4] / "elsewhere.model"  # beside the directory of checkpoints
+    file.rename(other)
+    file.symlink_to(other)
+
+
+CHANGES = {  # what happens to a file, and what is said of it
+    "changed": (lambda file: file.write_bytes(bytes(range(255, -1, -1))), "changed since it was written"),
+    "cut": (lambda file: file.write_bytes(b""), "0 bytes, 256 were written"),
+    "gone": (lambda file: file.unlink(), "missing"),
+    "link": (replace_by_link, "a link, which no checkpoint contains"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, how):
+    change, said = CHANGES[how]
+    file = directory / "2/manifest/files/tokenizer.model"
+    change(file)
+    assert [f"{file}: {said}"] == read(directory).verify(2)
+    with pytest.raises(DamagedCheckpoint, match=f"tokenizer.model: {said}"):
         read(directory).files(2)
-    with pytest.raises(DamagedCheckpoint, match=line):
+    with pytest.raises(DamagedCheckpoint, match=f"tokenizer.model: {said}"):
         read(directory).restore(STATE, 2)
     assert read(directory).restore_last_whole(STATE)[2] == 1
+
+
+def test_a_file_that_is_not_part_of_the_step_is_found(directory):
+    more = directory / "2/manifest/files/chat_template.jinja"
+    more.write_text("more")
+    assert [f"{more}: not part of the checkpoint"] == read(directory).verify(2)
 
 
 REFUSED = {
