@@ -93,26 +93,5 @@ def test_codes_are_gathered_in_advance_of_the_recipe_in_scope_alone(mesh):
     ahead = gtp.train_step(squares, OPTIMIZER, microbatches=2, pregathered_layers="all")
     with pytest.raises(ValueError, match=naming("recipe codes")):
         ahead.trace(gtp.TrainState.create(gtp.nn.abstract_model(stacked), OPTIMIZER), X)
-
-
-@pytest.mark.full
-def test_codes_gathered_in_advance_give_the_same_gradient(mesh):
-    state, norms = gtp.TrainState.create(placed(stacked), OPTIMIZER), []
-    with gtp.use_recipe(gtp.NVFP4(stochastic=False)):
-        for options in ({}, dict(pregathered_layers="all")):
-            step = gtp.train_step(squares, OPTIMIZER, microbatches=2, **options)
-            norms.append(float(step(copy(state), X)[1]["grad_norm"]))
-    assert norms[0] == norms[1]
-
-
-@pytest.mark.full
-def test_check_compares_steps_under_the_recipe_in_scope():
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-
-        def errors(**options):
-            make = lambda rngs: gtp.MLP(32, 64, dtype="float32", rngs=rngs)  # noqa: E731
-            return gtp.check(squares, make, X.astype("float32"), tolerance=1.0, **options)
-
-        with gtp.use_recipe(FP8):
-            scoped = errors()
-        assert scoped == errors(recipe=FP8) != errors()
+    with gtp.use_recipe(gtp.NVFP4()):
+        ahead.trace(gtp.TrainState.create(gtp.nn.abstract_model(stacked), OPTIMIZER), X)

@@ -1,4 +1,4 @@
-"""What a step promises beside its numbers: donation, one compilation, a mesh, batches without tokens."""
+"""What a step promises beside its numbers: donation, one compilation, a mesh, batches without tokens, its form."""
 
 import functools
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from messages import naming
 from placed import placed
-from selection import others_full
+from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -139,15 +139,6 @@ def test_a_negative_target_is_left_out_like_a_weight_of_zero():
     assert float(marked["loss"]) == float(weighed["loss"])
 
 
-def test_evaluation_is_the_loss_that_the_next_step_reports():
-    with jax.set_mesh(gtp.make_mesh(**MESH)):
-        state, batch = make_state(), make_batch(weights=np.ones((8, 8), np.float32))
-        found = EVALUATE(state, batch)
-        _, metrics = STEP(state, batch)
-    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
-    assert float(found["tokens"]) == float(metrics["tokens"]) == 64
-
-
 @pytest.mark.full
 def test_gradients_outside_of_jit_are_those_within():
     x = np.random.default_rng(0).normal(size=(4, 2, 8)).astype(np.float32)
@@ -237,19 +228,56 @@ def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, de
             traced(lambda model, batch: lax.psum(next_token_loss(model, batch), "gtp"))
 
 
-def test_a_parameter_of_integers_is_named():
-    class Shifted(nnx.Module):
+class Writes(nnx.Module):
+    def __init__(self, seen, rngs):
+        self.linear = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=rngs)
+        self.seen = seen
+
+    def __call__(self, x):
+        y = self.linear(x)
+        before = self.seen.get_value()
+        self.seen.set_value(y.mean() if before is None or before.ndim == 0 else jnp.concatenate([before, y[:1]]))
+        return y
+
+
+def stepped(model, **options):
+    optimizer = optax.sgd(0.1)
+    state = gtp.TrainState.create(model, optimizer)
+    return gtp.train_step(squares, optimizer, **options)(state, np.ones((4, 4)))
+
+
+CHANGES_OF_FORM = {
+    "nothing yet": (lambda: nnx.Variable(None), "seen: from None to float64[]"),
+    "another dtype": (lambda: gtp.AuxLoss(jnp.zeros((), "float32")), "seen: from float32[] to float64[]"),
+    "longer": (lambda: nnx.Cache(jnp.zeros((0, 4))), "seen: from float64[0, 4] to float64[1, 4]"),
+}
+
+
+@pytest.mark.parametrize("case, microbatches", pairwise(CHANGES_OF_FORM, [1, 2], usual=2))
+def test_a_call_that_changes_the_form_of_a_variable_is_refused_by_name(case, microbatches, x64):
+    make, line = CHANGES_OF_FORM[case]
+    with pytest.raises(ValueError, match=naming("variables", "Create shape dtype")) as error:
+        stepped(Writes(make(), nnx.Rngs(0)), microbatches=microbatches, skip_nonfinite=microbatches == 1)
+    assert f"\n  {line}\n" in str(error.value)
+
+
+def test_sown_values_are_dropped_by_a_step_and_refused_if_an_earlier_call_left_some(x64):
+    class Sows(nnx.Module):
         def __init__(self, rngs):
-            self.linear, self.shift = nnx.Linear(4, 4, rngs=rngs), nnx.Param(jnp.arange(4))
+            self.linear = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=rngs)
 
         def __call__(self, x):
-            return self.linear(x) + self.shift[...]
+            y = self.linear(x)
+            self.sow(nnx.Intermediate, "hidden", y.mean())
+            return y
 
-    def loss(model, x):
-        return (model(x) ** 2).mean()
+    assert stepped(Sows(nnx.Rngs(0)))[0].model_state == {}
+    model = Sows(nnx.Rngs(0))
+    model(np.ones((4, 4)))
+    with pytest.raises(ValueError, match=naming("hidden.1 float64 nnx.pop nnx.Intermediate")):
+        stepped(model)
 
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        state = gtp.TrainState.create(placed(Shifted), optax.sgd(0.1))
-        with pytest.raises(TypeError, match=naming("shift int32 subclass")):
-            gtp.train_step(loss, optax.sgd(0.1))(state, jnp.ones((8, 4)))
-        assert gtp.eval_step(loss)(state, jnp.ones((8, 4)))["loss"] > 0  # which needs none
+
+def test_without_a_branch_or_a_mesh_a_step_returns_the_new_form(x64):
+    state, _ = stepped(Writes(nnx.Cache(jnp.zeros((0, 4))), nnx.Rngs(0)), skip_nonfinite=False)
+    assert jax.tree.map(jnp.shape, state.model_state) == {"seen": (1, 4)}

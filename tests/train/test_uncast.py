@@ -85,24 +85,20 @@ def loss(model, batch):
     return jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(batch.shape[0])
 
 
-def step_of(degrees, schedule=None, view="local", **options):
+def step_of(degrees, **options):
     """A mesh, and a step with its state and batch."""
-    schedule = schedule or gtp.Schedule()
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
     with jax.set_mesh(mesh):
-        model = placed(lambda rngs: gtp.Stack(Block, 3, schedule=schedule, rngs=rngs))
+        model = placed(lambda rngs: gtp.Stack(Block, 3, rngs=rngs))
         optimizer = optax.adamw(1e-2)
         state = gtp.TrainState.create(model, optimizer)
-        step = gtp.train_step(loss, optimizer, view=view, **options)
+        step = gtp.train_step(loss, optimizer, **options)
     return mesh, step, state, normal(8, 4, 8).astype(jnp.bfloat16)
 
 
 def branch_dtypes(degrees, **options):
     """The dtypes of the arrays of three dimensions that enter the branch with the optimizer: state, and gradients."""
-    return entering(*step_of(degrees, **options))
-
-
-def entering(mesh, step, state, batch, ndim=3):
+    mesh, step, state, batch = step_of(degrees, **options)
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
 
@@ -115,7 +111,7 @@ def entering(mesh, step, state, batch, ndim=3):
                 yield from conds(inner) if hasattr(inner, "eqns") else ()
 
     (eqn,) = conds(jaxpr)
-    return sorted(str(v.aval.dtype) for v in eqn.invars if v.aval.ndim == ndim)
+    return sorted(str(v.aval.dtype) for v in eqn.invars if v.aval.ndim == 3)
 
 
 NARROW_GRADIENTS = {
@@ -128,9 +124,8 @@ NARROW_GRADIENTS = {
 @pytest.mark.parametrize("case, view", pairwise(NARROW_GRADIENTS, ["global", "local"], usual=3))
 def test_gradients_of_one_microbatch_enter_the_optimizers_branch_in_16_bits(case, view):
     degrees, microbatches, narrow = NARROW_GRADIENTS[case]
-    dtypes = branch_dtypes(
-        degrees, view=view, microbatches=microbatches
-    )  # two kernels with two moments each, and two gradients
+    # two kernels with two moments each, and two gradients
+    dtypes = branch_dtypes(degrees, view=view, microbatches=microbatches)
     assert dtypes == ["bfloat16"] * narrow + ["float32"] * (8 - narrow)
 
 

@@ -164,6 +164,8 @@ def test_check_uses_a_recipe_on_the_mesh_and_on_one_device():
     x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
         found = gtp.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x, recipe=gtp.FP8())
+        with gtp.use_recipe(gtp.FP8()):
+            assert gtp.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x) == found
         with pytest.raises(TypeError, match=naming("recipe")):
             gtp.check(loss, lambda rngs: gtp.Dense(32, 32, rngs=rngs), x, recipe="fp8")
     assert max(found.values()) < 1e-6 and len(codes) >= 2 and set(map(tuple, codes)) == {("FP8_E4M3",)}
