@@ -1,9 +1,10 @@
-"""`gtp-jax checkpoint` lists, shows, verifies and compares what a run has saved."""
+"""`gtp-jax checkpoint` lists, shows, verifies and compares what a run has saved; `gtp-jax convert` names mistakes."""
 
 import json
 import re
 import shutil
 
+import pytest
 from messages import naming
 from trainer.runs import refused
 
@@ -71,10 +72,24 @@ def test_what_is_not_there_and_a_step_in_place_of_a_run_are_named(run, tmp_path,
         (["show", run, "--step", 3], "no step 3"),
         (["verify", tmp_path], f"no complete step {tmp_path}"),
         (["diff", f"{run}@latest", run], f"'{run}@latest' 'latest' whole number"),
-        (["diff", f"{run}@²", run], f"'{run}@²' '²' whole number"),
-        (["list", step], of_a_run),
-        (["show", step], of_a_run),
-        (["verify", step], of_a_run),
         (["diff", step, run], of_a_run),
     ):
         refused(capsys, named, "checkpoint", *words)
+
+
+def test_mistakes_of_convert_are_named_with_status_2(run, tmp_path, capsys):
+    long = tmp_path / ("x" * 250)  # allowed, but not with the ending that it has until it is complete
+    out = tmp_path / "out"
+    for words, message in (
+        (("export", tmp_path / "missing", out), f"no directory {tmp_path / 'missing'}"),
+        (("export", run, out, "--step", 7), "no step 7"),
+        (("export", run, run), "directory not empty"),
+        (("export", run, long), f"{long} `out` (File name too long)"),
+        (("import", run, out), "config.json model_type None"),
+    ):
+        refused(capsys, message, "convert", *words)
+        assert not out.exists()
+    for arguments in (("--dtype", "int4"), ("--shard-gb", "0"), ("--shard-gb", "much")):
+        with pytest.raises(SystemExit) as caught:
+            main(["convert", "export", str(run), str(tmp_path / "out"), *arguments])
+        assert caught.value.code == 2

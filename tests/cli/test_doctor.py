@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-import tomllib
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from messages import naming
-from selection import others_full
 
-import gtp_jax
 from gtp_jax.native import _library
 from gtp_jax.runner.cli import _doctor, main
 from gtp_jax.runner.cli import _doctor_collectives as collectives
 from gtp_jax.runner.cli import _doctor_versions as versions
-from gtp_jax.train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, Nccl, Option, compile_options
+from gtp_jax.train import Nccl
 
 
 def test_machine_that_passes_these_tests_is_well(capsys):
@@ -30,12 +25,6 @@ def test_machine_that_passes_these_tests_is_well(capsys):
         assert f" {name} " in printed
     assert "8 x virtual CPU devices" in printed and "ppermute: results are correct" in printed
     assert "Training works here" in printed
-
-
-def test_oldest_versions_are_those_of_the_package():
-    project = tomllib.loads((Path(gtp_jax.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert dict(line.split(",")[0].split(">=") for line in project["dependencies"]) == _doctor.NEEDED
-    assert project["requires-python"] == f">={_doctor.PYTHON}"
 
 
 @pytest.fixture
@@ -54,38 +43,12 @@ def test_missing_and_old_packages_are_broken_and_have_a_remedy(one_collective, m
     assert "2 broken: training cannot work here." in printed
 
 
-def test_every_option_of_the_library_is_listed_with_its_reason_and_known_to_xla(one_collective, monkeypatch, capsys):
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert "this version knows all that the library sets" in printed
-    for name, option in (*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()):
-        assert any(name in line and option.reason in line for line in printed.splitlines())
-    monkeypatch.setattr(_doctor, "GPU_OPTIONS", {"xla_gpu_of_another_version": Option(True, "none")})
-    assert main(["doctor"]) == 1
-    assert re.search(naming("xla_gpu_of_another_version"), capsys.readouterr().out)
-
-
-def test_an_option_in_xla_flags_is_left_to_its_user(one_collective, monkeypatch, capsys):
-    name = "xla_gpu_all_gather_combine_threshold_bytes"
-    assert name in compile_options("gpu")
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 --{name}=12345")
-    left = compile_options("gpu")
-    assert name not in left and set(left) == set(GPU_OPTIONS) - {name}
-    assert compile_options("gpu", {name: 7})[name] == 7
-    assert main(["doctor"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
-    assert "12345" in line and f"the library would use {GPU_OPTIONS[name].value}" in line
-
-
 @pytest.mark.parametrize(
     ("architectures", "machine_code", "translated", "none"),
     [
         ("90a-real 80-virtual", ["9.0"], ["8.0", "8.6", "9.1", "10.0"], ["7.5"]),
         ("90a-real", ["9.0"], [], ["8.6", "9.1", "10.0"]),
-        ("90a", ["9.0"], [], ["8.6", "9.1"]),
-        ("80-real 120a-real", ["8.0", "8.6", "12.0"], [], ["7.5", "9.0", "12.1"]),
         ("86", ["8.6", "8.9"], ["9.0", "12.0"], ["8.0"]),
-        ("100f", ["10.0", "10.3"], [], ["9.0", "12.0"]),
         ("100f-virtual", [], ["10.0", "10.3"], ["9.0", "12.0"]),
     ],
 )
@@ -117,8 +80,8 @@ def test_every_collective_gives_what_numpy_gives():
     assert found.found == "all_gather, psum, pmax, psum_scatter, all_to_all, ppermute: results are correct"
 
 
-@pytest.mark.parametrize("name", others_full([c.name for c in collectives.COLLECTIVES], ["psum_scatter"]))
-def test_a_wrong_result_of_any_collective_is_named(name, monkeypatch):
+def test_a_wrong_result_of_a_collective_is_named(monkeypatch):
+    name = "psum_scatter"
     (right,) = [c for c in collectives.COLLECTIVES if c.name == name]
     wrong = right._replace(run=lambda x: right.run(x).at[3].add(1))
     monkeypatch.setattr(collectives, "COLLECTIVES", (wrong,))
@@ -126,16 +89,6 @@ def test_a_wrong_result_of_any_collective_is_named(name, monkeypatch):
     assert found.status == "broken"
     named = f"{name} {jax.device_count()} of wrong ({jnp.dtype(right.dtypes[0]).name}, 64 elements per device)"
     assert re.search(naming(named), found.found)
-
-
-def test_a_collective_that_fails_is_named_with_its_error(monkeypatch, capsys):
-    (scatter,) = [c for c in collectives.COLLECTIVES if c.name == "psum_scatter"]
-    uneven = scatter._replace(run=lambda x: lax.psum_scatter(x[:3], "devices", tiled=True))
-    monkeypatch.setattr(collectives, "COLLECTIVES", (uneven,))
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN  collectives" in printed and "psum_scatter: " in printed and "must be divisible" in printed
-    assert "(float32, 64 elements per device)" in printed and "1 broken: training cannot work here" in printed
 
 
 @pytest.mark.full
@@ -157,10 +110,6 @@ def test_versions_that_were_not_released_together_are_named():
         assert found.remedy == f'pip install "{name}==0.12.0.1"'
         (found,) = versions.misfits({**TOGETHER, name: "0.11.2"}, gpu=False)
         assert found.status == "optional"
-    (found,) = versions.misfits({"jax": "0.12.0.1", "jaxlib": "0.11.2"}, gpu=True)
-    assert (found.name, found.status) == ("jax and jaxlib", "optional")
-    assert re.search(naming("0.12.0.1 jaxlib 0.11.2"), found.found)
-    assert found.remedy == 'pip install "jaxlib==0.12.0.1"'
 
 
 def test_an_nccl_that_jax_cannot_use_is_named():

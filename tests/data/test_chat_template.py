@@ -71,14 +71,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_turn():
     assert "Hm." not in one.text([QUESTION, thinks, *MESSAGES[2:]]).text
 
 
-def test_a_prompt_that_does_not_begin_the_answer_is_refused_with_the_turn():
-    one = ChatTemplate(
-        "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ '[' if add_generation_prompt }}", None, "it"
-    )
-    with pytest.raises(ValueError, match=naming("it turn 2 prompt")):
-        one.conversation(MESSAGES)
-
-
 def test_generation_blocks_say_what_answers_are_of_a_template_that_rewrites_too():
     found = ChatTemplate(GENERATION, None, "it").conversation(MESSAGES)
     assert found.text == "(What?)[This.\n\nAnd that.;](Why?)[Because.;]"
@@ -109,24 +101,14 @@ def test_generation_blocks_that_do_not_tell_the_answers_are_refused(source, mess
     ("source", "message"),
     [
         ("{% for %}", "not chat template Expected"),
-        ("{{ messages[0].content }}", "not write content answer"),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "white space after"),
         ("{{ bos_token }}{{ messages[-1].content }}{{ eos_token }}", "bos_token eos_token defines"),
         ("{{ messages.__class__.mro() }}", "turns 1 to 2 '__class__' 'list'"),
-        ("{{ messages.append(1) }}", "turns 1 to 2 'append' 'list'"),
-        ("{{ raise_exception('no') }}", "turns 1 to 2: no"),
     ],
 )
 def test_a_template_that_cannot_serve_is_refused_at_once(source, message):
     with pytest.raises(ValueError, match=naming(message)):
         ChatTemplate(source, None, "it")
-
-
-def test_conversations_that_a_template_refuses_say_why():
-    with pytest.raises(ValueError, match=naming("mistral turns 1 to 2 alternate")):
-        template("mistral").conversation([QUESTION, QUESTION, ANSWER])
-    with pytest.raises(ValueError, match=naming("no answer `role` 'assistant'")):
-        template("chatml").conversation([QUESTION])
 
 
 def test_templates_have_what_transformers_offers_them():
@@ -159,9 +141,6 @@ def test_the_template_of_a_model_is_in_its_own_file_or_in_one_of_two_others(tmp_
     assert stored_template({"tokenizer_config.json": b"{}"}, "it") is None
     several = {"chat_template": [{"name": "default", "template": "{{ messages[-1].content }}:"}, {"name": "tool_use"}]}
     assert stored_template({"tokenizer_config.json": json.dumps(several).encode()}, "it").ending == ":"
-    several["chat_template"] = several["chat_template"][1:]
-    with pytest.raises(ValueError, match=naming("'tool_use' 'default'")):
-        stored_template({"tokenizer_config.json": json.dumps(several).encode()}, "it")
     # a file that is named, with the special tokens beside it
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     (tmp_path / "mine.jinja").write_text("{{ messages[-1].content }}{{ eos_token }}{{ eos_token }}")
@@ -171,7 +150,6 @@ def test_the_template_of_a_model_is_in_its_own_file_or_in_one_of_two_others(tmp_
     # which the whole template says itself
     assert ChatTemplate(named.whole, None, "it").text(MESSAGES) == named.text(MESSAGES)
     (tmp_path / "tokenizer_config.json").unlink()
-    assert named_template(tmp_path / "mine.jinja", {"tokenizer_config.json": content}).ending == "<end><end>"
     with pytest.raises(ValueError, match=naming("mine.jinja eos_token")):
         named_template(tmp_path / "mine.jinja", {})
 
@@ -182,20 +160,3 @@ def test_a_special_token_of_any_characters_is_kept_in_the_whole_template():
     whole = ChatTemplate(one.whole, None, "it")
     assert whole.text([QUESTION]) == one.text([QUESTION]) and whole.ending == one.ending == tokens["eos_token"]
     assert "unk_token" not in one.whole
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.jinja", None, "none.jinja No such file"),
-        ("bad.json", b"{", "bad.json JSON"),
-        ("bad.json", b"{}", "bad.json `chat_template` chat_template.jinja"),
-        ("bad.json", b'{"chat_template": 1}', "is 1 text"),
-        ("bad.jinja", b"\xff", "UTF-8"),
-    ],
-)
-def test_a_file_that_is_no_template_is_named(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=naming("`chat_template`", message)):
-        named_template(tmp_path / name, {})

@@ -77,16 +77,6 @@ def test_error_of_the_thread_that_builds_ahead_reaches_the_caller():
         next(steps)
 
 
-def test_held_out_batches_carry_weights():
-    batch = loader(make_mesh(gtp=8), batch=128, repeat=False).at(0)
-    assert float(batch["weights"].sum()) == 124 * 16  # 2000 tokens make 124 windows
-
-
-def test_batch_must_divide():
-    with pytest.raises(ValueError, match=naming("`batch` 6 dp x gtp = 4")):
-        loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)
-
-
 def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mesh():
     mesh = make_mesh(gtp=3, devices=jax.devices()[:3])
     filled, plain = loader(mesh, batch=8, fill=1).at(2), loader(make_mesh(gtp=8), batch=8).at(2)

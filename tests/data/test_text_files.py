@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import os
-import sys
 import warnings
 
 import pytest
@@ -45,18 +44,11 @@ def test_files_come_in_the_order_given_and_those_of_a_directory_wherever_it_is(t
     assert read_text([one]).documents == read_text([two]).documents
 
 
-def test_hidden_binary_and_installed_files_of_a_directory_are_left_out(tmp_path):
-    written(tmp_path, good__txt="good", binary__bin=b"a\0b", latin__txt="é".encode("latin-1"), empty__txt="")
-    (tmp_path / ".hidden").write_text("hidden")
-    written(tmp_path / "site-packages", other__py="other")
-    with pytest.warns(UserWarning, match=naming("2 files `data` UTF-8")):
-        text = read_text([tmp_path])
-    assert text.documents == (b"good",) and text.skipped == 2
-
-
-def test_files_that_are_left_out_because_they_are_not_utf_8_are_named_with_the_reason(tmp_path):
+def test_files_that_are_not_utf_8_are_left_out_with_the_reason_and_hidden_and_installed_ones_without(tmp_path):
     written(tmp_path, good__txt="good", a__txt="caf\u00e9!".encode("latin-1"), b__txt="text".encode("utf-16"))
     written(tmp_path, c__txt=b"ab\0c", **{"d\n__txt": b"\xff"})
+    written(tmp_path / "site-packages", other__py="other")
+    (tmp_path / ".hidden").write_text("hidden")
     places = f"{tmp_path}/a.txt byte 0xe9 at 3 {tmp_path}/b.txt 0xff at 0 {tmp_path}/c.txt zero byte at 2 1 more"
     with pytest.warns(UserWarning, match=naming("4 files `data` UTF-8", places)):
         assert read_text([tmp_path]).documents == (b"good",)
@@ -77,24 +69,20 @@ def test_directories_of_runs_are_left_out_and_refused_if_given(tmp_path):
 def test_what_is_no_text_is_refused_without_waiting(tmp_path):
     written(tmp_path, empty__txt="", x__dat=b"\xff\xfe", y__json='[{"text": "a document"}]')
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "device").symlink_to("/dev/zero")
     for path, message in (
         (tmp_path / "nowhere", "nowhere exist"),
-        ("/proc/self/mem", "/proc/self/mem read permissions"),  # exists, and fails to read even for root
         (tmp_path / "empty.txt", "empty.txt empty"),
         (tmp_path / "x.dat", "x.dat UTF-8"),
         (tmp_path / "y.json", "y.json JSON .jsonl"),
         (tmp_path / "fifo", "fifo FIFO regular file"),
-        (tmp_path / "loop", "loop link itself"),
         (tmp_path / "device", "device regular file"),
-        (tmp_path / "zero\0byte", "null byte"),
     ):
         with pytest.raises(ValueError, match=naming("`data`", *message.split())):
             read_text([path])
     for name in ("empty.txt", "x.dat", "y.json"):
         (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match=naming("directory UTF-8 0 files 1 links")):
+    with pytest.raises(ValueError, match=naming("directory UTF-8 links")):
         read_text([tmp_path])
 
 
@@ -122,18 +110,6 @@ def test_records_among_text_and_text_among_records_are_left_out_with_a_warning(t
     assert list(read_text([tmp_path / "link.txt"]).documents) == [b"more than the text"]
 
 
-def test_json_that_is_all_or_most_of_a_directory_is_named_and_a_little_is_text(tmp_path):
-    written(tmp_path, train__json='["a long record"]')
-    with pytest.raises(ValueError, match=naming("`data` train.json JSON .jsonl")):
-        read_text([tmp_path])
-    written(tmp_path, README__md="read me")
-    with pytest.warns(UserWarning, match=naming("1 of the 2 files `data` train.json")):
-        read_text([tmp_path])
-    written(tmp_path, book__txt="a text that is longer than the record" * 3)
-    with warnings.catch_warnings(action="error"):
-        assert len(read_text([tmp_path]).documents) == 3
-
-
 def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_its_text(tmp_path):
     mark = codecs.BOM_UTF8
     written(tmp_path, a__txt=mark + b"one", b__txt=b"two" + mark, c__txt=mark)
@@ -142,15 +118,6 @@ def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_its_text(tmp
     assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]).documents == text.documents
     with pytest.raises(ValueError, match=naming("c.txt empty")):
         read_text([tmp_path / "c.txt"])
-
-
-def test_tables_need_a_package_which_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    written(tmp_path, a__parquet="")
-    written(tmp_path / "saved", dataset_info__json="", state__json="")
-    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
-        with pytest.raises(ModuleNotFoundError, match=naming(f'{path} `datasets` `pip install "gtp_jax[data]"`')):
-            read_text([path])
 
 
 def test_documents_are_the_texts_of_records_and_not_their_encoding(tmp_path):
@@ -164,13 +131,6 @@ def test_documents_are_the_texts_of_records_and_not_their_encoding(tmp_path):
     assert sorted(found[:-1]) == sorted(text.encode() for text in texts)
     files = written(tmp_path / "files", **{f"{i:02d}__txt": text for i, text in enumerate(texts)})
     assert load_corpus(read_text([files])).fingerprint == load_corpus(read).fingerprint
-
-
-def test_records_and_folders_of_them_come_in_the_order_given(tmp_path):
-    written(tmp_path / "folder", b__jsonl=records(["b"]), a__ndjson=records(["a"]))
-    written(tmp_path, c__txt="c")
-    read = read_text([tmp_path / "c.txt", tmp_path / "folder", tmp_path / "c.txt"])
-    assert list(read.documents) == [b"c", b"a", b"b", b"c"] and read.documents[-2] == b"b"
 
 
 def test_blank_lines_line_ends_and_a_byte_order_mark_are_no_records(tmp_path):
@@ -190,15 +150,10 @@ def test_a_field_of_another_name_is_asked_for(tmp_path):
     [
         ("{'text': 1}", "not JSON column 2"),
         ('{"text": ', "not JSON column 10"),
-        ("1" * 5000, "not JSON limit"),
-        ('["text"]', "['text'] object"),
         ('{"text": 5}', "'text' 5 text"),
-        ('{"text": null}', "'text' None text"),
         ('{"text": "a\\u0000b"}', "zero byte at 1"),
         ('{"text": "a\\ud800"}', "surrogate U+D800"),
         ('{"\\u001b[0m": 5}', "'text' \\x1b[0m"),
-        ("{}", "'text' none"),
-        ("[" * 100_000, "levels"),
         (b'{"text": "\xff"}', "0xff UTF-8"),
     ],
 )
@@ -207,9 +162,3 @@ def test_a_line_without_a_text_is_named_by_its_number(tmp_path, line, message):
     path = written(tmp_path, a__jsonl=b"\n".join([b'{"text": "a"}', b"", line, b'{"text": "b"}'])) / "a.jsonl"
     with pytest.raises(ValueError, match=naming("line 3", message)):
         load_corpus(read_text([path]))
-
-
-def test_a_file_without_records_is_named(tmp_path):
-    written(tmp_path, empty__jsonl=b"\n")
-    with pytest.raises(ValueError, match=naming("empty.jsonl no record")):
-        read_text([tmp_path / "empty.jsonl"])

@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from messages import naming
 
 import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY, of_error
 from gtp_jax.runner.data import BYTES, Corpus
 from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
-from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig, _agreement
-from gtp_jax.runner.trainer._agreement import check_agreement, check_shared, describe, differences
+from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _agreement
+from gtp_jax.runner.trainer._agreement import check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 
 OWN = {"--chat-template", "--out", "--data", "--tokenizer", "--from", "--eval-data"}
@@ -94,15 +93,6 @@ def test_all_that_differs_is_named_once_with_who_has_it():
     assert len(differences(long)) == 1 and len(differences(long)[0]) < 200
 
 
-def test_all_processes_raise_the_same():
-    def body(peers: Peers, process: int) -> None:
-        check_agreement(peers, description(steps=200 + (process == 2)))
-
-    raised = run(launches(0, 1, 2), body)
-    assert len({str(error) for error in raised}) == 1
-    assert re.search(naming("--steps: 200 in processes 0, 1 201 in process 2"), str(raised[0]))
-
-
 def test_environment_and_kind_of_a_missing_field_are_compared(monkeypatch):
     before = description()
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/mine --xla_gpu_autotune_level=0")
@@ -111,21 +101,12 @@ def test_environment_and_kind_of_a_missing_field_are_compared(monkeypatch):
     assert differences([{"a": 1}, {}]) == ["  a: 1 in process 0; null in process 1"]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "processes", "messages", "statuses"),
-    [
-        ([0, 1, 1], 3, ["two processes --process-id 1"] * 3, {MISTAKE}),
-        pytest.param(
-            [0, 0], 2, ["two processes --process-id 0", "cannot listen"], {MISTAKE, RETRY}, marks=pytest.mark.full
-        ),
-    ],
-)
-def test_two_processes_with_one_number_are_told_at_once(numbers, processes, messages, statuses):
+def test_two_processes_with_one_number_are_told_at_once():
     began = time.monotonic()
-    raised = run(launches(*numbers, processes=processes), lambda *_: None, timeout_s=5)
-    for message in set(messages):
-        assert sum(bool(re.search(naming(message), str(error))) for error in raised) == messages.count(message), raised
-    assert {of_error(error) for error in raised} == statuses
+    raised = run(launches(0, 1, 1, processes=3), lambda *_: None, timeout_s=5)
+    for error in raised:
+        assert re.search(naming("two processes --process-id 1"), str(error)), raised
+        assert of_error(error) == MISTAKE
     assert time.monotonic() - began < 4
 
 
@@ -144,53 +125,6 @@ def test_process_that_does_not_come_is_named():
     [alone] = run(launches(1, processes=2), lambda *_: None, timeout_s=1)
     named = naming("process 1 of 2 process 0 127.0.0.1: refused 1 s --join-timeout")
     assert re.search(named, str(alone)) and of_error(alone) == RETRY
-
-
-@pytest.mark.full
-def test_taken_port_and_a_strange_service_are_refused():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        [taken] = run([Launch(2, 0, address)], lambda *_: None)
-        assert re.search(naming("process 0 listen free port"), str(taken))
-        server.accept()[0].close()  # what it has told the server, in case that it is another process 0
-
-        def answer() -> None:
-            server.accept()[0].sendall(b"\x00\x00\x12\x04 not ours \n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        [strange] = run([Launch(2, 1, address)], lambda *_: None)
-        assert re.search(naming("not process 0 process 1"), str(strange))
-
-
-@pytest.mark.full
-def test_process_that_ends_is_named():
-    def body(peers: Peers, process: int):
-        if process == 1:
-            raise KeyError("a mistake of ours")
-        return peers.ask(None, len)
-
-    raised = run(launches(0, 1, 2), body)
-    assert re.search(naming("process 1 ended"), str(raised[0]))
-    assert of_error(raised[0]) == of_error(raised[1])  # launchers look at any of them
-    assert isinstance(raised[2], NoCoordinator)
-
-
-@pytest.mark.full
-def test_process_that_says_nothing_is_named():
-    said = threading.Event()
-
-    def body(peers: Peers, process: int):
-        if process == 1:
-            return said.wait(10)
-        try:
-            return peers.ask(None, len, timeout_s=0.3)
-        finally:
-            if process == 0:  # process 2 may give up earlier, and process 1 must not end before 0 has asked
-                said.set()
-
-    raised = run(launches(0, 1, 2), body)
-    assert re.search(naming("process 1 answer"), str(raised[0])) and of_error(raised[0]) == RETRY
-    assert isinstance(raised[2], NoCoordinator)  # process 0 did not answer either, or has ended
 
 
 def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def test_a_run_answers_and_ends_as_it_was_taught(run, capsys):
 
 
 @pytest.mark.full
-def test_a_checkpoint_keeps_the_template_with_its_tokens_and_gives_it_on(chat, run, tmp_path, capsys):
+def test_a_checkpoint_keeps_the_template_with_its_tokens_and_gives_it_on(chat, run, tmp_path):
     checkpoints = Checkpoints(run / "checkpoints", read_only=True)
     kept = {"chat_template.jinja": ('{% set eos_token = "</s>" %}\n' + TEMPLATE).encode()}
     assert checkpoints.files(120) == kept
@@ -114,13 +114,6 @@ def test_the_loss_counts_answers_and_the_baseline_too(chat):
     assert all(row.endswith("</s>") and not {"ping", "hot", "up", "?"} & set(row.split("</s>")) for row in counted)
     everything = read_corpus(from_settings(TrainConfig, {**settings, "loss_on": "all"}))
     assert everything.held_out[0].answers is None and everything.fingerprint != corpus.fingerprint
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:38 of 38 conversations")
-def test_an_evaluation_without_an_answer_is_refused(chat, tmp_path, capsys):
-    data = write_lines(tmp_path / "long.jsonl", [conversation("why " * 700, f"{i}") for i in range(40)])
-    refused(capsys, "evaluation no answers", "train", *flags(chat, tmp_path / "run", data=data, seq=32, steps=1))
 
 
 def test_conversations_that_are_cut_are_counted(chat):
@@ -159,26 +152,6 @@ def test_an_import_is_trained_by_its_own_template_unless_another_is_given(chat, 
     assert other.chat.template.ending == "<|im_end|>" and other.fingerprint != own.fingerprint
 
 
-REFUSED = {
-    "no template": (dict(chat_template=None), "`data` no chat template"),
-    "no answer": (dict(data=[conversation("a", "b"), conversation("a")]), "chat.jsonl line 2 no answer"),
-    "rewritten": (
-        dict(data=[conversation("a", "<think>b</think>c", "d", "e")], chat_template=TEMPLATES / "qwen3.jinja"),
-        "line 1 `chat_template` TEMPLATES/qwen3.jinja rewrites turn 2 turn 3",
-    ),
-    "token of nobody": (dict(chat_template="ALONE"), "alone.jinja eos_token"),
-    "no conversations": (dict(data="TEXT"), "`chat_template` `data` conversations"),
-    "experts": (dict(num_experts=4, preset="tiny-moe"), "--aux-loss-coeff"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_found_before_anything_is_trained(name, chat, text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gtp_jax.runner.trainer._run.prepare", None)
-    changes, message = REFUSED[name]
-    (tmp_path / "alone.jinja").write_text(TEMPLATE)
-    places = {"TEXT": text, "ALONE": tmp_path / "alone.jinja"}
-    changes = {key: places.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
-    if isinstance(changes.get("data"), list):
-        changes["data"] = write_lines(tmp_path / "chat.jsonl", changes["data"])
-    refused(capsys, message.replace("TEMPLATES", str(TEMPLATES)), "train", *flags(chat, tmp_path / "run", **changes))
+def test_a_template_for_data_without_conversations_is_refused(chat, text, tmp_path, capsys):
+    refused(capsys, "`chat_template` `data` conversations", "train", *flags(chat, tmp_path / "run", data=text))
+    refused(capsys, "`data` no chat template", "train", *flags(chat, tmp_path / "run", chat_template=None))

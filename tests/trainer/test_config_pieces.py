@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
@@ -14,9 +13,7 @@ from gtp_jax.runner.flags import (
     Execution,
     Parallelism,
     Quantization,
-    add_flags,
     from_settings,
-    given,
     knobs,
     settings_of,
 )
@@ -44,24 +41,12 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
     assert TrainConfig.load(tmp_path / "config.json") == CONFIG
 
 
-def test_only_flags_that_are_given_are_told():
-    parser = argparse.ArgumentParser()
-    add_flags(parser, TrainConfig)
-    assert given(parser.parse_args([]), TrainConfig) == {}
-    settings = given(parser.parse_args(["--tp=1", "--no-prefetch", "--steps", "200"]), TrainConfig)
-    assert settings == {"tp": 1, "prefetch": False, "steps": 200}
-    assert from_settings(TrainConfig, {**settings_of(CONFIG), **settings}).parallelism == Parallelism(dp=2, tp=1)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Execution(microbatches=True), "`microbatches` True 1"),
-        (lambda: Execution(remat="all"), "`remat` 'all'"),
         (lambda: TrainConfig(seed=1 << 32), "`seed` 4294967296 0 4294967295"),
         (lambda: TrainConfig(dtype="int8"), "`dtype` 'int8' float32 bfloat16"),
-        (lambda: TrainConfig(max_grad_norm=float("inf")), "`max_grad_norm` inf 0"),
-        (lambda: Quantization(recipe="fp6"), "`recipe` 'fp6' bf16 fp8"),
     ],
 )
 def test_values_out_of_range_are_refused_by_the_piece_that_has_them(make, message):
@@ -75,22 +60,3 @@ def test_no_number_is_too_large_to_be_refused(knob):
         from_settings(TrainConfig, {knob.name: 10**400})
     assert re.search(naming("100000000000000000...0000000000000000000"), str(caught.value))
     assert re.search("from [01] to (9223372036854775807|4294967295)|at most 3.402823e.38|above 0", str(caught.value))
-
-
-@pytest.mark.parametrize(("changes", "tp"), [({}, 2), ({"seq": 31}, 1), ({"num_heads": 3, "num_kv_heads": 1}, 1)])
-def test_virtual_devices_have_tp_2_where_it_divides_heads_and_sequence(changes, tp):
-    config = from_settings(TrainConfig, changes)
-    assert config.degrees(8, virtual=True) == {"dp": 1, "gtp": 8 // tp, "tp": tp}
-    assert config.degrees(8, virtual=False)["tp"] == 1
-    with pytest.raises(ValueError, match=naming("tp 2")):
-        from_settings(TrainConfig, {"num_heads": 3, "num_kv_heads": 1, "tp": 2}).degrees(8, virtual=True)
-
-
-@pytest.mark.parametrize("faults", [{"failed_devices": [3]}, {"replica_batches": [4, 4]}])
-def test_failures_are_refused_where_the_healthy_grid_is_not_said(faults):
-    (name,) = faults
-    config = from_settings(TrainConfig, {"dp": 2, **faults})
-    for check in (lambda: config.virtual_devices(1), lambda: config.degrees(4, virtual=True)):
-        with pytest.raises(ValueError, match=naming(f"`{name}` --gtp --tp")):
-            check()
-    assert from_settings(TrainConfig, {"dp": 2, "tp": 2, "batch": 8, **faults}).virtual_devices(1) == 4

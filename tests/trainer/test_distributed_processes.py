@@ -1,4 +1,4 @@
-"""Two processes train as one does; and when one dies, the other says so and ends."""
+"""Two processes train as one does, also without a device; and when one process dies, the other says so and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from gtp_jax.checkpoint import Checkpoints
 
-from .runs import logged, processes, read_records, small, train, wait_until, write_text
+from .runs import logged, losses, processes, read_records, small, train, wait_until, write_text
 
 MESH = {"dp": 2, "gtp": 2, "tp": 2}
 
@@ -89,3 +89,30 @@ def test_two_processes_start_from_the_parameters_of_a_checkpoint(text, tmp_path)
     last = [r["held_out"] for r in read_records(tmp_path / "one") if "held_out" in r][-1]
     first = next(r["held_out"] for r in read_records(tmp_path / "two") if "held_out" in r)
     np.testing.assert_allclose(first, last, rtol=1e-4)
+
+
+HEALTHY = {"dp": 2, "tp": 2, "batch": 9, "lr": 1e-3, "dtype": "float32", "save_every": 2, "eval_every": 2}
+LOST = ["--failed-devices", "3"]
+
+
+@pytest.mark.slow
+def test_a_run_loses_a_device_then_gets_it_back_and_trains_on_the_same_batches(text, tmp_path):
+    flags = HEALTHY | {"batch": 8}
+    train(small(text, tmp_path / "healthy", **flags, steps=6))
+    train(small(text, tmp_path / "hurt", **flags, steps=2))
+    lost = [*small(text, tmp_path / "hurt", **flags, steps=4), "--resume", "--failed-devices", "3"]
+    output = train(lost)
+    assert "replicas of gtp 1 x tp 2 on 6 sequences; gtp 1 x tp 1 on 2 sequences" in output
+    assert "changed steps from 2 to 4, failed_devices from () to (3,)" in output
+    train([*small(text, tmp_path / "hurt", **flags, steps=6), "--resume", "--failed-devices"])
+    assert losses(tmp_path / "hurt").keys() == losses(tmp_path / "healthy").keys()
+
+
+@pytest.mark.slow
+def test_hosts_of_two_devices_and_one_equal_one_process(text, tmp_path):
+    train([*small(text, tmp_path / "one", **HEALTHY, steps=4), *LOST])
+    flags = [*small(text, tmp_path / "two", **HEALTHY, steps=4), *LOST, "--local-devices=2"]
+    with processes(2, flags, tmp_path, last=["--local-devices=1"]) as runs:
+        assert [run.wait(300) for run in runs] == [0, 0], (tmp_path / "process0.txt").read_text()[-6000:]
+    found, wanted = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert found == pytest.approx(wanted, rel=1e-4)

@@ -171,12 +171,13 @@ def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
             checkpoints.wait()
         with pytest.raises(LostLock):
             checkpoints.set_aside_after(0)
-    with pytest.raises(LostLock, match=naming("lost")), Checkpoints(tmp_path / "c", guard=lock.ownership.check) as late:
+    lost = f"lost lock {tmp_path}/lock"
+    with pytest.raises(LostLock, match=naming(lost)), Checkpoints(tmp_path / "c", guard=lock.ownership.check) as late:
         late.save(3, state)
     assert Checkpoints(tmp_path / "c", read_only=True).steps() == [1]
     assert [(tmp_path / name).read_text() for name in ("log.jsonl", "events.jsonl")] == before
     np.testing.assert_array_equal(Checkpoints(tmp_path / "c").restore(state)[0].params["w"], 1)
     (tmp_path / "lock").unlink()
-    with pytest.raises(LostLock, match=naming("deleted")):
+    with pytest.raises(LostLock, match=naming(f"{lost} deleted")):
         Ownership(tmp_path / "lock", "x").check()
     lock.__exit__()

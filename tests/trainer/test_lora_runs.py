@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from gtp_jax.convert import import_llama
 from gtp_jax.models import load
 from gtp_jax.runner.cli import main
 
-from .runs import losses, refused, small, train, write_text
+from .runs import losses, refused, small, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -53,13 +52,6 @@ def test_only_adapters_are_trained_and_the_report_says_how_many(made):
     imported = Checkpoints(made / "imported", read_only=True).manifest()["leaves"]
     for name, leaf in imported.items():  # nothing has changed the base
         assert leaves[name.replace("params/", "frozen/", 1)]["digest"] == leaf["digest"]
-
-
-@pytest.mark.full
-def test_it_resumes_with_the_same_losses(made, tmp_path):
-    shutil.copytree(made / "run", tmp_path / "run")
-    assert main(["train", "--resume", "--step=2", f"--out={tmp_path / 'run'}"]) == 0
-    assert losses(tmp_path / "run") == losses(made / "run")
 
 
 @pytest.mark.full
@@ -107,23 +99,6 @@ def test_peft_finds_its_names_and_shapes(made, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_base_of_codes_is_merged_into_the_values_of_its_codes(made, tmp_path, capsys):
-    text, out = made / "text", tmp_path / "run"
-    flags = small(text, out, steps=1, eval_every=0, save_every=1, gtp=8)
-    start = [f"--from={made / 'imported'}", "--lora=2", "--lora-targets", "down", "--recipe=mxfp8", "--tokenizer=bytes"]
-    assert main(["train", *flags, *start]) == 0
-    assert main(["convert", "merge", str(out), str(tmp_path / "merged")]) == 0
-    assert re.search(naming("1 kernel MXFP8 codes"), capsys.readouterr().out)
-    tokens = np.arange(8).reshape(1, 8)
-    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
-        found, wanted = (
-            np.asarray(jax.jit(lambda model: model(tokens))(load(one, dtype="float32")))
-            for one in (tmp_path / "merged", out)
-        )
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
-
-
-@pytest.mark.full
 def test_a_base_of_published_codes_is_trained_over_resumed_generated_from_and_merged(made, tmp_path, capsys):
     tensors = {}
     for name, x in random_tensors(HF).items():
@@ -158,8 +133,7 @@ def test_a_base_of_published_codes_is_trained_over_resumed_generated_from_and_me
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["--average=0.5", "--optimizer=schedule-free"])
-def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_path, way):
+def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_path):
     """Beside layers with biases, which are frozen: a Qwen2."""
     hf = {**QWEN2, "vocab_size": 256, "num_hidden_layers": 2}
     tensors = {name: x * 0.1 for name, x in random_tensors(hf).items()}
@@ -167,15 +141,14 @@ def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_pat
     import_llama(tmp_path / "hf", tmp_path / "imported")
     run = tmp_path / "run"
     flags = small(made / "text", run, steps=4, save_every=4, sample_tokens=4, gtp=4, tp=2)
-    assert main(["train", *flags, f"--from={tmp_path / 'imported'}", "--lora-targets", "query", way, *LORA]) == 0
+    start = [f"--from={tmp_path / 'imported'}", "--lora-targets", "query", "--average=0.5", *LORA]
+    assert main(["train", *flags, *start]) == 0
     arrays = Checkpoints(run / "checkpoints", read_only=True).arrays()
     of = {name: array.read(0, array.shape[0]) for name, array in arrays.items() if "/query/" in name}
     wanted = {}
     for letter in "ab":
         (trained,) = (x for name, x in of.items() if name.startswith("params/") and name.endswith(f"query/{letter}"))
-        kind = "average" if "average" in way else "z"
-        (beside,) = (x for name, x in of.items() if f"/{kind}/" in name and name.endswith(f"query/{letter}"))
-        wanted[letter] = beside if kind == "average" else (trained - (1 - 0.9) * beside) / 0.9
+        (wanted[letter],) = (x for name, x in of.items() if "/average/" in name and name.endswith(f"query/{letter}"))
         assert np.abs(wanted[letter] - trained).max() > 1e-5
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
         model: Any = load(run, dtype="float32")
@@ -204,40 +177,16 @@ def test_mistakes_are_named(made, tmp_path, capsys):
     resumed = ["train", "--resume", f"--out={run}"]
     for words, message in (
         ([*new, "--lora=2"], "`lora` 2 trained model"),
-        ([*new, "--lora-alpha=2"], "--lora-alpha"),
         ([*lora, "--lora=0"], "`lora` 0 1"),
-        ([*lora, "--lora-dropout=1"], "`lora_dropout` 1.0"),
         ([*lora, "--lora-targets", "q"], "`lora_targets` 'q'"),
         ([*lora, "--grad-wire=mxfp8"], "`grad_wire` 'mxfp8'"),
         ([*lora, "--recipe=nvfp4-matmuls"], "`recipe` nvfp4-matmuls"),
-        ([*lora, "--override=mlp=fp8-delayed"], "mlp=fp8-delayed"),
         ([*new, f"--from={run}"], "adapters Merge"),
         ([*resumed, "--lora=4"], "rank 3 alpha 6 dropout 0.2"),
         ([*resumed, "--recipe=fp8"], "bf16 fp8 --recipe"),
         (["convert", "export", run, out], "adapters no model"),
         (["convert", "merge", imported, out], "no adapters"),
-        (["convert", "export", "--peft", "--dtype=float32", run, out], "--dtype"),
         (["generate", run, "--prompt=a", "--recipe=fp8", *GREEDY], "adapters trained"),
     ):
         refused(capsys, message, *words)
     assert not (tmp_path / "x").exists() and not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_adapters_on_codes_train_on_without_a_device_and_when_it_is_back(made, tmp_path):
-    """Without dropout, whose bits differ between meshes, the losses are those of the healthy run."""
-    flags = [f"--from={made / 'imported'}", *LORA[:1], *LORA[2:], "--recipe=fp8", "--dp=2", "--tp=2"]
-    text, healthy, hurt = made / "text", tmp_path / "healthy", tmp_path / "hurt"
-    train([*small(text, healthy, steps=4), *flags])
-    said = train([*small(text, hurt, steps=4), *flags, "--failed-devices", "3"])
-    assert re.search(naming("gtp 1 x tp 2 on 6 gtp 1 x tp 1 on 2 sequences"), said)
-    assert losses(hurt, "loss") == pytest.approx(losses(healthy, "loss"), rel=1e-5) and (4, "loss") in losses(hurt)
-    train([*small(text, hurt, steps=5), "--resume", "--failed-devices"])
-    assert (5, "loss") in losses(hurt)
-    frozen, same = (digests(run, "frozen/") for run in (hurt, healthy))
-    assert frozen and frozen == same
-
-
-def digests(run, start):
-    leaves = Checkpoints(run / "checkpoints", read_only=True).manifest()["leaves"]
-    return {name: leaf["digest"] for name, leaf in leaves.items() if name.startswith(start)}

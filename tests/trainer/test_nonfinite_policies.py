@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from gtp_jax.runner._exit_codes import DIVERGED, MISTAKE
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import Windows
 from gtp_jax.runner.trainer import TrainConfig, _job, _loop, read_lines, read_log
-from gtp_jax.runner.trainer._divergence import Divergence, Place, is_spike
+from gtp_jax.runner.trainer._divergence import Divergence, is_spike
 from gtp_jax.runner.trainer._optimizer import optimizer_of
 
 from .runs import small, write_text
@@ -129,7 +128,7 @@ def test_a_run_that_went_back_skips_the_data_since_wherever_it_is_killed(text, t
     assert main(["train", f"--out={killed}", "--resume"]) == 0
     assert_same(never, killed, 24)
     assert run(text, never, *flags, "--force", save_every=100) == DIVERGED  # nothing to go back to
-    assert re.search(naming("no checkpoint"), capsys.readouterr().err)
+    assert re.search(naming("no checkpoint --lr"), capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path
     assert re.search(naming("step 12 reproducible"), said)
     assert said.count("nan") == 8 and said.count("\n0 1 2 3 4 5 6 7") == said.count("\n7 0 1 2 3 4 5 6") == 2
     assert main(["replay", f"--out={tmp_path / 'run'}", "--step=3"]) == 2
-    assert re.search(naming("no checkpoint"), capsys.readouterr().err)
+    assert re.search(naming(f"no checkpoint {tmp_path / 'run'}/checkpoints step 3"), capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -194,11 +193,6 @@ def test_a_spike_is_judged_by_the_median_deviation():
     assert not is_spike(2.1, flat, 8) and is_spike(2.3, flat, 8)
     assert is_spike(2.3, (*flat[:-3], 90.0, 90.0, 90.0), 8)  # which a mean and a variance would let pass
     assert not is_spike(1.0, flat, 8) and not is_spike(9.0, flat[:15], 8) and not is_spike(float("inf"), flat, 8)
-
-
-def test_a_checkpoint_keeps_the_place_of_its_step():
-    place = Place(7, 9, 1, 2, (1.5, 2.5))
-    assert Place.of_extra(7, json.loads(json.dumps(place.extra()))) == place
 
 
 def test_a_spike_cannot_be_skipped():

@@ -60,23 +60,15 @@ def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_
         with layers_in_scope(state.model_def.layer_counts):
             updates, _ = optimizer_of(config, model).update(grads, state.opt_state, state.params)
         updates, params, grads = jax.device_get((updates, state.params, grads))
-    up = (
-        updates["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
-        + 0.05 * params["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
-    )
+    update, gate = (tree["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"] for tree in (updates, params))
+    up = update + 0.05 * gate
     for layer in up:  # (32, 64): all singular values are alike, and the size is that of AdamW's updates
         values = np.linalg.svd(layer / 0.5, compute_uv=False)
         assert values.max() / values.min() < 2 and 0.1 < np.sqrt(np.mean(np.square(layer / 0.5))) < 0.3
     alone = optax.contrib.muon(0.5, weight_decay=0.1, consistent_rms=0.2)
     hidden = {path for path, leaf in with_paths(updates["blocks"]) if leaf.ndim == 3}
-    assert {path[-1] for path in hidden} == {
-        "query",
-        "key",
-        "value",
-        "gate",
-        "up",
-        "kernel",
-    }  # each part of a fused kernel
+    # each part of a fused kernel
+    assert {path[-1] for path in hidden} == {*"query key value gate up kernel".split()}
     trees = (dict(with_paths(tree["blocks"])) for tree in (updates, grads, params))
     found, gradients, weights = ({path: tree[path] for path in hidden} for tree in trees)
     for path in hidden:

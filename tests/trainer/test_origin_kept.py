@@ -1,8 +1,11 @@
-"""A run that starts from an imported model keeps its config and tokenizer, and an export writes them again."""
+"""A run that starts from an import keeps its config and tokenizer, which an export writes again; text with tokens that
+the model does not know is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -12,12 +15,11 @@ import pytest
 import tokenizers
 from convert.hugging_face import random_tensors, write_model
 from messages import naming
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
-from gtp_jax.models import PRESETS
+from gtp_jax.models import PRESETS, saved_config
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig
@@ -143,14 +145,7 @@ def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_
     assert config_of(tmp_path / "out") == {**CONFIG, "bos_token_id": None, "eos_token_id": None}
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    others_full(
-        [(name, True) for name in ("chat_template.jinja", "chat_template.json", "generation_config.json")]
-        + [(name, False) for name in ("tokenizer_config.json", "added_tokens.json")],
-        usual=[("generation_config.json", True), ("added_tokens.json", False)],
-    ),
-)
+@pytest.mark.parametrize(("name", "kept"), [("generation_config.json", True), ("added_tokens.json", False)])
 def test_files_without_a_part_of_a_tokenizer_stay_with_a_tokenizer_given(folder, tmp_path, capsys, name, kept):
     """The others hold the ids of another tokenizer's tokens, or may."""
     (tmp_path / "hf").mkdir()
@@ -188,9 +183,69 @@ def test_a_runs_checkpoints_have_its_tokenizer_whatever_lies_at_its_path(folder,
     assert main(generate) == 0 and capsys.readouterr().out.endswith(text.splitlines()[-1] + "\n")
     export_llama(tmp_path / "run" / "checkpoints", tmp_path / "out")
     assert others(tmp_path / "out") == {"tokenizer.json": own}
-    # another run is told that its tokenizer is another
-    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
-        config = TrainConfig.load(tmp_path / "run" / "config.json")
-        model = config.model(vocab_size_of(config, read_corpus(config), None), dtype="float32")
-        assert start_from(tmp_path / "run", abstract_state(config, model)[0], str(path))[1].files == {}
-    assert re.search(naming("tokenizer checkpoint"), capsys.readouterr().err)
+
+
+ROWS = CONFIG["vocab_size"]
+# the word "[PAD]" has the id that is the vocabulary's size; the names of the others occur in no text
+BEYOND = tokenizer([*WORDS, "?", "</s>", *(f"unused{i}" for i in range(ROWS - len(WORDS) - 2)), "[PAD]"])
+FILES_BEYOND = {**FILES, "tokenizer.json": BEYOND}
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory):
+    """A model whose tokenizer has an id more than it has rows, imported; and text without that id."""
+    root = tmp_path_factory.mktemp("model")
+    write_model(root / "hf", random_tensors(CONFIG), CONFIG)
+    for name, content in FILES_BEYOND.items():
+        (root / "hf" / name).write_bytes(content)
+    with pytest.warns(UserWarning, match=naming(f"{ROWS} ('[PAD]')")):
+        import_llama(root / "hf", root / "imported")
+    write_text(root / "text")
+    return root
+
+
+def flags(beyond, text, out, **changes):
+    given = {"tokenizer": beyond / "hf/tokenizer.json", "from": beyond / "imported", **changes}
+    return small(text, out, num_layers=1, steps=3, seq=16, **given)
+
+
+@pytest.fixture(scope="module")
+def passed_through(beyond, tmp_path_factory):
+    """The directory of a run, of its export, and what was printed."""
+    run, out = (tmp_path_factory.mktemp("passed") / name for name in ("run", "out"))
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        assert main(["train", *flags(beyond, beyond / "text", run)]) == 0
+        assert main(["convert", "export", str(run), str(out), "--dtype", "float32"]) == 0
+    return run, out, printed.getvalue(), errors.getvalue()
+
+
+def test_text_without_tokens_beyond_the_model_is_trained_on_and_exported_with_config_and_tokenizer(passed_through):
+    run, out, printed, errors = passed_through
+    assert "left out" not in errors and f"config.json, {', '.join(FILES_BEYOND)}" in printed
+    assert others(out) == FILES_BEYOND and config_of(out) == CONFIG
+    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+    assert [checkpoints.files(step) == FILES_BEYOND for step in checkpoints.steps()] == [True, True]
+    assert checkpoints.latest() == 3 and saved_config(checkpoints.manifest()["extra"]).vocab_size == ROWS
+    assert main(["replay", f"--out={run}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
+
+
+def test_text_with_a_token_beyond_the_model_is_refused_by_its_id(beyond, tmp_path, capsys):
+    text = write_text(tmp_path / "text")
+    with (text / "07.txt").open("a") as file:
+        file.write(" [PAD]")
+    refused(capsys, f"tokenizer.json id {ROWS} 0 {ROWS - 1}", "train", *flags(beyond, text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it_started_from(beyond, tmp_path):
+    imported, out = shutil.copytree(beyond / "imported", tmp_path / "imported"), str(tmp_path / "out")
+    config = from_settings(TrainConfig, {**started_from({"from_": str(imported)}), "out": out, "batch": 8, "seq": 16})
+    config = dataclasses.replace(config, data=(str(beyond / "text"),))
+    corpus = read_corpus(config, resume=True)
+    shutil.rmtree(imported)
+    assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == ROWS
+    with pytest.raises(FileNotFoundError, match=naming("imported tokenizer exist")):
+        read_corpus(config, resume=True)
+    named = dataclasses.replace(config, tokenizer=str(beyond / "hf/tokenizer.json"))
+    assert read_corpus(named, resume=True).fingerprint == corpus.fingerprint

@@ -8,7 +8,7 @@ import re
 import pytest
 from messages import naming
 
-from gtp_jax.runner.trainer._replay import Replayed, conclude, replay
+from gtp_jax.runner.trainer._replay import Replayed, conclude
 
 ONE = Replayed((0, 1), (3.0, 2.5), (1.0, 1.1), "a")
 OTHER = dataclasses.replace(ONE, placement=(1, 0))
@@ -38,9 +38,3 @@ def changed(run, **changes):
 def test_conclusion(runs, logged, conclusion, reason):
     found = conclude(runs, logged)
     assert found[0] == conclusion and re.search(naming(reason), found[1])
-
-
-@pytest.mark.parametrize("step", ["2", 2.0, True])
-def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
-    with pytest.raises(TypeError, match=naming("`step` whole number")):
-        replay(tmp_path, step)

@@ -11,22 +11,20 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import jax
 import pytest
 from messages import naming
 
-import gtp_jax
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error, of_signal
+from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import Diverged, Launch, NoCoordinator, TrainConfig, _run
 from gtp_jax.runner.trainer._interrupt import SIGNALS, Interrupt, Stopped
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
 
-from .runs import finish, python, small, start
+from .runs import python, small
 from .test_agreement import launches
 
 
@@ -50,14 +48,6 @@ def test_status_says_what_to_do_next(error, code):
     assert of_error(error) == code
 
 
-def test_statuses_are_those_of_the_page():
-    page = (Path(gtp_jax.__file__).parents[1] / "docs" / "commands.md").read_text()
-    for code in (0, FAILED, MISTAKE, RETRY, DIVERGED):
-        assert f"\n| {code} | " in page
-    assert (MISTAKE, RETRY, DIVERGED, of_signal(signal.SIGTERM)) == (2, 75, 76, 143)
-    assert "143 for SIGTERM, 138 for SIGUSR1" in page
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_outside_the_loop_ends_python_at_once(number):
     before = signal.getsignal(number)
@@ -72,7 +62,6 @@ def test_signal_outside_the_loop_ends_python_at_once(number):
 @pytest.mark.parametrize(
     ("place", "saved", "flags", "said"),
     [
-        ("read_corpus", [], [], "Nothing saved"),
         ("read_corpus", [1, 3], ["--resume"], "step 3"),
         ("prepare", [], ["--resume"], "no checkpoint --resume"),
         ("prepare", [1, 3], ["--force"], "Nothing saved"),
@@ -190,15 +179,3 @@ def test_native_code_and_a_save_that_does_not_fit_are_ended_with_the_last_checkp
     assert run.returncode == 143 and time.monotonic() - began < 20
     assert re.search(naming(f"process 0 {message} no checkpoint"), errors)
     assert errors.count("There is no checkpoint yet") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "after_s"), [*zip(SIGNALS, (0.0, 2.0, 5.0), strict=True)])
-def test_a_run_that_starts_is_ended_soon(number, after_s, text, tmp_path):
-    run = start(small(text, tmp_path / "run", steps=100_000))
-    time.sleep(4 + after_s)  # Python's own handlers are there before
-    run.send_signal(number)
-    began = time.monotonic()
-    output = finish(run)
-    assert run.returncode == 128 + number, output
-    assert time.monotonic() - began < 60

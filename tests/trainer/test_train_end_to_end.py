@@ -7,19 +7,22 @@ import dataclasses
 import io
 import json
 import re
+import shlex
 
 import pytest
 from matplotlib import image
 from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.generation import _programs
 from gtp_jax.models import PRESETS
 from gtp_jax.runner._exit_codes import DIVERGED
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.data import load_corpus, read_text
 from gtp_jax.runner.trainer._events import read_lines
+from gtp_jax.runner.trainer._samples import block
 
-from .runs import losses, read_records, small
+from .runs import finish, losses, processes, small
 
 TINY = dataclasses.replace(PRESETS["tiny"], num_layers=1)
 
@@ -28,8 +31,11 @@ TINY = dataclasses.replace(PRESETS["tiny"], num_layers=1)
 def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "run"
     printed = io.StringIO()
+    before = _programs.prefill._cache_size(), _programs.decode._cache_size()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        assert main(["train", *small(text, out, num_layers=1, steps=30, eval_every=10, save_every=10, keep=2)]) == 0
+        flags = dict(num_layers=1, steps=30, eval_every=10, save_every=10, keep=2, sample_tokens=20)
+        assert main(["train", *small(text, out, **flags)]) == 0
+    assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == tuple(n + 1 for n in before)
     return out, printed.getvalue()
 
 
@@ -40,19 +46,6 @@ def test_something_is_learned_and_shown_beside_the_unigram_entropy(run):
     assert len(held_out) == 4 and held_out[0] > unigram > held_out[-1]
     assert f"held-out loss {held_out[-1]:.3f} nats per token" in printed
     assert re.search(rf"\d\.\d+ below the unigram entropy, {unigram:.3f}", printed)
-
-
-def test_what_is_printed_has_the_mesh_and_a_few_whole_lines_of_progress(run):
-    printed = run[1]
-    assert "mesh    dp 1 x gtp 4 x tp 2, 8 virtual CPU devices" in printed  # the default
-    bar = [part for part in re.split(r"[\r\n]", printed) if "30/30" in part][-1]
-    assert re.search(r"30/30 \[\d\d:\d\d<00:00,.*unigram=\d.*loss=\d.*tokens/s=\d", bar)
-    assert "\r" not in printed
-    shown = [line for line in printed.splitlines() if "step/s" in line or "s/step" in line]
-    assert all(re.fullmatch(r" *\d+%\|.*\| \d+/30 \[.*\]", line) for line in shown)
-    assert 2 <= len(shown) <= 8  # the first, the last, and one every 30 seconds, of 30 steps
-    assert not re.search(r"^  \| ", printed, re.MULTILINE) and "what the model writes" not in printed  # none is wanted
-    assert re.search(r"\nnext:\n(.*\n)*  what a step communicates, in bfloat16:\n    gtp-jax inspect --", printed)
 
 
 def test_report_has_bytes_a_device_and_seconds_by_cause_and_ends_with_the_loss(run):
@@ -85,17 +78,6 @@ def test_a_run_leaves_its_log_its_events_a_picture_and_the_latest_checkpoints(ru
     assert Checkpoints(out / "checkpoints", read_only=True).steps() == [20, 30]
 
 
-@pytest.mark.full
-def test_finished_run_can_be_extended_and_says_what_changed(run, capsys):
-    out, _ = run
-    assert main(["train", f"--out={out}", "--resume", "--steps=32"]) == 0
-    printed = capsys.readouterr().out
-    assert "changed steps from 30 to 32: the run goes on, but not as if never stopped" in printed
-    assert "resumed at step 30" in printed and "32 of 32" in printed
-    assert TrainConfig.load(out / "config.json").steps == 32
-    assert [r["step"] for r in read_records(out) if "loss" in r] == list(range(1, 33))
-
-
 def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
     out = tmp_path / "run"
     flags = small(text, out, num_layers=1, lr=1e30, warmup=0, save_every=100, gtp=2, tp=1, dp=4)
@@ -103,3 +85,33 @@ def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
     printed = capsys.readouterr().err
     assert re.search(r"(loss|gradient norm) of step \d is (nan|inf)", printed) and re.search(naming("--lr"), printed)
     assert Checkpoints(out / "checkpoints", read_only=True).latest() is None
+
+
+def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(run, text, capsys):
+    out, printed = run
+    commands = [shlex.split(line) for line in re.findall(r"^    gtp-jax (.*)$", printed, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["generate", "train", "convert", "inspect"]
+    generate = commands[0]
+    shown = re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", printed)
+    assert len(shown) == 4 and len(set(shown)) == 4  # steps 0, 10, 20 and 30
+    assert f"what the model writes\n\n{shown[-1]}" in (out / "report.txt").read_text()
+    assert generate == ["generate", str(out), "--prompt", "The "]
+    # what the checkpoint's model says on another mesh
+    prompt = bytes(load_corpus(read_text((str(text),))).held_out[0].tokens[:24].tolist()).decode()
+    assert main([*generate[:-1], prompt, "--max-new-tokens=20", "--dtype=float32"]) == 0
+    assert shown[-1] == block(capsys.readouterr().out)
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    assert block("a\x1b[2J\n\n\tc\x00") == "  | a\N{REPLACEMENT CHARACTER}[2J\n  | \n  |     c\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.slow
+def test_processes_write_one_text_together(text, tmp_path):
+    flags = small(text, tmp_path / "run", steps=1, gtp=4, tp=2, sample_tokens=4)
+    with processes(2, flags, tmp_path / "of") as runs:
+        for run in runs:
+            finish(run)
+            assert run.returncode == 0
+    first, second = ((tmp_path / "of" / f"process{i}.txt").read_text() for i in range(2))
+    assert first.count("  | ") >= 2 and "  | " not in second  # of steps 0 and 1, among lines of the progress bar

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import signal
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from messages import naming
 
 from gtp_jax import TrainState, make_mesh
 from gtp_jax.checkpoint import Checkpoints
@@ -56,22 +53,6 @@ def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_
     run.kill()
     finish(run)
     assert Checkpoints(out / "checkpoints", read_only=True).latest() != 8
-    assert main(["train", f"--out={out}", "--resume"]) == 0
-    assert_same_run(out, never_stopped)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_path):
-    out = tmp_path / "run"
-    run = start(small(text, out, num_layers=1))
-    wait_until(lambda: logged(out, 3), run)
-    run.send_signal(number)
-    output = finish(run)
-    assert run.returncode == 128 + number, output
-    latest = Checkpoints(out / "checkpoints", read_only=True).latest()
-    assert latest is not None and latest >= 3
-    assert re.search(naming(f"signal step {latest} gtp-jax train --resume --out {out}"), output)
     assert main(["train", f"--out={out}", "--resume"]) == 0
     assert_same_run(out, never_stopped)
 

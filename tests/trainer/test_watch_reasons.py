@@ -16,8 +16,6 @@ from messages import naming
 
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY
 from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _peer_watch
-from gtp_jax.runner.trainer._directory import NOT_BEGUN
-from gtp_jax.runner.trainer._guard import Guard, last_words
 from gtp_jax.runner.trainer._interrupt import Interrupt
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -79,27 +77,6 @@ def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
     assert re.search(naming("3 s process 1 (step 1, save for 7 s)"), errors)
     assert errors.count("most recent call first") >= 3 and "in play" in errors and "in wait" in errors
     assert re.search(naming("no checkpoint --resume"), errors)
-
-
-def test_the_last_words_of_a_run_that_has_not_replaced_another_do_not_name_that_one(tmp_path):
-    before = RunDirectory(tmp_path)
-    before.prepare(TrainConfig(), keep=False)
-    new = before.replacing()
-    assert NOT_BEGUN in last_words(new, 0, "no") and NOT_BEGUN not in last_words(before, 0, "no")
-    new.prepare(TrainConfig(), keep=False)
-    assert "There is no checkpoint yet" in last_words(new, 0, "no")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("replaces", [True, False])
-def test_the_child_knows_whose_directory_it_is(replaces, tmp_path, capfd):
-    directory = RunDirectory(tmp_path)
-    directory.prepare(TrainConfig(), keep=False)
-    guard = Guard(directory.replacing() if replaces else directory, 0)
-    assert guard._child.stdin is not None
-    guard._child.stdin.close()  # as if this process had died
-    guard._child.wait()
-    assert (NOT_BEGUN in capfd.readouterr().err) == replaces
 
 
 class Ended(Exception):
