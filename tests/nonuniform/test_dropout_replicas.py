@@ -78,7 +78,6 @@ PLANS = {
     "4 and 3": dict(dp=2, tp=4, failed=(5,), batch=7),
     "2 and 1": dict(dp=2, tp=2, failed=(3,), batch=9),
     "gtp 2, 2 and 1, two microbatches": dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2),
-    "2, 2 and 1": dict(dp=3, tp=2, failed=(1,), batch=10),
 }
 
 
@@ -143,10 +142,9 @@ def linear(rngs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["4 and 3", "gtp 2, 2 and 1, two microbatches"])
-def test_forward_and_recomputation_drop_the_same(name):
+def test_forward_and_recomputation_drop_the_same():
     """A linear function is the product of its argument and its gradient."""
-    plan = gtp.plan_faults(**PLANS[name])
+    plan = gtp.plan_faults(**PLANS["gtp 2, 2 and 1, two microbatches"])
     mesh, _, step = start(linear, plan, loss=sum_of_outputs, microbatches=plan.microbatches)
 
     def loss_without(*path):
