@@ -178,9 +178,13 @@ class _Forward:
 
 
 def _where_saved(residual: Tree, weights: Tree) -> Tree:
-    """Returns the residual of cut weights, with each saved weight replaced by the one that it was cut from."""
-    leaves, structure = jax.tree.flatten(residual, is_leaf=is_mark)  # of tuples in jax 0.11.2, also for a dict
-    pairs = zip(leaves, jax.tree.leaves(weights), strict=True)
+    """Returns the residual of cut weights, with each saved weight replaced by the one that it was cut from.
+
+    It has the structure of `weights`, which that of `residual` is not in jax 0.11.2: there it is of tuples, also for a
+    dict.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    pairs = zip(jax.tree.leaves(residual, is_leaf=is_mark), leaves, strict=True)
     return jax.tree.unflatten(structure, [own if is_mark(own) else whole for own, whole in pairs])
 
 
