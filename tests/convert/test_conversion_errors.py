@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-from flax import nnx
 from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints, StreamedArray
@@ -17,7 +16,7 @@ from gtp_jax.convert._fresh import fresh_directory
 from gtp_jax.convert._import import _check
 from gtp_jax.convert._safetensors import Reader
 from gtp_jax.convert._stored import tensors_of
-from gtp_jax.models import LlamaConfig, load
+from gtp_jax.models import LlamaConfig
 from gtp_jax.models.llama._hf_config import _PLACES
 from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 from gtp_jax.runner.cli import main
@@ -74,14 +73,11 @@ def change_config(source, **fields):
         (dict(num_attention_heads=3), "`num_kv_heads` 2 `num_heads` 3"),
         (dict(hidden_size=None), "lacks hidden_size"),
         (dict(hidden_size="64"), "hidden_size '64'"),
-        (dict(hidden_size="64", head_dim=None), "hidden_size '64'"),
         (dict(num_attention_heads=4.0, rms_norm_eps="x"), "num_attention_heads 4.0 rms_norm_eps 'x'"),
         (dict(rope_theta=float("nan")), "rope_theta nan finite"),
         (dict(rope_theta=10**400, rms_norm_eps=1e39), "rms_norm_eps 1e+39 rope_theta finite"),
-        (dict(rope_scaling={"type": "linear", "factor": 10**400}), "'linear' factor"),
         (dict(vocab_size=10**400), "`vocab_size` 2**31"),
         (dict(tie_word_embeddings="no"), "tie_word_embeddings 'no' true"),
-        (dict(rope_scaling={"rope_type": None, "type": "linear", "factor": 8.0}), "rope_scaling rope_type None"),
         (dict(rope_scaling={"factor": 8.0}), "rope_scaling factor rope_type None"),
         (dict(rope_parameters={"rope_theta": 5e5, "factor": 8.0}), "rope_parameters factor rope_type"),
         (dict(rope_scaling={"type": "default", "factor": 8.0}), "factor rope_type 'default'"),
@@ -90,8 +86,6 @@ def change_config(source, **fields):
             "rope_scaling.rope_type 'llama3' rope_scaling.type 'linear'",
         ),
         (dict(rope_scaling=[]), "rope_scaling []"),
-        (dict(rope_scaling=False), "rope_scaling False"),
-        (dict(rope_scaling="linear"), "rope_scaling 'linear'"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "rope_parameters all layers"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 1"),
         (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
@@ -121,10 +115,8 @@ def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(rope_scaling=None),
         dict(rope_scaling={}),
         dict(rope_scaling={"type": None, "factor": None}),
-        dict(rope_scaling={"type": "default", "rope_type": "default"}),
         dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}),
         dict(partial_rotary_factor=1, rope_parameters={"partial_rotary_factor": 1.0}, rope_scaling=None),
         dict(rope_parameters={"rope_theta": 5e5, "original_max_position_embeddings": 4096}),
@@ -135,12 +127,8 @@ def test_what_says_nothing_of_a_scaling_is_none(source, tmp_path, fields):
     assert import_llama(source, tmp_path / "out").config.rope_scaling is None
 
 
-def test_newer_place_of_the_wavelengths_is_read(source, tmp_path):
-    config = {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
-    del config["rope_theta"]
-    (source / "config.json").write_text(json.dumps(config))
-    assert import_llama(source, tmp_path / "out").config.rope_theta == 1234.0
-    change_config(source, rope_theta=10**10)  # an int that JAX does not take, as its ints have 32 bits
+def test_an_integer_base_that_is_too_large_for_jax_becomes_a_float(source, tmp_path):
+    change_config(source, rope_theta=10**10)
     assert type(import_llama(source, tmp_path / "large").config.rope_theta) is float
 
 
@@ -175,16 +163,13 @@ def test_files_that_are_not_json(source, tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", b'{"model":', "tokenizer.json JSON Download"),
-        ("tokenizer.json", b"[" * 100_000, "tokenizer.json 64 levels"),
-        ("generation_config.json", b"[1]", "generation_config.json JSON"),
-        ("vocab.json", b"\xff", "vocab.json JSON"),
         ("added_tokens.json", b"{" + b'"":0,' * 4_000_000 + b"}", "added_tokens.json 4000000"),
         ("tokenizer.model", 1 << 40, "tokenizer.model 67108864"),
         ("merges.txt", "../secret", "merges.txt secret outside"),
         ("chat_template.jinja", "nowhere", "chat_template.jinja Download"),
         ("special_tokens_map.json", "/dev/zero", "special_tokens_map.json /dev/zero outside"),
     ],
-    ids=["cut", "deep", "list", "bytes", "values", "huge", "outside", "dangling", "device"],
+    ids=["cut", "values", "huge", "outside", "dangling", "device"],
 )
 def test_malformed_files_of_a_tokenizer(source, tmp_path, name, content, message):
     (tmp_path / "secret").write_text("secret")
@@ -283,8 +268,8 @@ def test_files_that_are_not_whole(source, tmp_path):
     for changed, message in (
         (whole[:-1], f"truncated {len(whole) - 1} {len(whole)}"),
         (whole + b"\0", f"longer {len(whole) + 1}"),
-        (whole[:100], "header"),
-        (whole[:4], "header"),
+        (whole[:100], f"header {int.from_bytes(whole[:8], 'little')} 100"),
+        (whole[:4], "header 8 4"),
         (b"", "header 0 bytes"),
         (b"\xff" * 8 + whole[8:], "header 18446744073709551615"),
         (whole[:8] + b"[" + whole[9:], "header JSON"),
@@ -330,16 +315,6 @@ def test_out_is_not_overwritten(made, tmp_path):
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-def test_out_may_be_a_link(made, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for name, target in (("link", "empty"), ("dangling", "new")):
-        (tmp_path / name).symlink_to(target)
-        export_llama(made / "imported", tmp_path / name, dtype="float32")
-        assert (tmp_path / name).is_symlink() and (tmp_path / name).readlink().name == target
-        assert_same(read_model(tmp_path / target), random_tensors(CONFIG))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new"]
-
-
 def test_an_out_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "mounted").mkdir()
@@ -349,23 +324,6 @@ def test_an_out_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_p
             with fresh_directory(tmp_path / name):
                 pytest.fail("it was written to")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "mounted"]
-
-
-def test_a_path_may_have_two_dots(made, source, tmp_path, monkeypatch):
-    (tmp_path / "sub").mkdir()
-    monkeypatch.chdir(tmp_path / "sub")
-    import_llama("../hf", "../sub/../imported")
-    export_llama("../imported", "../out", dtype="float32")
-    assert_same(read_model(tmp_path / "out"), random_tensors(CONFIG))
-    assert nnx.state(load("../imported"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "imported", "out", "sub"]
-
-
-def test_a_missing_checkpoint(made, tmp_path):
-    message = refused(export_llama, tmp_path / "nowhere", out=tmp_path / "out", error=FileNotFoundError)
-    assert re.search(naming("checkpoint no such directory"), message)
-    message = refused(export_llama, made / "imported", out=tmp_path / "out", error=FileNotFoundError, step=5)
-    assert re.search(naming("step 5 [0]"), message)
 
 
 def test_arguments_out_of_range(made, tmp_path):
@@ -416,15 +374,6 @@ def test_of_a_damaged_checkpoint_nothing_wrong_is_exported(made, tmp_path):
         else:  # a byte of what is not part of the arrays any more
             assert_same(read_model(out), random_tensors(CONFIG))
     assert found > 5
-
-
-def test_a_truncated_file_of_a_checkpoint_is_named(made, tmp_path):
-    copy = shutil.copytree(made / "imported", tmp_path / "copy")
-    file = max((copy / "0/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
-    size = file.stat().st_size
-    file.write_bytes(b"")
-    message = refused(export_llama, copy, out=tmp_path / "out")
-    assert re.search(naming(f"{copy}/0 {file} 0 bytes {size} Restore"), message)
 
 
 def test_an_error_while_tensors_are_written_leaves_nothing(made, tmp_path, monkeypatch):

@@ -55,8 +55,7 @@ MODELS = {
     "Qwen3 with a window": {**QWEN3, **WINDOW, "max_window_layers": 0},
     "Qwen3 with experts and a window": {**QWEN3_MOE, **WINDOW},
 }
-MESHES = {"gtp 8": dict(gtp=8), "gtp 4 x tp 2": dict(gtp=4, tp=2)}
-USUAL = ["Llama 3.1's scaling", "Qwen2, YaRN, a window, tied"]
+USUAL = ["Qwen2, YaRN, a window, tied"]
 
 
 @pytest.fixture(params=others_full(MODELS, USUAL))
@@ -68,8 +67,7 @@ def model(request, tmp_path):
     return config, tensors, tmp_path / "imported"
 
 
-@pytest.mark.parametrize("degrees", others_full(MESHES, ["gtp 4 x tp 2"]))
-def test_logits_are_those_of_the_tensors_on_every_mesh(model, degrees, x64):
+def test_logits_on_a_mesh_are_those_of_the_tensors(model, x64):
     config, tensors, imported = model
     tokens = np.random.default_rng(1).integers(0, config["vocab_size"], (8, 24), dtype=np.int32)
     wanted = logits(tensors, config, tokens)
@@ -80,7 +78,7 @@ def test_logits_are_those_of_the_tensors_on_every_mesh(model, degrees, x64):
     unbiased = {name: 0 * values if "bias" in name else values for name, values in tensors.items()}
     has_biases = np.abs(logits(unbiased, config, tokens) - wanted).max() > 1e-2
     assert has_biases == (config["model_type"] == "qwen2")
-    mesh = gtp.make_mesh(**MESHES[degrees])
+    mesh = gtp.make_mesh(gtp=4, tp=2)
     with jax.set_mesh(mesh):
         placed = jax.device_put(tokens, NamedSharding(mesh, P(("dp", "gtp"))))
         found = nnx.jit(lambda model, tokens: model(tokens))(load(imported, dtype="float64"), placed)
@@ -153,22 +151,15 @@ TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
     [
         (QWEN2, {**WINDOW, "max_window_layers": 2}, "max_window_layers 2 3 layers 0 use_sliding_window false"),
         (QWEN3_MOE, {**WINDOW, "max_window_layers": 48}, "max_window_layers 48 2 layers"),
-        (QWEN2, {**WINDOW, "max_window_layers": "all"}, "max_window_layers 'all' 3 layers"),
         (QWEN2, {**WINDOW, "layer_types": TYPES}, f"layer_types {TYPES} 5 sliding_window 3 layers null"),
         (QWEN2, {"layer_types": TYPES[1:] + TYPES[1:2]}, "no sliding_window 'full_attention'"),
         (QWEN2, {**WINDOW, "layer_types": TYPES[1:]}, "'sliding_attention' 3 layers"),
-        (QWEN2, {**WINDOW, "layer_types": 5}, "layer_types 5 sliding_window"),
         (QWEN2, {"use_sliding_window": "no"}, "use_sliding_window 'no' true false"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window 0 2**31 null"),
         (MISTRAL, {"sliding_window": 7.0}, "sliding_window 7.0"),
-        (MISTRAL, {"sliding_window": True}, "sliding_window True"),
-        (MISTRAL, {"layer_types": TYPES[:2]}, "'sliding_attention' 3 layers"),
         (QWEN2, {"rope_scaling": {**YARN, "factor": None}}, "rope_scaling 'yarn' factor"),
         (QWEN2, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "'yarn' beta_fast '32'"),
-        (QWEN2, {"rope_scaling": {**YARN, "beta_fast": 1e39}}, "'yarn' beta_fast 1e+39"),
-        (QWEN2, {"rope_scaling": {**YARN, "truncate": None}}, "'yarn' truncate None"),
         (QWEN2, {"rope_scaling": {**YARN, "beta_slow": 32}}, "`beta_slow` 32 `beta_fast`"),
-        (QWEN2, {"rope_scaling": {**YARN, "attention_factor": 0}}, "`attention_factor` 0"),
         (QWEN2, {"rope_scaling": YARN, "rope_theta": 1.0}, "`rope_theta` 1.0 'yarn'"),
         (
             QWEN2,

@@ -56,12 +56,6 @@ def test_narrow_types_are_imported_exactly(dtype, tmp_path):
     assert_same(read_model(tmp_path / "out"), {name: t.astype(np.float32) for name, t in tensors.items()})
 
 
-def test_several_files_with_an_index_are_the_same_model(source, tmp_path):
-    tensors, _, imported = source
-    import_llama(write_model(tmp_path / "hf", tensors, CONFIG, files=4), tmp_path / "imported")
-    assert digests(tmp_path / "imported") == digests(imported)
-
-
 def test_files_are_as_large_as_asked_and_the_index_names_each_tensor_once(source, tmp_path):
     tensors, _, imported = source
     limit = 50_000

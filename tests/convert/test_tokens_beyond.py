@@ -56,8 +56,6 @@ def test_tokens_that_the_model_lacks_are_named_in_one_warning(tmp_path, files, n
         {"model": {"vocab": VOCAB}, "added_tokens": [{"id": 101, "content": "</s>"}]},
         {"model": {"vocab": {"a": "102", "b": 102.0, "c": True, "d": None}}, "added_tokens": {"[PAD]": 102}},
         {"model": {"vocab": 300}, "added_tokens": [102, {}, {"id": "102"}]},
-        {"model": [], "added_tokens": None},
-        {},
     ],
 )
 def test_files_without_such_tokens_or_of_another_form_are_kept_without_a_warning(tmp_path, content):
