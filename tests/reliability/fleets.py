@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import gtp_jax
 from gtp_jax.checkpoint import Checkpoints
@@ -63,43 +64,34 @@ class Pair:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def wait_for(self, pattern: str, number: int = 0, seconds: float = 120) -> None:
-        """Waits until one of the two has printed something.
-
-        Raises:
-            TimeoutError: if it does not, or ends before.
-        """
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.printed(number)):
-            if time.monotonic() > deadline or self._runs[number].poll() is not None:
-                raise TimeoutError(f"process {number} did not print {pattern!r}: {self.printed(number)[-2000:]}")
-            time.sleep(0.05)
+        """Waits until one of the two has printed something."""
+        self._wait(lambda: re.search(pattern, self.printed(number)), f"print {pattern!r}", [number], seconds)
 
     def wait_for_step(self, step: int, seconds: float = 120) -> None:
-        """Waits until a step has been logged.
-
-        Raises:
-            TimeoutError: if it is not, or a process ends before.
-        """
-        log, deadline = self.out / "log.jsonl", time.monotonic() + seconds
-        while not (log.exists() and f'"step": {step}, "loss"' in log.read_text()):
-            if time.monotonic() > deadline or any(run.poll() is not None for run in self._runs.values()):
-                raise TimeoutError(f"step {step} was not logged: {self.printed(0)[-2000:]}")
-            time.sleep(0.05)
+        """Waits until a step has been logged."""
+        log, said = self.out / "log.jsonl", f'"step": {step}, "loss"'
+        self._wait(lambda: log.exists() and said in log.read_text(), f"log step {step}", self._runs, seconds)
 
     def wait_for_checkpoint(self, seconds: float = 120) -> None:
-        """Waits until a checkpoint is complete, which is written while steps go on.
+        """Waits until a checkpoint is complete, which is written while steps go on."""
+        path = self.out / "checkpoints"
+
+        def is_there() -> bool:
+            return path.exists() and Checkpoints(path, read_only=True).latest() is not None
+
+        self._wait(is_there, "complete a checkpoint", self._runs, seconds)
+
+    def _wait(self, condition: Callable[[], Any], what: str, numbers: Iterable[int], seconds: float) -> None:
+        """Waits for a condition.
 
         Raises:
-            TimeoutError: if none is, or a process ends before.
+            TimeoutError: if it does not hold in time, or one of these processes ends before.
         """
         deadline = time.monotonic() + seconds
-        while not ((self.out / "checkpoints").exists() and self._latest() is not None):
-            if time.monotonic() > deadline or any(run.poll() is not None for run in self._runs.values()):
-                raise TimeoutError(f"no checkpoint was completed: {self.printed(0)[-2000:]}")
+        while not condition():
+            if time.monotonic() > deadline or any(self._runs[number].poll() is not None for number in numbers):
+                raise TimeoutError(f"the run did not {what}: {self.printed(0)[-2000:]}")
             time.sleep(0.05)
-
-    def _latest(self) -> int | None:
-        return Checkpoints(self.out / "checkpoints", read_only=True).latest()
 
     def codes(self, seconds: float) -> dict[int, int | None]:
         """Waits for both; returns their exit codes, `None` of one that goes on for longer."""
