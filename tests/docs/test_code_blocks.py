@@ -61,13 +61,6 @@ def test_the_commands_of_a_page_parse(page, capsys):
     capsys.readouterr()
 
 
-def test_a_renamed_flag_or_command_would_be_found(capsys):
-    for line in ("gtp-jax train --resumed", "gtp-jax checkpoints list gtp-run", "gtp-jax bench steps"):
-        with pytest.raises(AssertionError, match="here"):
-            _check_command(_words(line)[1:], "here")
-    capsys.readouterr()
-
-
 def _words(line: str) -> list[str]:
     try:
         words = shlex.split(line, comments=True)

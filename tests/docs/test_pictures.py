@@ -4,29 +4,9 @@ import tomllib
 
 import pytest
 
-from docs.pictures.how_it_works import PICTURES, groups, life, rooms
-from gtp_jax.chain import Compute, Gather, Reduce, Schedule, plan
+from docs.pictures.how_it_works import PICTURES, rooms
 
 from .pages import ROOT
-
-
-def test_the_life_of_a_weight_is_the_table_of_the_note():
-    states = [row["state"] for row in life()]
-    assert states[0] == "stored" and states[-1] == "gradient of shards" and len(states) == 9
-    assert all(row["type"] and row["made by"] for row in life())
-
-
-def test_columns_of_the_schedule_hold_every_event_of_the_plan_once():
-    found = plan([4], Schedule())
-    for events, kinds in (
-        (found.forward, {Gather: 4, Compute: 4}),
-        (found.backward, {Gather: 3, Compute: 4, Reduce: 4}),
-    ):
-        columns = groups(events)
-        shown = [event for column in columns for event in column]
-        assert {kind: sum(type(event) is kind for event in shown) for kind in kinds} == kinds
-        assert len(shown) == sum(kinds.values()) and len(columns) == 5
-        assert all(len({type(event) for event in column}) == len(column) for column in columns)  # one per lane
 
 
 def test_every_room_of_the_import_contracts_is_drawn_with_its_lines_and_purpose():

@@ -71,12 +71,6 @@ def test_no_recompilation_for_the_same_format_and_shape():
     assert count == 2
 
 
-def test_eval_shape_makes_one_of_shapes():
-    q = jax.eval_shape(lambda: made(NVFP4))
-    validate(q)
-    assert isinstance(q.codes, jax.ShapeDtypeStruct) and q.shape == (33, 47)
-
-
 @pytest.mark.parametrize("format", others_full(FORMATS.values(), [NVFP4]), ids=str)
 def test_orbax_restores_it(format, tmp_path):
     tree = {"kernel": made(format), "column": made(format, (2, 33, 47), axis="column")}
@@ -95,15 +89,10 @@ BROKEN = {  # what the message must name: the error, and what is broken
     "`codes` int8 uint8": (TypeError, lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8))),
     "`codes` NVFP4_1D (33, 47) (33, 23) (33, 24)": (ValueError, lambda: replace(FOUR, codes=FOUR.codes[:, :-1])),
     "`scales` (2, 33) (33, 2)": (ValueError, lambda: replace(EIGHT, scales=EIGHT.scales.T)),
-    "`codes` missing row-wise MXFP8": (ValueError, lambda: replace(EIGHT, codes=None)),
-    "`codes` list array": (TypeError, lambda: replace(EIGHT, codes=[1])),
-    "`amax` float array": (TypeError, lambda: replace(FOUR, amax=1.0)),
     "`scales` missing row-wise MXFP8": (ValueError, lambda: replace(EIGHT, scales=None)),
     "`scales` not allowed FP8_E4M3": (ValueError, lambda: replace(NO_BLOCKS, scales=EIGHT.scales)),
     "`amax` missing row-wise NVFP4_1D": (ValueError, lambda: replace(FOUR, amax=None)),
-    "`amax` not allowed MXFP8": (ValueError, lambda: replace(EIGHT, amax=FOUR.amax)),
     "`amax` (2,) ()": (ValueError, lambda: replace(FOUR, amax=jnp.ones(2))),
-    "`amax` int32 float32": (TypeError, lambda: replace(FOUR, amax=jnp.int32(3))),
     "column-wise NVFP4_1D (47, 17)": (ValueError, lambda: replace(FOUR, columns=True)),
 }
 

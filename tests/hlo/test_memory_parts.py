@@ -69,11 +69,3 @@ def test_state_of_another_step_is_refused():
     compiled, w, _ = step_and_state()
     with pytest.raises(ValueError, match=naming("`params` `opt_state` `frozen` Pass state")):
         hlo.memory(compiled, params=[w] * 20)
-
-
-def test_table_names_every_part():
-    compiled, w, _ = step_and_state()
-    text = hlo.memory(compiled, params=w, opt_state=w).table()
-    for part in ("weights", "optimizer", "batch", "gradients", "activations", "outputs", "in total"):
-        assert f"\n{part}" in text
-    assert "524 kB" in text
