@@ -94,16 +94,6 @@ def test_values_of_codes_are_exact(format, dtype):
         np.testing.assert_array_equal(values, wanted.T if q.columns else wanted)
 
 
-@pytest.mark.full
-def test_a_stack_of_matrices_is_quantized_one_by_one():
-    x = np.stack([wide((130, 140), seed) for seed in range(3)])
-    stack = gtp.quantize(device(x), FP8_BLOCKS)
-    for i, one in enumerate(x):
-        alone = gtp.quantize(device(one), FP8_BLOCKS)
-        assert_same_bits(stack.codes[i], alone.codes)
-        assert_same_bits(stack.scales[i], alone.scales)
-
-
 def operand(rng, rows, depth, block, *, one_sign):
     """A copy whose codes have the contraction last, and its values in float64."""
     x = rng.uniform(0.5, 1, (rows, depth)) if one_sign else rng.normal(size=(rows, depth))

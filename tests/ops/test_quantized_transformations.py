@@ -68,27 +68,6 @@ def test_vmap_of_one_matrix_over_amaxes(implementation):
         assert_same_bits(together[index], gtp.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=str)
-def test_scan(format, implementation):
-    x = stack()
-
-    def body(carry, layer):
-        q = gtp.quantize(layer, format, implementation=implementation)
-        return carry + 1, q
-
-    _, stacked = jax.lax.scan(body, 0, x)
-    validate(stacked)
-
-    def read(carry, q):
-        return carry, gtp.dequantize(q, jnp.float32, implementation=implementation)
-
-    _, back = jax.lax.scan(read, 0, stacked)
-    for layer in range(3):
-        q = gtp.quantize(x[layer], format, implementation=implementation)
-        assert_same_bits(back[layer], gtp.dequantize(q, jnp.float32), f"layer {layer}")
-
-
 @pytest.mark.parametrize("format, check_vma", pairwise([NVFP4, MXFP8], [False, True], usual=1), ids=str)
 def test_shard_map_sees_its_own_part(format, check_vma, implementation):
     if implementation == "native" and check_vma:
@@ -104,15 +83,6 @@ def test_shard_map_sees_its_own_part(format, check_vma, implementation):
 
     mapped = jax.jit(jax.shard_map(codes, mesh=mesh, in_specs=P("gtp"), out_specs=P("gtp"), check_vma=check_vma))
     assert_same_bits(mapped(x), codes(x))
-
-
-def test_abstractly(implementation):
-    q = jax.eval_shape(
-        lambda x: gtp.quantize(x, NVFP4, axis="column", implementation=implementation),
-        jax.ShapeDtypeStruct((5, 33, 47), jnp.bfloat16),
-    )
-    validate(q)
-    assert q.shape == (5, 33, 47) and q.codes.shape == (5, 47, 17) and q.scales.shape == (5, 3, 3)
 
 
 def test_gradients_are_refused_by_name_and_not_silently_zero(implementation):

@@ -32,23 +32,6 @@ def test_a_shape_that_the_signature_forbids_fails(name):
         WRONG[name]()
 
 
-@on_cpus
-def test_inner_functions_share_checks_only_if_their_annotations_are_equal():
-    from annotations import checked
-
-    def outer(kind, returned):
-        def inner(x: kind) -> kind:
-            return returned
-
-        return jaxtyping.jaxtyped(inner, typechecker=checked)
-
-    one, two, text = outer(int, 1), outer(int, 2), outer(str, "text")
-    assert (one(0), two(0), text("")) == (1, 2, "text")
-    for function, wrong in ((one, ""), (two, ""), (text, 0), (outer(int, "text"), 0)):
-        with pytest.raises(jaxtyping.TypeCheckError):
-            function(wrong)
-
-
 @pytest.mark.full
 def test_users_calls_are_not_checked():
     script = (
