@@ -1,4 +1,4 @@
-"""Runs with options of the model and its memory: offloading, experts, and degrees that divide no dimension."""
+"""Runs with experts, and with degrees that divide no dimension."""
 
 import jax
 import pytest
@@ -16,20 +16,13 @@ UNEVEN = dict(num_layers=1, hidden_size=36, num_heads=3, num_kv_heads=3, head_di
 
 
 @pytest.mark.full
-def test_a_run_that_offloads_has_the_losses_of_one_that_recomputes(text, tmp_path):
-    for remat in ("nothing", "offload"):
-        assert main(["train", *small(text, tmp_path / remat, steps=3, remat=remat, eval_every=0, save_every=3)]) == 0
-    assert losses(tmp_path / "nothing") == losses(tmp_path / "offload") and len(losses(tmp_path / "offload")) == 3
-
-
-@pytest.mark.full
 def test_a_run_with_padded_weights_goes_on_where_nothing_is_padded_with_the_same_losses(text, tmp_path, capsys):
     flags = lambda name, **changes: small(text, tmp_path / name, **UNEVEN, eval_every=3, **changes)  # noqa: E731
     assert main(["train", *flags("even", gtp=4, dp=2, tp=1, steps=3)]) == 0
     assert main(["train", *flags("moved", gtp=8, tp=1, steps=3)]) == 0
-    printed = capsys.readouterr()
-    assert "stays whole" not in printed.err
-    assert "state   54.4 kB of weights and optimizer on each device; an even share is 51.8 kB" in printed.out
+    assert (
+        "state   54.4 kB of weights and optimizer on each device; an even share is 51.8 kB" in capsys.readouterr().out
+    )
     assert main(["train", f"--out={tmp_path / 'moved'}", "--resume", "--step=2", "--gtp=4", "--dp=2"]) == 0
     assert losses(tmp_path / "moved", "loss") == pytest.approx(losses(tmp_path / "even", "loss"), rel=1e-4)
     manifests = [Checkpoints(tmp_path / name / "checkpoints", read_only=True).manifest(2) for name in ("moved", "even")]
