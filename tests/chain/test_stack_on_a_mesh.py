@@ -192,17 +192,20 @@ def stack_of(layer, **options):
     return gtp.Stack(lambda rngs: layer(rngs), 2, rngs=nnx.Rngs(0), **options)
 
 
-X = np.ones((2, 8), np.float32)
 REFUSED = {
-    "a parameter written": (ValueError, lambda: stack_of(Writes)(X), "Writes parameter scale. variables"),
+    "a parameter written": (
+        ValueError,
+        lambda: stack_of(Writes)(jnp.ones((2, 8))),
+        "Writes parameter scale. variables",
+    ),
     "rngs shared": (
         TypeError,
-        lambda: stack_of(Sows)(X, rngs=nnx.Rngs(0)),
+        lambda: stack_of(Sows)(jnp.ones((2, 8)), rngs=nnx.Rngs(0)),
         "`Stack` Rngs; array layers constructed",
     ),
     "one shared array": (
         TypeError,
-        lambda: gtp.run_chain(X, stack_of(Sows), shared=jnp.ones(8)),
+        lambda: gtp.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
         "`shared` ArrayImpl; tuple mapping",
     ),
 }
