@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from messages import naming
 
 import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY, of_error
 from gtp_jax.runner.data import BYTES, Corpus
 from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
-from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _agreement
+from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig, _agreement
 from gtp_jax.runner.trainer._agreement import check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 
@@ -125,6 +126,37 @@ def test_process_that_does_not_come_is_named():
     [alone] = run(launches(1, processes=2), lambda *_: None, timeout_s=1)
     named = naming("process 1 of 2 process 0 127.0.0.1: refused 1 s --join-timeout")
     assert re.search(named, str(alone)) and of_error(alone) == RETRY
+
+
+@pytest.mark.full
+def test_process_that_ends_is_named():
+    def body(peers: Peers, process: int):
+        if process == 1:
+            raise KeyError("a mistake of ours")
+        return peers.ask(None, len)
+
+    raised = run(launches(0, 1, 2), body)
+    assert re.search(naming("process 1 ended"), str(raised[0]))
+    assert of_error(raised[0]) == of_error(raised[1])  # launchers look at any of them
+    assert isinstance(raised[2], NoCoordinator)
+
+
+@pytest.mark.full
+def test_process_that_says_nothing_is_named():
+    said = threading.Event()
+
+    def body(peers: Peers, process: int):
+        if process == 1:
+            return said.wait(10)
+        try:
+            return peers.ask(None, len, timeout_s=0.3)
+        finally:
+            if process == 0:  # process 2 may give up earlier, and process 1 must not end before 0 has asked
+                said.set()
+
+    raised = run(launches(0, 1, 2), body)
+    assert re.search(naming("process 1 answer"), str(raised[0])) and of_error(raised[0]) == RETRY
+    assert isinstance(raised[2], NoCoordinator)  # process 0 did not answer either, or has ended
 
 
 def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_path, monkeypatch):

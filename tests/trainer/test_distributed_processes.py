@@ -116,3 +116,26 @@ def test_hosts_of_two_devices_and_one_equal_one_process(text, tmp_path):
         assert [run.wait(300) for run in runs] == [0, 0], (tmp_path / "process0.txt").read_text()[-6000:]
     found, wanted = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.full
+def test_hosts_of_unequal_devices_are_refused_without_failed_ones(text, tmp_path):
+    flags = small(text, tmp_path / "run", gtp=3, batch=9, local_devices=2)
+    with processes(2, flags, tmp_path, last=["--local-devices=1"]) as runs:
+        assert [run.wait(120) for run in runs] == [2, 2]
+    for i in range(2):
+        output = " ".join((tmp_path / f"process{i}.txt").read_text().split())
+        assert "devices: 2 x cpu in process 0; 1 x cpu in process 1" in output and "--failed-devices" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_degrees_that_do_not_divide_the_sequence_train_and_evaluate(text, tmp_path):
+    flags = HEALTHY | {"tp": 4, "batch": 14, "steps": 2, "seq": 32}
+    train(small(text, tmp_path / "healthy", **flags))
+    wanted = losses(tmp_path / "healthy")
+    assert {(2, "loss"), (2, "held_out")} <= wanted.keys()
+    for failed in (["7"], ["0", "7"]):  # one replica has tp 3, then both
+        out = tmp_path / "".join(failed)
+        train([*small(text, out, **flags), "--failed-devices", *failed])
+        assert losses(out) == pytest.approx(wanted, rel=1e-4), failed

@@ -133,7 +133,8 @@ def test_a_base_of_published_codes_is_trained_over_resumed_generated_from_and_me
 
 
 @pytest.mark.full
-def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_path):
+@pytest.mark.parametrize("way", ["--average=0.5", "--optimizer=schedule-free"])
+def test_averages_of_adapters_are_what_is_read_merged_and_exported(way, made, tmp_path):
     """Beside layers with biases, which are frozen: a Qwen2."""
     hf = {**QWEN2, "vocab_size": 256, "num_hidden_layers": 2}
     tensors = {name: x * 0.1 for name, x in random_tensors(hf).items()}
@@ -141,14 +142,15 @@ def test_averages_of_adapters_are_what_is_read_merged_and_exported(made, tmp_pat
     import_llama(tmp_path / "hf", tmp_path / "imported")
     run = tmp_path / "run"
     flags = small(made / "text", run, steps=4, save_every=4, sample_tokens=4, gtp=4, tp=2)
-    start = [f"--from={tmp_path / 'imported'}", "--lora-targets", "query", "--average=0.5", *LORA]
-    assert main(["train", *flags, *start]) == 0
+    assert main(["train", *flags, f"--from={tmp_path / 'imported'}", "--lora-targets", "query", way, *LORA]) == 0
     arrays = Checkpoints(run / "checkpoints", read_only=True).arrays()
     of = {name: array.read(0, array.shape[0]) for name, array in arrays.items() if "/query/" in name}
     wanted = {}
     for letter in "ab":
         (trained,) = (x for name, x in of.items() if name.startswith("params/") and name.endswith(f"query/{letter}"))
-        (wanted[letter],) = (x for name, x in of.items() if "/average/" in name and name.endswith(f"query/{letter}"))
+        kind = "average" if "average" in way else "z"
+        (beside,) = (x for name, x in of.items() if f"/{kind}/" in name and name.endswith(f"query/{letter}"))
+        wanted[letter] = beside if kind == "average" else (trained - (1 - 0.9) * beside) / 0.9
         assert np.abs(wanted[letter] - trained).max() > 1e-5
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
         model: Any = load(run, dtype="float32")

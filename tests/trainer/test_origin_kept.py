@@ -9,6 +9,8 @@ import io
 import json
 import re
 import shutil
+import socket
+import subprocess
 
 import jax
 import pytest
@@ -27,7 +29,7 @@ from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._job import abstract_state
 from gtp_jax.runner.trainer._start import start_from, started_from, vocab_size_of
 
-from .runs import WORDS, refused, small, write_text
+from .runs import WORDS, python, refused, small, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -249,3 +251,41 @@ def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it
         read_corpus(config, resume=True)
     named = dataclasses.replace(config, tokenizer=str(beyond / "hf/tokenizer.json"))
     assert read_corpus(named, resume=True).fingerprint == corpus.fingerprint
+
+
+WORKER = """
+import sys
+import jax
+
+address, rank, text, tokenizer, imported, away, unreadable = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(rank))
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._corpus import read_corpus
+from gtp_jax.runner.trainer._start import vocab_size_of
+
+config = TrainConfig(data=(text,), tokenizer=tokenizer, batch=8, seq=16)
+corpus = read_corpus(config)  # whose vocabulary is larger than the checkpoint's
+print(vocab_size_of(config, corpus, imported if rank == "0" else away))
+try:
+    vocab_size_of(config, corpus, unreadable if rank == "0" else imported)
+except (OSError, ValueError) as error:
+    print(error)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.full
+def test_processes_that_read_differently_go_on_with_the_vocabulary_that_the_first_has_read(beyond, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    shutil.copytree(beyond / "imported", tmp_path / "unreadable")
+    manifest = tmp_path / "unreadable/0/manifest/manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    places = [beyond / "text", beyond / "hf/tokenizer.json", beyond / "imported", tmp_path / "no", manifest.parents[2]]
+    workers = [python("-c", WORKER, address, rank, *places, stdout=subprocess.PIPE) for rank in range(2)]
+    printed = [worker.communicate(timeout=300)[0].splitlines() for worker in workers]
+    found = [[line for line in lines if not line.startswith("[Gloo]")] for lines in printed]
+    assert [lines[0] for lines in found] == [str(ROWS)] * 2
+    assert "symbolic links" in found[0][1] and re.search(naming("process 0 checkpoints"), found[1][1])

@@ -39,6 +39,16 @@ def test_an_attempt_records_versions_and_no_secret(monkeypatch):
     assert {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"} <= json.loads(found)["versions"].keys()
 
 
+@pytest.mark.full
+def test_events_are_one_line_each_and_a_line_cut_off_is_ended(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "old"}\n{"event": "cut of')
+    said = []
+    EventLog(path, said.append, process=0).write("save", "saved", step=3)
+    assert said == ["saved"] and [e["event"] for e in read_lines(path)] == ["old", "save"]
+    assert len(path.read_text().splitlines()) == 3
+
+
 def test_events_that_are_held_back_are_written_when_the_run_has_begun(tmp_path):
     path, said = tmp_path / "events.jsonl", []
     events = EventLog(path, said.append, held=True)
