@@ -207,6 +207,23 @@ def dequantize(name: str, codes: np.ndarray, scales, whole: np.ndarray, shape, d
     return out.transpose(0, 2, 1) if columns else out
 
 
+def power_of_two_amax(amax: float, form) -> np.float32:
+    """The next amax whose scale is a power of two, for matmuls."""
+    return np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / form.largest)) * form.largest)
+
+
+def rounded(x: np.ndarray, form, scaled_by=None, *, columns=False, transform=False, key=None) -> np.ndarray:
+    """Values of a matrix in a format, in float64; the tensor's scale that of an amax, or the next power of two."""
+    x = np.asarray(x, np.float32)
+    seen = hadamard(x).astype(np.float32) if transform else x
+    if scaled_by is None or not form.has_amax:
+        scaled_by = power_of_two_amax(amax(seen), form) if form.has_amax else 0
+    whole = np.float32(scaled_by)
+    codes, scales = quantize(form.name, x[None], whole, columns=columns, use_hadamard=transform, key=key)
+    found = dequantize(form.name, codes, scales, whole[None], seen.shape, np.float32, columns=columns)
+    return found[0].astype(np.float64)
+
+
 def pack(name: str, shards: list[np.ndarray], amaxes) -> bytes:
     """The buffer of one slice: matrices `(rows, cols)` already in wire orientation."""
 

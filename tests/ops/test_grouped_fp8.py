@@ -14,10 +14,11 @@ import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
 from gtp_jax.mesh import platform
-from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax, sum_of_places, window_of
+from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax, sum_of_places
 from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
 
 from ..hlo.programs import array, h200_mesh, needs_target
+from .experts import window_and_sizes
 from .test_grouped_quantized import SIZES, expected, operands_of_a_layer
 
 FORMATS = {"e5m2": FP8_E5M2, "e4m3": FP8_E4M3}
@@ -149,11 +150,7 @@ def test_tiles_are_transposed_bit_for_bit():
 def test_on_gpus_rows_at_places_have_the_bits_of_rows_that_were_moved(name):
     rng = np.random.default_rng(0)
     tokens, top_k, groups, out, features = 600, 3, 8, 384, 256
-    group = rng.integers(0, groups + 1, tokens * top_k)  # some have no place
-    order = np.argsort(group, kind="stable").astype(np.int32)
-    places = np.argsort(order).astype(np.int32).reshape(tokens, top_k)
-    sizes = jnp.asarray(np.bincount(group, minlength=groups + 1)[:groups].astype(np.int32))
-    window = window_of(jnp.asarray(order), jnp.asarray(places), jnp.sum(sizes), 0, order.size)
+    window, sizes = window_and_sizes(rng, tokens, top_k, groups)
     x, g = (jnp.asarray(rng.normal(size=(tokens, n)), jnp.bfloat16) for n in (features, out))
     weight = jnp.asarray(rng.normal(size=(1, groups, out, features)), jnp.bfloat16)
 

@@ -8,17 +8,14 @@ from jax.sharding import PartitionSpec as P
 from messages import naming
 from selection import others_full
 
-import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from gtp_jax.ops import Order, SlottedWeight, Window, grouped_quantized
 
 from ..hlo.programs import array, h200_mesh, needs_target
+from .experts import KEY, OPERANDS, ROW, TILE, groups_of
 from .oracle import quantize_blocked, rounded_blocked
 
-KEY = jnp.zeros(2, jnp.uint32)
-OPERANDS = gtp.FP8Blocks().operands
-ROW, TILE = (1, 128), (128, 128)
 FEATURES = 192
 SIZES = [1, 127, 0, 128, 129]
 # rows of the kernels that share the weight, and the number of shards
@@ -29,10 +26,6 @@ ORDERS = {
     "shards of whole tiles": ((256, 512), 2),
     "shards cut": ((192, 64), 4),
 }
-
-
-def groups_of(sizes):
-    return [slice(end - size, end) for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
 
 
 def numbers(*shape, spread=2.0):

@@ -5,17 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
-from gtp_jax.ops import Order, SlottedWeight, grouped_quantized, sum_of_places, window_of
+from gtp_jax.ops import Order, SlottedWeight, grouped_quantized, sum_of_places
 from gtp_jax.ops import _grouped_tiles as tiled
 
+from .experts import KEY, OPERANDS, ROW, TILE, groups_of, window_and_sizes
 from .oracle import dequantize_blocked, quantize_blocked, rounded_blocked
 
-KEY = jnp.zeros(2, jnp.uint32)
-OPERANDS = gtp.FP8Blocks().operands
-ROW, TILE = (1, 128), (128, 128)
 EMPTY_TO_TWO_TILES = [0, 1, 127, 128, 129, 0, 300, 0]
 # Tensor cores align 32 products with their sum so far, and keep 14 bits. Products of codes of one size are exact. Where
 # their sizes differ by up to 2^12, a sum is off by up to 1e-3 of its magnitude (an emulation of 14 bits gives 1.04e-3).
@@ -37,10 +34,6 @@ def numbers(*shape, one_sign=False):
     x = rng.normal(size=shape)
     blocks = np.exp2(rng.integers(-6, 7, (*shape[:-1], -(-shape[-1] // 128))))
     return (x * np.repeat(blocks, 128, axis=-1)[..., : shape[-1]]).astype(np.float32)
-
-
-def groups_of(sizes):
-    return [slice(end - size, end) for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
 
 
 def in_tiles(kernel, shards):
@@ -197,11 +190,7 @@ def test_kernels_that_shards_cut_are_multiplied_one_after_another():
 def test_rows_at_places_have_the_bits_of_rows_that_were_moved():
     rng = np.random.default_rng(0)
     tokens, top_k, experts, out, features = 600, 3, 8, 384, 256
-    group = rng.integers(0, experts + 1, tokens * top_k)  # some have no place
-    order = np.argsort(group, kind="stable").astype(np.int32)
-    places = np.argsort(order).astype(np.int32).reshape(tokens, top_k)
-    sizes = jnp.asarray(np.bincount(group, minlength=experts + 1)[:experts].astype(np.int32))
-    window = window_of(jnp.asarray(order), jnp.asarray(places), jnp.sum(sizes), 0, order.size)
+    window, sizes = window_and_sizes(rng, tokens, top_k, experts)
     kernels, _ = in_tiles(numbers(experts, out, features), 1)
     x = jnp.asarray(numbers(tokens, features), jnp.bfloat16)
     slot = jnp.zeros(kernels.shape)

@@ -14,6 +14,7 @@ from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_matmul
 
 from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
+from .experts import groups_of
 
 BLOCK = triton.Block(rows=16, columns=32, depth=16, warps=4, stages=2)
 ON_CPU = {
@@ -62,9 +63,7 @@ def oracle(sizes, x, weight, gradient):
     """Result and gradients, group by group, in float64."""
     x, weight, gradient = (np.asarray(a, np.float64) for a in (x, weight, gradient))
     y, to_x, to_weight = np.zeros(gradient.shape), np.zeros(x.shape), np.zeros(weight.shape)
-    start = 0
-    for group, size in enumerate(map(int, sizes)):
-        mine = slice(start, start := start + size)
+    for group, mine in enumerate(groups_of(sizes)):
         y[mine] = x[mine] @ weight[group].T
         to_x[mine] = gradient[mine] @ weight[group]
         to_weight[group] = gradient[mine].T @ x[mine]

@@ -13,7 +13,8 @@ from gtp_jax.ops import grouped_quantized
 
 from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
 from . import oracle
-from .test_linear_blocks import rounded
+from .experts import groups_of
+from .oracle import rounded
 
 KEY = jnp.array([3, 11], jnp.uint32)
 OPERANDS: dict[str, Operands] = {
@@ -30,31 +31,6 @@ SIZES = {
 }
 
 
-def groups_of(sizes):
-    ends = np.cumsum(sizes)
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
-def in_format(x, form, amax=None, **how):
-    """`x` by the oracle; with the amax of a larger array that it is a part of, where one is given."""
-    if form.has_amax is False or amax is None:
-        return rounded(x, form, **how)
-    columns, transform, key = how.get("columns", False), how.get("transform", False), how.get("key")
-    seen = oracle.hadamard(x).astype(np.float32) if transform else x
-    codes, scales = oracle.quantize(form.name, x[None], amax, columns=columns, use_hadamard=transform, key=key)
-    back = oracle.dequantize(form.name, codes, scales, np.asarray(amax)[None], seen.shape, np.float32, columns=columns)
-    return back[0].astype(np.float64)
-
-
-def scale_of(parts, form):
-    """The amax that goes with arrays quantized as one: the next one up that makes a power of two."""
-    if not form.has_amax:
-        return None
-    largest = form.largest
-    amax = max(oracle.amax(part) for part in parts)
-    return np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / largest)) * largest)
-
-
 def operands_of_a_layer(sizes, form, dtype, shards=1, behind=3):
     """Input, weight as it travelled, gradient; some rows belong to none."""
     rng = np.random.default_rng(len(sizes))
@@ -62,7 +38,7 @@ def operands_of_a_layer(sizes, form, dtype, shards=1, behind=3):
     x = rng.normal(size=(rows, FEATURES)) * np.exp(rng.normal(size=(rows, 1)))
     g = rng.normal(size=(rows, OUT)) * 1e-3
     w = rng.normal(size=(len(sizes), OUT, FEATURES)) * np.exp(rng.normal(size=(len(sizes), 1, 1)))
-    w = np.stack([in_format(one.astype(np.float32), form, scale_of([one], form)) for one in w])
+    w = np.stack([rounded(one.astype(np.float32), form) for one in w])
     weight = np.swapaxes(w.reshape(len(sizes), shards, OUT // shards, FEATURES), 0, 1)
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(g, dtype), w
 
@@ -88,11 +64,11 @@ def expected(x, w, g, sizes, operands):
     """Forward, dgrad and wgrad, each group by itself, in float64."""
     x, g = np.asarray(x, np.float32), np.asarray(g, np.float32)
     key = [3, 11] if operands.stochastic else None
-    forward = in_format(x, operands.activation, scale_of([x], operands.activation))
-    backward = in_format(g, operands.gradient, scale_of([g], operands.gradient), key=key)
+    forward = rounded(x, operands.activation)
+    backward = rounded(g, operands.gradient, key=key)
     y, to_x, to_w = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
     form = operands.weight
-    transposed = [in_format(one.astype(np.float32), form, scale_of([one], form), columns=True) for one in w]
+    transposed = [rounded(one.astype(np.float32), form, columns=True) for one in w]
     for group, mine in enumerate(groups_of(sizes)):
         y[mine] = forward[mine] @ w[group].T
         to_x[mine] = backward[mine] @ transposed[group]
@@ -104,9 +80,9 @@ def expected(x, w, g, sizes, operands):
     sides = []
     for a, form, bits in ((x, operands.activation, None), (g, operands.gradient, key)):
         apart = moved_apart(a, sizes, run)
-        seen = oracle.hadamard(apart).astype(np.float32) if operands.hadamard else a
-        amax = scale_of([seen], form)
-        sides.append(in_format(apart, form, amax, columns=True, transform=operands.hadamard, key=bits))
+        # rows that belong to no group count too, but for those that are transformed
+        amax = None if operands.hadamard else oracle.power_of_two_amax(oracle.amax(a), form)
+        sides.append(rounded(apart, form, amax, columns=True, transform=operands.hadamard, key=bits))
     start = 0
     for group, size in enumerate(sizes):
         whole = slice(start, start := start + -(-size // run) * run)

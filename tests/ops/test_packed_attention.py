@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from messages import naming
 from selection import every
 
 import gtp_jax as gtp
@@ -182,20 +183,6 @@ def test_ranks_choose_for_themselves_over_batch_and_heads(by_hand):
     assert_equal(found, with_gradients(reference, *given))
 
 
-@pytest.mark.full
-def test_it_works_under_remat_and_scan(by_hand):
-    q, k, v, of_out = operands(2)
-    ids = jnp.asarray(np.stack([runs(39, 25), ONE]))
-
-    def twice(attend, q, k, v):
-        body = jax.checkpoint(lambda q, _: (attend(q, k, v), None))
-        return jax.lax.scan(body, q, None, length=2)[0]
-
-    reference = functools.partial(attention, causal=True, segment_ids=ids, scale=0.3, implementation="reference")
-    wanted = with_gradients(functools.partial(twice, reference), q, k, v, of_out)
-    assert_equal(with_gradients(functools.partial(twice, packed(ids, True, None)), q, k, v, of_out), wanted)
-
-
 def equations(jaxpr):
     """All equations, those of what is called too, as often as it is called."""
     for equation in jaxpr.eqns:
@@ -308,46 +295,32 @@ def _attention(config):
 # When ----------------------------------------------------------------------------------------------------------------
 
 
-def test_cpus_pack_nothing():
-    assert packed_lacks(HALF[8], causal=True, window=None).startswith("cuDNN supports packed documents from compute")
-
-
 @needs_target
 def test_what_packing_lacks_is_said():
     mesh = gtp.make_mesh(gtp=4, tp=2, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
-    said = {}
+    usual = (8, 1024, 8, 64)
 
-    def ask(name, **options):
-        def local(q):
-            said[name] = packed_lacks(q, **{"causal": True, "window": None, **options})
+    def lacks(shape=usual, *, local=True, check_vma=False, causal=True, window=None):
+        said = []
+
+        def ask(q):
+            said.append(packed_lacks(q, causal=causal, window=window))
             return q
 
-        return local
+        mapped = jax.shard_map(ask, in_specs=P("gtp"), out_specs=P("gtp"), check_vma=check_vma)
+        jax.eval_shape(mapped if local else ask, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        return said[0]
 
     with jax.set_mesh(mesh):
-
-        def inside(name, shape, check_vma=False, **options):
-            mapped = jax.shard_map(ask(name, **options), in_specs=P("gtp"), out_specs=P("gtp"), check_vma=check_vma)
-            jax.eval_shape(mapped, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-
-        usual = (8, 1024, 8, 64)
-        inside("packed", usual)
-        inside("causal window", usual, window=5)
-        inside("window to both sides", usual, causal=False, window=5)
-        inside("short", (8, 1022, 8, 64))
-        inside("large", (4 * 64, 8192, 32, 128))
-        inside("checked", usual, check_vma=True)
-        jax.eval_shape(ask("global"), jax.ShapeDtypeStruct(usual, jnp.bfloat16))
-    assert said == {
-        "packed": "",
-        "causal window": "",
-        "window to both sides": "cuDNN has no window to both sides",
-        "short": "a row has 1022 tokens, and choosing pays off from 1024",
-        "large": "the queries have 2147483648 elements, and cuDNN's offsets end at 2147483647",
-        "checked": "a `shard_map` checks how values vary over the mesh, which these calls do not say; "
-        "pass check_vma=False",
-        "global": "arrays may be sharded, and XLA does not shard these calls; call it inside a `shard_map`",
-    }
+        assert lacks() == lacks(window=5) == ""
+        for named, said in {
+            "window both sides": lacks(window=5, causal=False),
+            "1022 1024": lacks((8, 1022, 8, 64)),
+            "2147483648 2147483647": lacks((4 * 64, 8192, 32, 128)),
+            "check_vma=False": lacks(check_vma=True),
+            "`shard_map`": lacks(local=False),
+        }.items():
+            assert re.search(naming(named), said), said
 
 
 @pytest.mark.full

@@ -21,21 +21,15 @@ from gtp_jax.ops import (
     shares_of_places,
     sum_of_places,
     weighted_glu,
-    window_of,
 )
+
+from . import experts
 
 TOKENS, TOP_K, GROUPS = 24, 3, 5
 
 
 def window_and_sizes(seed, present=1.0):
-    """A window of random choices, of which a part has no place, and the sizes of groups."""
-    rng = np.random.default_rng(seed)
-    group = np.where(rng.random((TOKENS, TOP_K)) < present, rng.integers(0, GROUPS, (TOKENS, TOP_K)), GROUPS).ravel()
-    order = np.argsort(group, kind="stable").astype(np.int32)
-    places = np.argsort(order).astype(np.int32).reshape(TOKENS, TOP_K)
-    sizes = np.bincount(group, minlength=GROUPS + 1)[:GROUPS].astype(np.int32)
-    total = int(sizes.sum())
-    return window_of(jnp.asarray(order), jnp.asarray(places), jnp.int32(total), 0, order.size), jnp.asarray(sizes)
+    return experts.window_and_sizes(np.random.default_rng(seed), TOKENS, TOP_K, GROUPS, present)
 
 
 def matrices(seed, *shapes):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from . import test_grouped_fp8_blocks_on_gpus as on_gpus
+from .experts import groups_of
 
 BITS, STEP, BLOCK = 14, 32, 128
 pytestmark = pytest.mark.full
@@ -39,7 +40,7 @@ def test_a_product_has_the_error_that_an_h100_had():
     sizes = on_gpus.EMPTY_TO_TWO_TILES
     _, kernels = on_gpus.in_tiles(on_gpus.numbers(len(sizes), 384, 256), 1)
     _, x = on_gpus.in_runs(on_gpus.numbers(sum(sizes) + 5, 256))
-    mine = on_gpus.groups_of(sizes)[2]  # 127 tokens
+    mine = groups_of(sizes)[2]  # 127 tokens
     assert error(x[mine], kernels[2]) == pytest.approx(0.00023254576504562344, rel=1e-9)
 
 
