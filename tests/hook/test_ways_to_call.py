@@ -181,7 +181,7 @@ def test_no_tracer_outlives_its_trace(way, x64):
         nnx.jit(nnx.grad(mean_of(way))).lower(model, tokens())
 
 
-@pytest.mark.parametrize("decorator", others_full([nnx.remat, nnx.jit], [nnx.remat]))
+@pytest.mark.parametrize("decorator", others_full([nnx.remat, nnx.jit], [nnx.jit]))
 def test_a_block_whose_method_is_decorated_gathers_and_quantizes_as_others_do(decorator, x64):
     def stacked(decorated):
         class Block(nnx.Module):

@@ -173,4 +173,32 @@ MUTANTS = (
         "lax.dynamic_index_in_dim(stack, 0 * index, 0, keepdims=False)",
         ("tests/meaning/test_arrays_of_modules.py::test_every_layer_of_a_stack_has_its_own",),
     ),
+    Mutant(
+        "layers of a Stack round by the same key",
+        "first = key[0] + jnp.arange(length, dtype=jnp.uint32)",
+        "first = key[0] + jnp.zeros(length, jnp.uint32)",
+        ("tests/nn/test_rounding_keys.py::test_layers_of_a_stack_round_by_keys_of_their_own",),
+    ),
+    Mutant(
+        "every activation counts as a sequence",
+        "return self.sequence_parallel and ndim > 2",
+        "return self.sequence_parallel and ndim > 1",
+        ("tests/nn/test_ranks_of_inputs.py::test_experts_have_the_value_and_gradient_of_their_formula",),
+    ),
+    Mutant(
+        "a balance term counts once per tensor rank",
+        "weight /= loss_copies(self.roles)\n",
+        "weight /= 1\n",
+        ("tests/nn/test_ranks_of_inputs.py::test_experts_have_the_value_and_gradient_of_their_formula",),
+    ),
+    Mutant(
+        "a token of infinite scores leaves its groups",
+        "size = grouped.shape[-1]\n        own =",
+        "size = grouped.shape[-1]\n"
+        "        inside = jnp.any(taken[..., None] == jnp.arange(self.num_groups), axis=-2)[..., None]\n"
+        "        kept = jnp.reshape(jnp.where(inside, grouped, -jnp.inf), scores.shape)\n"
+        "        return lax.top_k(kept, top_k)[1]\n"
+        "        own =",
+        ("tests/experts/test_expert_ranks.py::test_no_score_takes_a_token_out_of_its_groups",),
+    ),
 )

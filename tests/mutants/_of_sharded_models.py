@@ -121,4 +121,10 @@ MUTANTS = (
             "tests/hook/test_exchanged_gradients.py::test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_uses",
         ),
     ),
+    Mutant(
+        "a method that nnx.jit decorates runs without the hook",
+        'return callable(member) and hasattr(type(member), "__get__")',
+        "return inspect.isfunction(member)",
+        ("tests/hook/test_ways_to_call.py::test_a_block_whose_method_is_decorated_gathers_and_quantizes_as_others_do",),
+    ),
 )

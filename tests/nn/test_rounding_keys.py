@@ -1,9 +1,12 @@
 """Every call of a module rounds stochastically by a key of its own, also where a chain calls it several times."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gtp_jax.nn._stages import _layer_keys
 from gtp_jax.weights import CallKeys, key_for
 
 
@@ -24,3 +27,9 @@ def test_a_program_traced_again_rounds_alike():
 
     for a, b in zip(jax.jit(two_calls)(words), two_calls(words), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_layers_of_a_stack_round_by_keys_of_their_own():
+    owner = types.SimpleNamespace(keys=CallKeys(jnp.array([3, 5], jnp.uint32)))
+    (keys,) = _layer_keys({"dense": owner}, 4).values()
+    assert len({tuple(np.asarray(key).tolist()) for key in keys}) == 4
