@@ -18,6 +18,7 @@ def printed(capsys, *args) -> tuple[int, str]:
     return code, out + err
 
 
+@pytest.mark.full
 def test_list_and_show_say_what_is_there(run, capsys):
     code, text = printed(capsys, "list", run)
     assert code == 0 and [line.split()[0] for line in text.splitlines()[2:]] == ["2", "4"]

@@ -157,6 +157,7 @@ def test_one_token_of_a_padded_prompt(x64):
 FROZEN = {"cast": (None, "each_token"), "MXFP8": (gtp.MXFP8(), "once"), "products": (gtp.FP8(matmuls=True), "once")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", others_full(FROZEN, ["MXFP8"]))
 def test_frozen_weights_generate_what_a_model_of_their_values_generates(name):
     recipe, in_scope = FROZEN[name]

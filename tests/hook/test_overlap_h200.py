@@ -21,6 +21,7 @@ def elements(shapes):
     return sum(math.prod(shape.dims) for shape in shapes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh", [(("gtp", 8),), pytest.param((("dp", 2), ("gtp", 4)), marks=pytest.mark.slow)], ids=str
 )

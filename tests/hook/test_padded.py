@@ -159,6 +159,21 @@ def test_a_checkpoint_is_logical_and_moves_between_degrees(degrees, tmp_path, x6
 
 
 @pytest.mark.full
+def test_an_nnx_state_is_saved_in_logical_shapes(tmp_path, x64):
+    with Checkpoints(tmp_path) as checkpoints:
+        with on(gtp=7):
+            model = make()
+            wanted = np.asarray(model.last.kernel[...]), np.asarray(model.positions[...])
+            checkpoints.save(0, nnx.state(model))
+            checkpoints.wait()
+        with on(gtp=5):
+            other = make(seed=1)
+            state, _ = checkpoints.restore(nnx.state(other))
+            nnx.update(other, state)
+            same((other.last.kernel[...], other.positions[...]), wanted, 0)
+
+
+@pytest.mark.full
 def test_adapters_beside_padded_weights_train_as_on_one_device(x64):
     found, tokens = [], batches(1)[0]
     for degrees in (dict(gtp=1), dict(gtp=7)):

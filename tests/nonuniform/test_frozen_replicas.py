@@ -83,6 +83,7 @@ def moves(monkeypatch):
     return found
 
 
+@pytest.mark.full
 def test_codes_are_moved_once_per_state_and_states_may_take_turns_in_one_step(moves, x64):
     """A step must not go on with the frozen weights of the state before."""
     replicas, state, step = placed()

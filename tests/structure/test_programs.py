@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from .normal_form import normal_form
 from .programs import compare, text_of
@@ -16,6 +17,7 @@ from .programs import compare, text_of
 NAMES = ("list", "penalty")
 
 
+@pytest.mark.full
 def test_two_processes_write_the_same_texts_and_an_edited_one_is_shown(tmp_path, capsys):
     checkout = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.structure.programs", "--write", str(tmp_path), *NAMES]

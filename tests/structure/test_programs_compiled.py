@@ -6,6 +6,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from .programs_compiled import CONTRIBUTING, ProgramCount, budget, by_folder, recorded, verdict
 
@@ -40,6 +41,7 @@ def test_a_program_counts_for_the_file_that_compiles_it_once(request):
     assert set(count.counts) == {request.node.nodeid.partition("::")[0]}
 
 
+@pytest.mark.full
 def test_the_command_prints_the_programs_of_a_folder():
     command = [sys.executable, "-m", "tests.structure.programs_compiled", "-n", "0", "tests/structure/test_sizes.py"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)

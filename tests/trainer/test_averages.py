@@ -168,6 +168,7 @@ def trained_and_evaluated(run, step=None):
     return trained, evaluated
 
 
+@pytest.mark.full
 def test_a_run_evaluates_and_samples_the_weights_that_are_read_of_it(run):
     directory, seen = run
     trained, evaluated = trained_and_evaluated(directory)

@@ -66,6 +66,7 @@ def run(chat, tmp_path_factory):
     return out
 
 
+@pytest.mark.full
 def test_a_run_answers_and_ends_as_it_was_taught(run, capsys):
     capsys.readouterr()
     assert main(["generate", str(run), "--chat", "ping", "--temperature=0", "--max-new-tokens=12"]) == 0

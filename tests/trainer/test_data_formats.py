@@ -51,6 +51,7 @@ def contents(parts):
         yield from (part.tokens[begin:end].tobytes() for begin, end in itertools.pairwise(part.offsets))
 
 
+@pytest.mark.full
 def test_a_mixture_goes_on_another_mesh_as_if_never_stopped(folder, capsys):
     mixed = [f"{folder / 'a.jsonl'}:0.5", f"{folder / 'b.txt'}:0.3", f"{folder / 'c.npy'}:0.2"]
     assert main(["train", *flags(folder / "whole", *mixed)]) == 0
@@ -123,6 +124,7 @@ def test_documents_that_one_weighted_path_holds_out_and_another_trains_on_are_co
     assert re.search(naming(f"{len(held_out)} of {len(held_out)}"), str(found[0].message))
 
 
+@pytest.mark.full
 def test_each_evaluated_text_has_its_own_loss(text, tmp_path, capsys):
     held_out, other, out = write_text(tmp_path / "like it", documents=3), tmp_path / "other.txt", tmp_path / "run"
     other.write_text("".join(chr(200 + i % 50) for i in range(2000)))

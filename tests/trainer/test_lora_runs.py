@@ -41,6 +41,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_only_adapters_are_trained_and_the_report_says_how_many(made):
     report = (made / "run/report.txt").read_text()
     rank, layers, wide, query, key, hidden = 3, 2, 64, 128, 64, 160

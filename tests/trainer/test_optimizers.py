@@ -51,6 +51,7 @@ def test_a_run_with_an_optimizer_learns_and_goes_on_from_a_checkpoint(optimizer,
     assert again[-2:] == first[-2:]
 
 
+@pytest.mark.full
 def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_rest():
     config = TrainConfig(optimizer="muon", weight_decay=0.1, warmup=0, lr=0.5, schedule="constant")
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):

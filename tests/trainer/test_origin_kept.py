@@ -222,6 +222,7 @@ def passed_through(beyond, tmp_path_factory):
     return run, out, printed.getvalue(), errors.getvalue()
 
 
+@pytest.mark.full
 def test_text_without_tokens_beyond_the_model_is_trained_on_and_exported_with_config_and_tokenizer(passed_through):
     run, out, printed, errors = passed_through
     assert "left out" not in errors and f"config.json, {', '.join(FILES_BEYOND)}" in printed

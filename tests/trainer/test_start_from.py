@@ -164,6 +164,7 @@ def run(imported, tmp_path_factory):
     return out, printed.getvalue()
 
 
+@pytest.mark.full
 def test_it_is_trained_with_its_tokenizer(run, imported):
     out, printed = run
     assert re.search(r"model   from qwen: [\d,]+ parameters, 1 layers", printed)

@@ -78,6 +78,7 @@ def test_a_run_leaves_its_log_its_events_a_picture_and_the_latest_checkpoints(ru
     assert Checkpoints(out / "checkpoints", read_only=True).steps() == [20, 30]
 
 
+@pytest.mark.full
 def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
     out = tmp_path / "run"
     flags = small(text, out, num_layers=1, lr=1e30, warmup=0, save_every=100, gtp=2, tp=1, dp=4)

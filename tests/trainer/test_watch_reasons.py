@@ -69,6 +69,7 @@ def watched(tmp_path: Path, peer: str, itself: str = "time.sleep(60)", *, limit_
 BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
 
 
+@pytest.mark.full
 def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
     RunDirectory(tmp_path / "run").prepare(TrainConfig(), keep=False)
     status, printed, errors = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
