@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
+from ..changed import changed_files
 from .mutant import CHECKOUT, Mutant
 
 _HERE = Path(__file__).parent.relative_to(CHECKOUT).as_posix()
@@ -24,8 +25,7 @@ print(json.dumps([dataclasses.astuple(mutant) for mutant in MUTANTS]))
 def changed_since(revision: str, mutants: Sequence[Mutant]) -> list[Mutant]:
     """Returns the mutants whose entries in the table, whose files of the package, or whose tests differ from those of a
     revision."""
-    names = _git("diff", "--name-only", revision) + _git("ls-files", "--others", "--exclude-standard")
-    files = set(names.decode().splitlines())
+    files = set(changed_files(revision))
     before = _table_of(revision)
 
     def concerns(mutant: Mutant) -> bool:
@@ -37,13 +37,11 @@ def changed_since(revision: str, mutants: Sequence[Mutant]) -> list[Mutant]:
 
 
 def _table_of(revision: str) -> list[Mutant]:
+    command = ["git", "archive", revision, _HERE]
+    archived = subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=BytesIO(_git("archive", revision, _HERE))) as archive:
+        with tarfile.open(fileobj=BytesIO(archived)) as archive:
             archive.extractall(folder, filter="data")
         done = subprocess.run([sys.executable, "-c", _PRINT], cwd=folder, capture_output=True, text=True)
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     return [Mutant(*rest, tests=tuple(tests)) for *rest, tests in rows]
-
-
-def _git(*args: str) -> bytes:
-    return subprocess.run(["git", *args], cwd=CHECKOUT, check=True, capture_output=True).stdout
