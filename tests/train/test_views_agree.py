@@ -14,8 +14,8 @@ from gtp_jax import hlo
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama import LlamaBlock
 
-SIZES = dict(
-    vocab_size=128, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
+SIZES = dict(  # a table of no more rows than tokens is gathered in both views; see `Embed`
+    vocab_size=64, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
 )
 CONFIG = LlamaConfig(**SIZES, dtype="float64")
 RECIPES = {
