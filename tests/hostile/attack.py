@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -57,16 +58,21 @@ def run(total: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as root:
         names = list(drawn(Folder(Path(root))))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # to import what this process does
     counts: dict[str, dict[str, int]] = {}
     worst: list[str] = []
     memory = 0
     for name in names:
         words = [sys.executable, "-m", "hostile.attack", "--target", name, str(-(-total // len(names)))]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, env=environment)
+        except subprocess.TimeoutExpired as error:
+            found = {"counts": {HUNG: 1}, "worst": [f"{name}: {error}"], "memory": 0}
+        else:
+            if done.returncode:
+                worst.append(f"{name}: exit status {done.returncode}: {done.stderr[-2000:]}")
+                continue
             found = json.loads(done.stdout.splitlines()[-1])
-        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-            found = {"counts": {HUNG: 1}, "worst": [f"{name}: {error!r}"], "memory": 0}
         counts[name] = found["counts"]
         worst += found["worst"]
         memory = max(memory, found["memory"])
