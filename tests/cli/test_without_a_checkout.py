@@ -29,7 +29,10 @@ def test_the_wheel_has_every_module_of_the_package_and_no_benchmarks(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-C", "wheel.cmake=false", "-w", "wheel"]
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", "build", "*.so", "__pycache__", ".hypothesis"))
-    subprocess.run([*build, str(source)], check=True, cwd=tmp_path)
+    built = subprocess.run([*build, str(source)], capture_output=True, text=True, cwd=tmp_path)
+    if built.returncode and "connection broken" in built.stderr:
+        pytest.skip("pip reaches no index, from which it installs what builds the wheel")
+    assert built.returncode == 0, built.stderr
     (wheel,) = (tmp_path / "wheel").glob("gtp_jax-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
