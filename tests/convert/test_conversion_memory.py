@@ -28,7 +28,7 @@ def convert(folder, layers):
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
     sizes = LlamaConfig(vocab_size=256, hidden_size=512, num_layers=layers, num_heads=8, num_kv_heads=8, head_dim=64,
                         intermediate_size=1536)
-    entries = [Entry(tensor.name, "F32", tensor.shape) for tensor in tensors(sizes)]
+    entries = [Entry(tensor.name, "F32", tensor.shape) for tensor in tensors("llama", sizes)]
     with Writer(folder / "model.safetensors", entries, {}) as writer:
         for entry in entries:
             writer.write(values[: entry.nbytes // 4].reshape(entry.shape))
