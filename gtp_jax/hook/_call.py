@@ -28,6 +28,7 @@ from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import path_of
 from ._placement import Placement
+from ._rows import divided
 from ._scope import hook_is_off
 from ._shards import on_parts, refuse_shards
 from ._step import run
@@ -92,6 +93,8 @@ def call_unit(
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
     axes = batch_axes(batch)
+    if not is_under_way():
+        args, kwargs = divided((args, kwargs), axes)
     with _explained(unit):
         call = traced(method, unit, args, kwargs, axes)
     keep_last = keep_last and is_under_way()
@@ -107,7 +110,15 @@ def call_unit(
 
 
 @legacy_mesh_in_scope()
-def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any, placements: Placements) -> Any:
+def call_holder(
+    method: Callable[..., Any],
+    holder: nnx.Module,
+    args: Any,
+    kwargs: Any,
+    placements: Placements,
+    *,
+    batch: tuple[str, ...],
+) -> Any:
     """Returns `method(holder, *args, **kwargs)`. Gathers the holder's own weights for the call, and begins a walk, or
     joins the walk that is under way in the same trace.
 
@@ -124,6 +135,8 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
         return method(holder, *args, **kwargs)
     _refuse_stripped(holder, variables, placements)
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
+    if not is_under_way():
+        args, kwargs = divided((args, kwargs), batch_axes(batch))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
 

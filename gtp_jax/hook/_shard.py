@@ -148,7 +148,7 @@ def shard[M: nnx.Module](
             Unit(remat, keep_last, methods, roles, grad_reduce is not None, block, min_size, partitions, of_weights),
         )
     for module in choice.holders.values():
-        make(module, Holder(_placements(own_variables(module))))
+        make(module, Holder(roles, _placements(own_variables(module))))
     return model
 
 

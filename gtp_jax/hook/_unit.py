@@ -51,9 +51,11 @@ class Holder:
     that `methods_of` finds in its class begins a walk, or joins the walk that is under way in the same trace.
 
     Attributes:
+        roles: the roles of the mesh axes.
         placements: the placements of the weights that it holds itself, by their paths in the module.
     """
 
+    roles: Roles
     placements: Placements
 
 
@@ -130,7 +132,7 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         if isinstance(kind, Unit):
             options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "wide": kind.wide}
             return call_unit(method, self, args, kwargs, kind.placements, batch=kind.roles.batch, **options)
-        return call_holder(method, self, args, kwargs, kind.placements)
+        return call_holder(method, self, args, kwargs, kind.placements, batch=kind.roles.batch)
 
     return call
 

@@ -1,0 +1,71 @@
+"""Divides the examples that a call of a model receives among the ranks.
+
+[Note: batches that come whole]
+If a program leaves its batch whole, each rank computes all of it, and XLA partitions activations as it does the
+gradients, the only arrays whose partitions it knows. It may partition queries, keys and values in different dimensions,
+which cuDNN's attention cannot compile. So the outermost call of a model divides its examples as `train_step` does.
+For a batch that is divided already, the compiled program is the same as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..mesh import degrees
+
+Tree = Any
+
+# Differs from a sharding constraint under `jax.vmap`, where the first dimension of an array is not that of examples.
+_divided = Primitive("gtp_divided")
+
+
+def divided(arguments: Tree, axes: tuple[str, ...]) -> Tree:
+    """Returns the arguments of a call. In traced code in global view, divides their examples over `axes` ([Note:
+    batches that come whole]), and leaves the other dimensions to XLA.
+
+    The first array that is not a scalar tells the number of examples. Arrays whose first dimension has another size,
+    variables and modules stay as they are. If the degrees of `axes` do not divide the number of examples, or the call
+    is inside a `jax.vmap`, all arguments do.
+
+    Args:
+        arguments: a tree of any values.
+        axes: the axes of the mesh in scope that divide the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if degrees(axes) == 1 or mesh.manual_axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return arguments
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
+    examples = next((x.shape[0] for x in leaves if _is_array(x)), 1)
+    if examples % degrees(axes):
+        return arguments
+    found = [_held(x, axes) if _is_array(x) and x.shape[0] == examples else x for x in leaves]
+    return jax.tree.unflatten(structure, found)
+
+
+def _is_array(x: Any) -> bool:
+    """Returns whether a value is a traced array that is neither a scalar nor made of random keys."""
+    traced = isinstance(x, jax.core.Tracer) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return traced and x.ndim > 0
+
+
+def _held(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(axes, *others))
+    return _divided.bind(x, sharding=sharding)
+
+
+_divided.def_impl(lambda x, *, sharding: x)
+_divided.def_abstract_eval(lambda x, *, sharding: x)
+ad.deflinear2(_divided, lambda cotangent, x, *, sharding: [_divided.bind(cotangent, sharding=sharding)])
+batching.primitive_batchers[_divided] = lambda operands, dims, *, sharding: (operands[0], dims[0])
+mlir.register_lowering(
+    _divided,
+    mlir.lower_fun(lambda x, *, sharding: lax.with_sharding_constraint(x, sharding), multiple_results=False),
+)
