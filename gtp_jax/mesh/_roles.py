@@ -125,8 +125,16 @@ def current_roles() -> Roles:
 def default_roles(axes: Collection[str]) -> Roles:
     """Returns the default roles of mesh axes: the batch is sharded over dp and gtp, weights over gtp, and stored shards
     over dp too; tp is the tensor axis. If there is an axis ep, it also shards the batch and the weights, and divides
-    the experts."""
-    return _WITH_EXPERTS if EP in axes else Roles()
+    the experts.
+
+    Roles without their axis go to none of the others: an absent axis is one of degree 1. Axes with other names need
+    roles that name them, so if there are any, or no axes at all, the roles name all default axes.
+    """
+    roles = _WITH_EXPERTS if EP in axes else Roles()
+    if not axes or set(axes) - {*roles.batch, *roles.weights, roles.tensor}:
+        return roles
+    batch, weights = (tuple(axis for axis in names if axis in axes) for names in (roles.batch, roles.weights))
+    return dataclasses.replace(roles, batch=batch, weights=weights, tensor=roles.tensor if roles.tensor in axes else None)
 
 
 def spec_of_batch(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:

@@ -111,3 +111,25 @@ def test_what_puts_arrays_on_devices_is_refused_in_a_trace(call):
     expected = naming(f"{call}` traces outside abstract_model")
     with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=expected):
         jax.eval_shape(lambda: nnx.split(run())[1] if call != "TrainState.create" else run().params)
+
+
+@pytest.mark.parametrize("sizes", [{"gtp": 8}, {"dp": 8}, {"tp": 8}, {"dp": 2, "gtp": 4}, {"gtp": 4, "tp": 2}], ids=str)
+def test_an_axis_that_the_mesh_lacks_has_degree_one(sizes):
+    axes = (jax.sharding.AxisType.Auto,) * len(sizes)
+    meshes = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axes), gtp.make_mesh(**{"dp": 1, **sizes})
+    losses, shards = [], []
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            state = gtp.TrainState.create(gtp.init(dense, nnx.Rngs(0)), optax.sgd(0.1))
+            step = gtp.train_step(lambda model, x: jnp.sin(model(x)).mean(), optax.sgd(0.1))
+            state, first = step(state, X)
+            state, second = step(state, X)
+        losses.append((first["loss"], second["loss"]))
+        shards.append([leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(state.params)])
+    assert losses[0] == losses[1] and shards[0] == shards[1]
+
+
+def test_axes_of_ones_own_need_roles_that_name_them():
+    mesh = jax.make_mesh((4, 2), ("gtp", "pp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=naming("'pp' 'dp' gtp_jax.use_roles gtp_jax.Roles")):
+        gtp.init(dense, nnx.Rngs(0))
