@@ -97,6 +97,7 @@ class Checkpoints:
         self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
         self._read_only, self._guard = read_only, guard
         self._manager: ocp.CheckpointManager | None = None
+        self._failed: list[Exception] = []
         keep_quiet()
 
     def steps(self) -> list[int]:
@@ -126,8 +127,9 @@ class Checkpoints:
 
         When this returns, the arrays have been copied off the devices and may be donated. The step appears under its
         name atomically, when it is complete; then the oldest steps beyond `keep` and `keep_best` are deleted. Errors of
-        the background work are raised by the next call of `wait`, `close` or a method that takes a step. The first save
-        removes the half-written steps of killed runs.
+        the background work are raised by the next call of `wait`, `close` or a method that takes a step; call
+        `check_save` after each training step to hear of them at once. The first save removes the half-written steps of
+        killed runs.
 
         Args:
             step: the number of the step, greater than every earlier one.
@@ -167,7 +169,10 @@ class Checkpoints:
                 # reads, that may be another run's save in progress.
                 if self._manager is None:
                     self._check_guard()
-                    self._manager = new_manager(self._directory, self._retention, guard=self._guard)
+                    self._failed = []
+                    self._manager = new_manager(
+                        self._directory, self._retention, guard=self._guard, failed=self._failed.append
+                    )
                 write_step(self._manager, step, arrays, description, content[SAVE], files)
             description.set_result(complete(content, digests.result()))
         finally:
@@ -410,6 +415,16 @@ class Checkpoints:
     def damage_report(self, step: int, names: Sequence[str]) -> str:
         """Returns the error message for arrays whose values differ from those saved."""
         return damaged(self._path(step), other_values(names))
+
+    def check_save(self) -> None:
+        """Raises the error of the last save if it has failed by now in this process. Never waits for a save."""
+        if self._manager is None:
+            return
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+        elif self._failed and jax.process_count() > 1:  # the save ends only when the other processes have heard of it
+            with self._failures():
+                raise self._failed.pop()
 
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""

@@ -21,6 +21,8 @@ _SAID_TWICE = (
     "in background save thread",
     " Finalize thread",
 )
+# How asyncio's logger begins when a task has failed and nobody waits for it, because another part failed first.
+_UNHEARD = "Task exception was never retrieved"
 # The error that asyncio raises in each tensorstore thread whose work was abandoned because another part failed.
 _CLOSED = "Event loop is closed"
 # The number of seconds without such an error after which no more are expected, and the longest time in seconds that the
@@ -34,6 +36,7 @@ _last = -math.inf
 def keep_quiet() -> None:
     """Suppresses these messages for the rest of the process. Other messages and all errors are unaffected."""
     logging.getLogger("absl").addFilter(_is_news)
+    logging.getLogger("asyncio").addFilter(_is_of_others)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -61,6 +64,12 @@ def _wait_for_threads() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     return not any(text in str(record.msg) for text in _SAID_TWICE)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Returns whether asyncio's message is of anything but orbax's work that nobody waits for."""
+    text = str(record.msg)
+    return not (text.startswith(_UNHEARD) and f"{os.sep}orbax{os.sep}" in text)
 
 
 def _is_abandoned(unraisable: Any) -> bool:

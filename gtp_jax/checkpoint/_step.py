@@ -39,7 +39,12 @@ _ON_THE_WAY_GB = 16
 
 
 def new_manager(
-    directory: str, preservation: Any, *, guard: Callable[[], None], background: bool = True
+    directory: str,
+    preservation: Any,
+    *,
+    guard: Callable[[], None],
+    failed: Callable[[Exception], None] = lambda error: None,
+    background: bool = True,
 ) -> ocp.CheckpointManager:
     """Returns the manager that writes steps. Creates the directory, and deletes steps that look half-written.
 
@@ -47,11 +52,12 @@ def new_manager(
         directory: the directory of all steps.
         preservation: orbax's policy that decides which steps to keep.
         guard: called in the first process before a step is published or deleted; raises to prevent it.
+        failed: called in the background with the error if this process cannot write its part of a step.
         background: whether to write in the background while the caller continues.
     """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard))
-    registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard))
+    registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard, failed))
+    registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard, failed))
     registry.add(MANIFEST, ocp.args.JsonSave, _Manifests())
     together = _processes(epath.Path(directory).name)
     if together.active_processes is not None:  # orbax does not create the directory in this case

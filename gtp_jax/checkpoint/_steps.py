@@ -15,17 +15,22 @@ from .._numbers import whole
 from ..mesh import of_all_processes
 from ._place import real_path
 
-# The remedies when the system refuses to write: because the disk is full, a quota is exhausted or a file reached the
-# size limit; or because a file system or directory has become read-only.
+# The remedies when the system refuses to write: because the disk is full or a quota is exhausted; because a file has
+# reached the limit of its size; because a file system or directory has become read-only; or because a disk fails.
 _ROOM = "Make room, keep fewer steps (`keep`), or save to another directory"
+_LARGER = "Raise the limit of a file's size (`ulimit -f`), or save to a file system that allows larger files"
 _WRITABLE = "Make it writable again, or save to another directory"
+_DISK = "Check the disk, or save to another directory"
 _REMEDIES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
+    errno.EFBIG: _LARGER,
     errno.EROFS: _WRITABLE,
     errno.EACCES: _WRITABLE,
     errno.EPERM: _WRITABLE,
+    errno.EIO: _DISK,
+    errno.ESTALE: _DISK,
+    errno.ENODEV: _DISK,
 }
 
 

@@ -39,17 +39,18 @@ class _Summed:
 
     Args:
         guard: called in the first process when everything is written; raises if the step must not appear.
+        failed: called with the error if this process cannot write its files.
     """
 
-    def __init__(self, guard: Callable[[], None], **options: Any) -> None:
+    def __init__(self, guard: Callable[[], None], failed: Callable[[Exception], None], **options: Any) -> None:
         super().__init__(**options)
-        self._guard = guard
+        self._guard, self._failed = guard, failed
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         if _has_no_part(args, kwargs):  # orbax 0.12.8 treats this as an error
             return []  # no sums either: the directory is created in the background, and only writes wait for it
         writes = await super().async_save(directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return [_Summing(directory, writes or ())]
+        return [_Summing(directory, writes or (), self._failed)]
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,24 +83,32 @@ class SummedArrays(_Summed, ocp.StandardCheckpointHandler):
 class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
     """orbax's handler of trees, with sums, for arrays that are padded in memory or computed while they are written."""
 
-    def __init__(self, guard: Callable[[], None]) -> None:
+    def __init__(self, guard: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
             (StreamedArray, StreamHandler()),
             (LogicalArray, LogicalHandler()),
             # no file of shardings: orbax could not read one that lacks the arrays of the other handlers
             (jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)),
         )
-        super().__init__(guard, type_handler_registry=registry)
+        super().__init__(guard, failed, type_handler_registry=registry)
 
 
 class _Summing:
     """The writes of a process and the sums of its files; orbax waits for `result`."""
 
-    def __init__(self, directory: Any, writes: Sequence[Any]) -> None:
+    def __init__(self, directory: Any, writes: Sequence[Any], failed: Callable[[Exception], None]) -> None:
         self._directory = directory
         self._writes = writes
+        self._failed = failed
 
     def result(self, timeout: float | None = None) -> None:
+        try:
+            self._write(timeout)
+        except Exception as error:  # orbax raises it once all processes have met, which may be minutes later
+            self._failed(error)
+            raise
+
+    def _write(self, timeout: float | None) -> None:
         directory = created(self._directory)
         process = jax.process_index()
         own = f"ocdbt.process_{process}"

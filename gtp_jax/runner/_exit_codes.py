@@ -23,7 +23,11 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 _PASSING = {
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
     errno.EIO,
+    errno.ENODEV,
+    errno.ENXIO,
     errno.ESTALE,
     errno.ETIMEDOUT,
     errno.ENOMEM,

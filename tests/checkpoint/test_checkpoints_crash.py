@@ -1,10 +1,12 @@
 """Killed at any moment of a save, or out of room, a run loses nothing that was committed."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import random
 import re
+import resource
 import runpy
 import secrets
 import shutil
@@ -13,13 +15,13 @@ import subprocess
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.runner._exit_codes import RETRY, of_error
 
 SAVE_FOREVER = """
 import itertools
@@ -140,16 +142,54 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", where], check=False)
 
 
-def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(small_disk, plain):
+@contextlib.contextmanager
+def short_files(_):
+    """Allows no file of more than 4 MiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def read_only(disk):
+    """Makes a file system read-only, as a kernel does after errors of the disk."""
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "broken", "number", "said"),
+    [
+        (8192, contextlib.nullcontext, errno.ENOSPC, "space `keep`"),
+        (1536, short_files, errno.EFBIG, "large (`ulimit -f`)"),
+        (512, read_only, errno.EROFS, "Read-only writable"),
+    ],
+    ids=["full", "a limit of sizes", "read-only"],
+)
+def test_a_disk_that_refuses_is_an_error_that_says_so_without_a_wait_and_loses_nothing(
+    small_disk, plain, rows, broken, number, said
+):
     def state(step, rows):  # of 4 KiB each
-        return plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
+        values = np.random.default_rng(step).normal(size=(rows, 1024)).astype(np.float32)
+        return plain({"w": jnp.asarray(values)})
 
     checkpoints = Checkpoints(small_disk / "run")
+    checkpoints.check_save()  # nothing has been saved
     checkpoints.save(1, state(1, 512))
-    checkpoints.save(2, state(2, 8192))
-    with pytest.raises(OSError, match=naming("space /run [1] `keep`")) as caught:
-        checkpoints.wait()
-    assert caught.value.errno == errno.ENOSPC
+    checkpoints.wait()
+    checkpoints.check_save()
+    with broken(small_disk), pytest.raises(OSError, match=naming("/run [1]", said)) as caught:
+        checkpoints.save(2, state(2, rows))
+        for _ in range(1000):  # the training steps that follow
+            checkpoints.check_save()
+            time.sleep(0.05)
+    assert caught.value.errno == number and of_error(caught.value) == RETRY
     restored, _ = checkpoints.restore(state(0, 512))
     assert (np.asarray(restored.params["w"]) == np.asarray(state(1, 512).params["w"])).all()
     assert checkpoints.verify(1) == []

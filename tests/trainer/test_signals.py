@@ -35,6 +35,7 @@ from .test_agreement import launches
         (FileNotFoundError(errno.ENOENT, "no text"), MISTAKE),
         (PermissionError(errno.EACCES, "not ours"), MISTAKE),
         (OSError(errno.ENOSPC, "disk is full"), RETRY),
+        (OSError(errno.EFBIG, "limit of sizes"), RETRY),
         (OSError(errno.ESTALE, "file system is gone"), RETRY),
         (NoCoordinator("nobody came"), RETRY),
         (jax.errors.JaxRuntimeError("INTERNAL: NCCL"), RETRY),

@@ -22,6 +22,6 @@ def explanation(error: BaseException) -> str | None:
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = message(error).partition("\n")[0]
         return f"out of memory: {first.removeprefix(f'{EXHAUSTED}: ')} {_LESS}" if out_of_memory(error) else None
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # its text begins with a number
-        return message(OSError(f"{error.filename}: {error.strerror}"))
+    if isinstance(error, OSError) and error.strerror:  # its text begins with a number
+        return message(OSError(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"))
     return message(error)

@@ -151,7 +151,12 @@ class _Loop:
         return self._settle(self._ahead)
 
     def _at_boundary(self) -> bool:
-        """Evaluates and saves when due, and returns the same as `_settle`."""
+        """Evaluates and saves when due, and returns the same as `_settle`.
+
+        Raises:
+            OSError: if an earlier save has failed in the meantime: what is trained after it could not be saved either.
+        """
+        self._checkpoints.check_save()
         step, config = self._place.step + len(self._launched), self._config
         last = step == config.steps
         evaluates = config.eval_every > 0 and (last or step % config.eval_every == 0)
