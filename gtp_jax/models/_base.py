@@ -49,8 +49,11 @@ class BaseArray:
 
         A row is one index of the first dimension.
         """
-        first, *others = self.shape
-        return 1 if len(others) > 1 else first
+        return 1 if self._stacked else self.shape[0]
+
+    @property
+    def _stacked(self) -> bool:
+        return len(self.shape) > 2
 
     def read(self, begin: int, digests: dict[str, Digest]) -> np.ndarray:
         """Returns `rows` rows; dequantizes codes to float32.
@@ -62,7 +65,8 @@ class BaseArray:
         Raises:
             ValueError, OSError: for the same reasons as `StoredArray.read`.
         """
-        found = {name: _read(part, begin, self.rows, digests) for name, part in self.parts.items()}
+        row = begin if self._stacked else None
+        found = {name: _read(part, row, digests) for name, part in self.parts.items()}
         if self.format is None:
             return found[""]
         codes, scales, amax = (
@@ -112,13 +116,13 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
     return arrays
 
 
-def _read(stored: StoredArray, begin: int, rows: int, digests: dict[str, Digest]) -> np.ndarray:
+def _read(stored: StoredArray, row: int | None, digests: dict[str, Digest]) -> np.ndarray:
+    """Returns one row of a stored array, or the whole array if `row` is `None`."""
     if not stored.shape:  # an amax that belongs to all rows, and is read again with each of them
         value, digests[stored.name] = stored.read(0, 1), Digest()
         digests[stored.name].add(0, value)
         return value[0]
-    if rows > 1:
-        begin, rows = 0, stored.shape[0]
-    part = stored.read(begin, begin + rows)
+    begin, end = (0, stored.shape[0]) if row is None else (row, row + 1)
+    part = stored.read(begin, end)
     digests.setdefault(stored.name, Digest()).add(begin, part)
     return part

@@ -38,9 +38,9 @@ class Tensor:
 
     @property
     def fused(self) -> str:
-        """A name that linear weights share if one matmul multiplies by them, here and in other tools. All experts of a
-        layer share a name for their gates and up projections, and one for their down projections."""
-        return f"{self.path.rpartition('kernel')[0]}{self.layer}"
+        """A name that linear weights share if one matmul multiplies the same tokens by them, here and in other tools.
+        The gate and the up projection of an expert share one, which is no other expert's."""
+        return f"{self.path.rpartition('kernel')[0]}{self.layer}.{self.expert}"
 
 
 def array_shapes(tensors: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:

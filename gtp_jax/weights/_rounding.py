@@ -6,13 +6,14 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import UInt32
 
 
 def key_for(key: UInt32[jax.Array, " 2"], path: tuple[Any, ...]) -> UInt32[jax.Array, " 2"]:
-    """Returns the key of a module, derived from the key of the model and the module's path."""
-    return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
+    """Returns the key of a module, derived from the key of the model and the module's path, or from the key of a module
+    above it and the rest of the path. Keys that are derived in another order differ."""
+    return _folded(key, np.uint32(zlib.crc32(".".join(map(str, path)).encode())))
 
 
 # No call has this number, so that the key of a link is never that of a call.
@@ -63,6 +64,6 @@ class CallKeys:
         return cls(*children)
 
 
-def _folded(words: jax.Array, number: int | jax.Array) -> jax.Array:
+def _folded(words: jax.Array, number: int | np.uint32 | jax.Array) -> jax.Array:
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     return jax.random.key_data(jax.random.fold_in(key, number))

@@ -47,6 +47,16 @@ def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, 
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_weights_that_share_a_scale_are_of_one_expert():
+    config = PRESETS["tiny-moe"]
+    groups = {}
+    for tensor in hugging_face_of(config).tensors(config):
+        if tensor.expert is not None:
+            groups.setdefault(tensor.fused, []).append((tensor.layer, tensor.expert))
+    assert all(len(set(members)) == 1 for members in groups.values())
+    assert {len(members) for members in groups.values()} == {1, 2}  # down; gate and up
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

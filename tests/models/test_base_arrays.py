@@ -16,13 +16,14 @@ from gtp_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from gtp_jax.models import base_arrays
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A checkpoint whose base is a single matrix of NVFP4, with a scalar amax; the model; and the matrix."""
+@pytest.fixture(scope="module", params=[(64, gtp.NVFP4()), (1, gtp.FP8())], ids=["NVFP4", "one row"])
+def made(request, tmp_path_factory):
+    """A checkpoint whose base is a single matrix of codes, with a scalar amax; the model; and the matrix."""
+    rows, recipe = request.param
     directory = tmp_path_factory.mktemp("made")
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
-        dense = gtp.init(lambda rngs: gtp.Dense(64, 32, use_bias=True, rngs=rngs), nnx.Rngs(1))
-        model = gtp.freeze(dense, gtp.NVFP4(), trained=nnx.PathContains("bias"))
+        dense = gtp.init(lambda rngs: gtp.Dense(rows, 32, use_bias=True, rngs=rngs), nnx.Rngs(1))
+        model = gtp.freeze(dense, recipe, trained=nnx.PathContains("bias"))
         with Checkpoints(directory) as checkpoints:
             checkpoints.save(0, gtp.TrainState.create(model, optax.sgd(1e-3)), {})
         quantized = jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, gtp.QuantizedArray))
@@ -51,6 +52,8 @@ def test_a_single_matrix_is_that_which_was_saved(made):
 def test_each_part_of_a_matrix_that_differs_from_what_was_saved_is_named(made, tmp_path, part):
     copy = shutil.copytree(made[0], tmp_path / "copy")
     array, digests = base_of(copy, made[1]), {}
+    if part not in array.parts:
+        pytest.skip("FP8 has no scales of blocks")
     stored = array.parts[part]
     store = {"driver": "ocdbt", "base": f"file://{stored.directory}/", "path": stored.name.replace("/", ".") + "/"}
     there = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()

@@ -18,6 +18,12 @@ def test_no_key_of_a_call_is_that_of_a_chains_link_or_of_a_call_in_one():
     assert len({tuple(np.asarray(key).tolist()) for key in found}) == len(found)
 
 
+def test_stacks_within_stacks_with_swapped_names_round_by_keys_of_their_own():
+    key = jnp.array([3, 5], jnp.uint32)
+    one, other = (key_for(key_for(key, first), second) for first, second in ((("a",), ("b",)), (("b",), ("a",))))
+    assert not np.array_equal(one, other)
+
+
 def test_a_program_traced_again_rounds_alike():
     words = jnp.array([3, 5], jnp.uint32)
 
