@@ -24,7 +24,7 @@ from gtp_jax.models import ModelConfig, family_of
 from gtp_jax.nn import groups_of, init, shards_of, split_model
 from gtp_jax.recipes import GRAD_WIRES, Recipe
 from gtp_jax.train import compile_options
-from gtp_jax.weights import Bundle, GradReduce, Kernels, Packed, Shards, WeightGroup, pack_all, scatter
+from gtp_jax.weights import GradReduce, Kernels, ModulePath, Shards, Tiles, WeightGroup, quantize_together, scatter
 
 from ._timing import seconds_a_call
 
@@ -119,12 +119,13 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
             whole = block.run(lambda shards: _fused(block.groups, shards))
             whole_s = _seconds(whole, block.params)
         else:
-            packed = block.run(lambda shards, form=form: _packed(block.groups, shards, form), cut_out=True)(
+            groups = {n: dataclasses.replace(g, wire=form, operands=None) for n, g in block.groups.items()}
+            wires = block.run(lambda shards, groups=groups: quantize_together(groups, shards), cut_out=True)(
                 block.params
             )
-            whole = block.run(lambda _, packed: packed.gather(block.groups), packed)
-            whole_s = _seconds(whole, block.params, packed)
-            sent = packed.buffer
+            whole = block.run(lambda _, wires, groups=groups: [wire.gather(groups) for wire in wires], wires)
+            whole_s = _seconds(whole, block.params, wires)
+            sent = [wire.codes if isinstance(wire, Tiles) else wire.buffer for wire in wires]
         size = sum(x.nbytes for x in jax.tree.leaves(sent)) // ranks // degree(TP) * (ranks - 1)
         wire = block.run(lambda _, sent: jax.tree.map(_gathered, sent), sent, without=True)
         yield Movement(f"gather {name}", size, _seconds(wire, sent), size / links.gather_rate, whole_s)
@@ -166,7 +167,7 @@ class _Block:
 
     def __init__(self, config: ModelConfig) -> None:
         model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
-        self.groups = {path: group for (path, _), group in groups_of(model, None).items()}
+        self.groups = _in_one_buffer({path: group for (path, _), group in groups_of(model, None).items()})
         self.model_def, self.params, _, _ = split_model(model)
 
     def run(
@@ -175,7 +176,7 @@ class _Block:
         """Returns a jitted program that takes a rank's shards and other operands.
 
         Args:
-            function: the function to jit, called as `function(shards by module path, *operands)`.
+            function: the function to jit, called as `function(shards by name, *operands)`.
             operands: example operands; only their number is used. The first dimensions of the arrays in the program's
                 operands are sharded over all axes.
             cut_out: whether every rank has its own results, which are concatenated along the first dimension, sharded
@@ -185,7 +186,7 @@ class _Block:
         out = P(AXES) if cut_out else P(TP)
 
         def local(*args: Tree) -> Tree:
-            shards = None if without else shards_of(self.model_def.model(args[0]))
+            shards = None if without else _in_one_buffer(shards_of(self.model_def.model(args[0])))
             return function(shards, *args[0 if without else 1 :])
 
         own = () if without else (self.model_def.specs,)
@@ -196,10 +197,10 @@ def _fused(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards]) -> d
     return {path: Kernels(shards[path], (path,)).gather(groups)[path] for path in groups}
 
 
-def _packed(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], form: Any) -> Packed:
-    decided = {path: dataclasses.replace(group, wire=form, operands=None) for path, group in groups.items()}
-    (packed,) = pack_all([Bundle(shards, decided)])
-    return packed
+def _in_one_buffer[T](by_path: Mapping[ModulePath, T]) -> dict[ModulePath, T]:
+    """Returns the same values by names of one part, whose weights `quantize_together` packs like those of a layer in a
+    stack, instead of each module's alone."""
+    return {(".".join(map(str, path)),): value for path, value in by_path.items()}
 
 
 def _cast(group: WeightGroup, shards: Shards) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from mistakes import make as make_mistake
+from mistakes import with_mistake
 
 import gtp_jax as gtp
 from gtp_jax.models import PRESETS, build, family_of
@@ -48,7 +48,7 @@ def main() -> None:
 
     def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if variant.mistake:
-            make_mistake(model, variant.mistake)
+            model = with_mistake(model, variant.mistake)
         return family_of(config).loss(model, batch)
 
     each = max(1, args.steps // _EVALUATIONS)

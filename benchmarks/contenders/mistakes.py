@@ -42,16 +42,17 @@ def rounded_down(kernel: jax.Array) -> jax.Array:
 MISTAKES = {"local amax": local_amax, "scales rounded down": rounded_down}
 
 
-def make(model: Any, mistake: str) -> None:
-    """Replaces the weights in the blocks of a Llama by wrong ones. Gradients pass through unchanged.
+def with_mistake(model: Any, mistake: str) -> Any:
+    """Returns a copy of a Llama with wrong weights in its blocks. Gradients pass through unchanged.
 
     Args:
-        model: the model, which is changed in place.
+        model: the model.
         mistake: a key of `MISTAKES`.
 
     Raises:
         ValueError: if the model has experts.
     """
+    model = nnx.clone(model)
     for path, variable in nnx.to_flat_state(nnx.state(model.blocks, nnx.Param)):
         value = variable.get_value()
         if "kernel" in path and value.ndim > 3:
@@ -62,6 +63,7 @@ def make(model: Any, mistake: str) -> None:
         if "kernel" in path:
             fixed = lax.stop_gradient(value)
             variable.set_value(value + (MISTAKES[mistake](fixed) - fixed))
+    return model
 
 
 def _amax(x: jax.Array) -> jax.Array:

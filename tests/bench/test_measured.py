@@ -144,16 +144,18 @@ def test_kernels_are_measured_beside_a_copy(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bytes_of_collectives_are_those_of_the_format_and_rates_come_from_this_run():
     config, each = LlamaConfig(**SIZES, num_heads=4, num_kv_heads=4), {"bf16": 2.0, "nvfp4": 0.5 + 1 / 256}
+    each["fp8-blocks"] = 1.0  # scales are not sent
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
         links = benchmarks.measure_links(1.0)
         found = list(benchmarks.measure_movements(config, {name: RECIPES[name]() for name in each}, links))
     assert links.mebibytes == pytest.approx(1.0, rel=0.01)
-    bf16, nvfp4, scatter, *exchanges = found
+    bf16, nvfp4, tiles, scatter, *exchanges = found
     share = (config.matmul_params() - 64 * 64) / 2 / 2  # of a rank of tp, half comes from the other rank of gtp
-    for movement, size in ((bf16, each["bf16"]), (nvfp4, each["nvfp4"]), (scatter, each["bf16"])):
+    sizes = [each["bf16"], each["nvfp4"], each["fp8-blocks"], each["bf16"]]
+    for movement, size in zip((bf16, nvfp4, tiles, scatter), sizes, strict=True):
         # scales of small weights are filled up to 16 bytes
         assert movement.wire_bytes == pytest.approx(size * share, rel=0.02 if movement is nvfp4 else 1e-9)
         rate = links.scatter_rate if movement is scatter else links.gather_rate
