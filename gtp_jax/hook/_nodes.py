@@ -27,37 +27,26 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
-        value: any pytree, whose leaves may be nodes. A node that is a leaf twice, and is not replaced, is rebuilt as
-            two nodes.
+        value: any pytree, whose leaves may be nodes. What two of them share, they share in the rebuilt value too.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
             node, whose arrays are left out. If a module or another `nnx.Pytree` is not replaced itself, the nodes
             within it are not replaced either.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
-    arrays: list[Any] = []
-    rebuilds: list[tuple[int, Rebuild]] = []
-    for leaf in leaves:
-        if id(leaf) in known:
-            own, rebuild = [], _constant(known[id(leaf)])
-        elif isinstance(leaf, nnx.Variable):
-            own, rebuild = _variable(leaf, known)
-        elif is_node(leaf):
-            own, rebuild = _module(leaf)
-        elif is_array(leaf):
-            own, rebuild = [leaf], lambda found: found[0]
-        else:
-            own, rebuild = [], _constant(leaf)
-        arrays += own
-        rebuilds.append((len(own), rebuild))
+    kept = [known.get(id(leaf), None if is_node(leaf) or is_array(leaf) else leaf) for leaf in leaves]
+    at_nodes = [i for i, leaf in enumerate(leaves) if is_node(leaf) and id(leaf) not in known]
+    at_arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf) and id(leaf) not in known]
+    of_nodes, rebuild = _nodes([leaves[i] for i in at_nodes], known) if at_nodes else ([], _constant([]))
 
     def put_together(found: Sequence[Any]) -> Any:
-        values, start = [], 0
-        for count, rebuild in rebuilds:
-            values.append(rebuild(found[start : start + count]))
-            start += count
+        values = list(kept)
+        for i, node in zip(at_nodes, rebuild(found[: len(of_nodes)]), strict=True):
+            values[i] = node
+        for i, array in zip(at_arrays, found[len(of_nodes) :], strict=True):
+            values[i] = array
         return jax.tree.unflatten(tree, values)
 
-    return arrays, put_together
+    return [*of_nodes, *(leaves[i] for i in at_arrays)], put_together
 
 
 def variables_of(state: Any) -> tuple[list[Any], Any]:
@@ -86,20 +75,14 @@ def _constant(value: Any) -> Rebuild:
     return lambda _: value
 
 
-def _variable(variable: nnx.Variable, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
-    arrays, rebuild = taken_apart(variable.get_raw_value(), known)
-    bare = variable.replace(None)  # functions that outlive a trace must hold none of its tracers
-    return arrays, lambda found: bare.replace(rebuild(found))
-
-
-def _module(module: Any) -> tuple[list[Any], Rebuild]:
-    graph, state = nnx.split(module)
+def _nodes(nodes: list[Any], known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
+    graph, state = nnx.split(nodes)
     leaves, structure = variables_of(state)
-    arrays, rebuild = taken_apart([value_of(leaf) for leaf in leaves], {})
-    leaves = [with_value(leaf, None) for leaf in leaves]
+    arrays, rebuild = taken_apart([value_of(leaf) for leaf in leaves], known)
+    bare = [with_value(leaf, None) for leaf in leaves]  # functions that outlive a trace must hold none of its tracers
 
     def merged(found: Sequence[Any]) -> Any:
-        put = [with_value(leaf, value) for leaf, value in zip(leaves, rebuild(found), strict=True)]
+        put = [with_value(leaf, value) for leaf, value in zip(bare, rebuild(found), strict=True)]
         return nnx.merge(graph, jax.tree.unflatten(structure, put))
 
     return arrays, merged

@@ -127,3 +127,30 @@ def test_what_is_computed_from_weights_alone_is_differentiated(x64):
     make = lambda: TwoMixed(nnx.Rngs(0))  # noqa: E731
     for remat in ("matmuls", "everything"):
         assert_equal(*together(make, of, x, MESHES["dp 2, gtp 4"], blocks=Mixed, remat=remat))
+
+
+class Sharing(nnx.Module):
+    """Returns a new module twice, beside a variable and a module that it shares with them."""
+
+    def __init__(self):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), **F64)
+
+    def __call__(self, x):
+        own, other = Memory(), Memory()
+        other.last = own.last
+        return self.dense(x), {"own": own, "again": own, "other": other, "last": own.last}
+
+
+def test_what_new_nodes_share_when_a_block_returns_them_they_share_afterwards(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(nnx.List([Sharing()]), "0", min_size=64)
+
+        @nnx.jit
+        def both(model, x):
+            _, found = model[0](x)
+            assert found["own"] is found["again"] and found["other"].last is found["last"] is found["own"].last
+            found["own"].last[...] = x.sum()
+            return found["other"].last[...]
+
+        x = jnp.ones((8, WIDTH))
+        assert both(model, x) == x.sum()
