@@ -17,7 +17,7 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import family_of, next_token_loss
 from gtp_jax.runner._exit_codes import DIVERGED, MISTAKE
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.data import Windows
+from gtp_jax.runner.data import Windows, _corpus
 from gtp_jax.runner.trainer import TrainConfig, _job, _loop, read_lines, read_log
 from gtp_jax.runner.trainer._divergence import Divergence, is_spike
 from gtp_jax.runner.trainer._optimizer import optimizer_of
@@ -136,7 +136,7 @@ def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path
     assert run(text, tmp_path / "run") == DIVERGED
     said = capsys.readouterr().err
     assert re.search(naming("step 16 nan --lr --warmup Batch 15"), said)
-    assert re.search(naming("rank dp 0 gtp gradient head"), said)
+    assert re.search(naming("rank dp 0 gtp output gradient loss"), said)
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 12
     assert [e["status"] for e in events(tmp_path / "run", "end")] == ["failed"]
     assert main(["replay", f"--out={tmp_path / 'run'}", "--step=16"]) == 0  # from step 12, on two placements
@@ -152,7 +152,7 @@ def test_ids_outside_the_vocabulary_end_a_run_whatever_its_policy(text, tmp_path
     def windows(tokens, *options, **more):
         return Windows(np.where(tokens == BAD, 300, tokens.astype(np.uint16)), *options, **more)
 
-    monkeypatch.setattr(_job, "Windows", windows)
+    monkeypatch.setattr(_corpus, "Windows", windows)
     assert run(text, tmp_path / "run", "--nonfinite=skip") == MISTAKE
     said = "error: `(tokens|targets)` has the id 300 at position .*: outside the vocabulary of 256. Ids are 0 to 255"
     assert re.search(said, capsys.readouterr().err)

@@ -50,4 +50,4 @@ def test_the_load_of_experts_is_logged_each_step_and_their_options_are_the_model
     assert saved["routing"] == {"bias_rate": 0.0} and saved["shared_hidden"] == 32
     # without a bias there is no load to report; and the parameters are another model's
     plain = small(text, tmp_path / "plain", steps=1, **run)
-    refused(capsys, "routing {'bias_rate': 0.0} None", "train", *plain, f"--from={tmp_path / 'run'}")
+    refused(capsys, "router_bias_rate None 0.0 shared_hidden 0 32", "train", *plain, f"--from={tmp_path / 'run'}")
