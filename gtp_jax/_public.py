@@ -71,6 +71,7 @@ from .recipes import FP8Blocks as FP8Blocks
 from .recipes import FP8Delayed as FP8Delayed
 from .recipes import use_recipe as use_recipe
 from .train import TrainState as TrainState
+from .train import as_count as as_count
 from .train import check as check
 from .train import check_finite as check_finite
 from .train import diagnose as diagnose

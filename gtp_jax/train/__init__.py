@@ -1,6 +1,7 @@
 """Trains and evaluates models whose state is a plain pytree of arrays."""
 
 from ._check import check as check
+from ._count import as_count as as_count
 from ._diagnose import Diagnosis as Diagnosis
 from ._diagnose import diagnose as diagnose
 from ._finite import check_finite as check_finite

@@ -27,8 +27,10 @@ from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
 from ..weights import ModulePath, forget_after, prepare
 from ._batch import microbatches_of, shard_batch, split_microbatches
-from ._loss import Returned, evaluate, mean, refuse_number_with_gradient, wide
+from ._count import refuse_metric
+from ._loss import Returned, evaluate, mean, wide
 from ._microbatches import as_stored, over_microbatches
+from ._needs import numbered
 from ._on_ranks import over_all_ranks, over_mesh
 from ._request import Request
 from ._rounding import rounding_key
@@ -115,29 +117,30 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
 def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     if request.view == "global":
-        state.model_def.check_mesh()
-        with use_roles(state.model_def.roles):
-            model_of, sharded = _model_of(request, state), shard_batch(batch, state.model_def.roles)
+        model_def = state.model_def
+        model_def.check_mesh()
+        with use_roles(model_def.roles):
+            model_of, sharded = _model_of(request, state), shard_batch(batch, model_def.roles)
 
             @forget_after()
-            def one(params: Tree) -> Returned:
-                model = model_of(params, state.model_state)
-                return evaluate(request.loss, model, sharded, has_aux=request.has_aux)
+            def one(params: Tree, before: Tree) -> tuple[Returned, Tree]:
+                model = model_of(params, before)
+                return evaluate(request.loss, model, sharded, has_aux=request.has_aux), model_def.state_of(model)
 
-            returned = one(state.params)
+            returned, _ = one(state.params, state.model_state)
             if returned.tokens is not None:
-                refuse_number_with_gradient(lambda params: one(params).total, state.params)
+                _refuse_metric(one, model_of, state.params, state.model_state)
         return Computed(returned.total, returned.tokens, (), (), returned.aux)
 
     def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, _: jax.Array) -> Tree:
         model_of = _model_of(request, dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling))
 
         @forget_after()
-        def one(params: Tree) -> Returned:
-            return _sums(evaluate(request.loss, model_of(params, {}), batch, has_aux=False))
+        def one(params: Tree, before: Tree) -> tuple[Returned, Tree]:
+            return _sums(evaluate(request.loss, model_of(params, before), batch, has_aux=False)), {}
 
-        returned = one(params)
-        refuse_number_with_gradient(lambda params: one(params).total, params)
+        returned, _ = one(params, {})
+        _refuse_metric(one, model_of, params, {})
         return over_all_ranks((returned.total, returned.tokens))
 
     total, tokens = over_mesh(local, state, 1, PartitionSpec())(batch)
@@ -173,7 +176,11 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
                 returned, (found, amaxes) = value_and_grad(params, slots, before, batch, 0)
                 return found, (returned, amaxes)
 
-            found, ((total, (tokens, after, aux)), amaxes) = uncast(whole)(
+            def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
+                (params, _, before, _), (_, ((_, (number, after, _)), _)) = inputs, outputs
+                refuse_metric(closed, number, params, (before, after), model_of.made)
+
+            found, ((total, (tokens, after, aux)), amaxes) = uncast(whole, examine)(
                 state.params, slots, state.model_state, sharded
             )
             return Computed(total, tokens, found, after, aux, over_ranks(amaxes))
@@ -191,12 +198,17 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             )
             return found, ((total, tokens, aux), (after, jax.tree.map(jnp.maximum, amaxes, more)))
 
+        def examine_part(closed: Any, inputs: Tree, outputs: Tree) -> None:
+            ((before, _), *_), (_, ((_, number, _), (after, _))) = inputs, outputs
+            refuse_metric(closed, number, (), (before, after), model_of.made)
+
         found, (total, tokens, aux), (after, amaxes), (_, _, own) = over_microbatches(
             of_part,
             (state.model_state, slots),
             parts,
             addends=lambda others: (*others[:2], jax.tree.map(wide, others[2])),
             placed=lambda gradients: constrained(gradients, model_def.specs),
+            examine=examine_part,
         )
         amaxes = over_ranks(amaxes)
     aux = jax.tree.map(lambda a, own: (a / count).astype(own.dtype) if _is_inexact(a) else a, aux, own)
@@ -243,7 +255,11 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         found = sum_over_replicas(found, model_def.specs)
         return found, (*over_all_ranks((total, tokens)), over_ranks(amaxes))
 
-    on_mesh = over_mesh(uncast(local), state, microbatches, (model_def.specs, PartitionSpec()))
+    def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
+        (params, *_), (_, (_, number, _)) = inputs, outputs
+        refuse_metric(closed, number, params, ({}, {}))
+
+    on_mesh = over_mesh(uncast(local, examine), state, microbatches, (model_def.specs, PartitionSpec()))
     found, (total, tokens, amaxes) = on_mesh(batch)
     return Computed(total, tokens, found, {}, (), amaxes)
 
@@ -272,10 +288,12 @@ class _ModelOf(NamedTuple):
     Attributes:
         make: the function.
         amaxes: for each module with delayed scaling, by path: the amaxes that set its scales in this step.
+        made: the parameters, and what was made of them for all microbatches, such as codes.
     """
 
     make: Callable[..., Any]
     amaxes: Mapping[ModulePath, jax.Array]
+    made: list[Any]
 
     def __call__(
         self,
@@ -314,8 +332,10 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
         model = model_def.model(params, model_state, state.frozen, read_only=True)
         return model if dropout is None else with_dropout(model, dropout)
 
+    held = jax.tree.leaves(state.params)
     if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
-        return _ModelOf(lambda params, model_state, key, dropout, slots: plain_model(params, model_state, dropout), {})
+        plain = lambda params, model_state, key, dropout, slots: plain_model(params, model_state, dropout)  # noqa: E731
+        return _ModelOf(plain, {}, held)
     stored = lax.stop_gradient(shards_of(model))
     of_weights = {path: own[..., 1] for path, own in amaxes.items()}
     prepared = prepare(groups, stored, request.pregathered_layers, request.rounded, of_weights)
@@ -336,7 +356,22 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
             rounded=request.rounded,
         )
 
-    return _ModelOf(make, amaxes)
+    return _ModelOf(make, amaxes, [*held, *jax.tree.leaves((prepared, codes))])
+
+
+def _refuse_metric(one: Callable[..., tuple[Returned, Tree]], model_of: _ModelOf, params: Tree, before: Tree) -> None:
+    """Refuses a loss that is only evaluated, and whose count depends on parameters; see `refuse_metric`.
+
+    Args:
+        one: `(params, variables) -> (returned, variables)`, the loss of the batch. It is traced but not run.
+        model_of: what makes the model of `one`.
+        params: the parameters.
+        before: the other variables of the model.
+    """
+    closed, shapes = jax.make_jaxpr(one, return_shape=True)(params, before)
+    of_params, of_variables = numbered((params, before))
+    returned, after = numbered(shapes)
+    refuse_metric(closed, returned.tokens, of_params, (of_variables, after), model_of.made)
 
 
 def _sums(returned: Returned) -> Returned:

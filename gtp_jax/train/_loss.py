@@ -48,8 +48,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
     function returns a pair (loss, aux), where `aux` is a pytree of arrays and numbers.
 
     Raises:
-        TypeError: if the function returns anything else. Differentiating the result also raises it if the number of
-            tokens has a gradient. Errors of the function itself pass through, some with a note.
+        TypeError: if the function returns anything else. Errors of the function itself pass through, some with a note.
     """
     returned, aux = _called(loss, model, batch), ()
     if has_aux:
@@ -60,8 +59,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
             )
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
-        number = wide(_number(jnp.asarray(returned[1])))
-        return Returned(wide(_float(returned[0])), number, _arrays(aux))
+        return Returned(wide(_float(returned[0])), wide(jnp.asarray(returned[1])), _arrays(aux))
     if not _is_scalar(returned):
         raise TypeError(
             "`loss` must return a scalar, such as a mean; or two scalars, (sum of token losses, number of tokens), "
@@ -106,27 +104,6 @@ def _arrays(aux: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(array, aux)
 
 
-def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree) -> None:
-    """Refuses a number of tokens that has a gradient, when a loss is only evaluated.
-
-    A training step finds this when it differentiates the loss. An evaluation does not differentiate, so this function
-    traces the gradient. It does nothing if the loss cannot be differentiated for another reason.
-
-    Args:
-        total: the loss's first scalar as a function of the parameters. It is traced but not run.
-        params: the parameters of the model.
-
-    Raises:
-        TypeError: if the number has a gradient; the message says what to return instead.
-    """
-    try:
-        jax.eval_shape(jax.grad(total), params)
-    except NumberHasGradient:
-        raise
-    except Exception:  # a loss that is only evaluated need not be differentiable
-        return
-
-
 def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
     """Returns `total / tokens`. Returns `total` unchanged if `tokens` is `None`, because `total` is then already a
     mean, or if `tokens` is 0, because the sum over no tokens is 0.
@@ -159,29 +136,6 @@ def _float(value: Any) -> jax.Array:
             f"`loss` returns {value.dtype}; a step differentiates it, so it must be a real floating-point number."
         )
     return value
-
-
-class NumberHasGradient(TypeError):
-    """Raised if the second scalar that a loss returned, which should be the number of tokens, has a gradient."""
-
-
-@jax.custom_vjp
-def _number(tokens: jax.Array) -> jax.Array:
-    """Returns its argument. Raises `NumberHasGradient` when it is differentiated, because a step would ignore the
-    gradient."""
-    return tokens
-
-
-def _fwd(tokens: jax.Array) -> Any:
-    raise NumberHasGradient(
-        f"`loss` returns two scalars, of which a step uses the second, {tokens.dtype}, as the number of tokens; but it "
-        "has a gradient with respect to the parameters. If it is something to report, return (loss, aux) and pass "
-        "`has_aux=True`. If it is the number of tokens, return `jax.lax.stop_gradient(number)`, or the quotient as one "
-        "scalar."
-    )
-
-
-_number.defvjp(_fwd, lambda _, gradient: (gradient,))
 
 
 def _described(returned: Any) -> str:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..mesh import platform
-from ._uncast import traced_uncast
+from ._uncast import Examine, traced_uncast
 
 Tree = Any
 
@@ -23,6 +23,7 @@ def over_microbatches(
     *,
     addends: Callable[[Tree], Tree] = lambda others: others,
     placed: Callable[[Tree], Tree] = lambda gradients: gradients,
+    examine: Examine | None = None,
 ) -> tuple[Tree, Tree, Tree, Tree]:
     """Runs one microbatch after another in a `lax.scan`, and sums their results.
 
@@ -36,6 +37,7 @@ def over_microbatches(
         parts: a pytree of arrays of shape `(microbatches, ...)`.
         addends: a function that converts `others` to the arrays that are summed.
         placed: a function that constrains the shardings of gradients.
+        examine: a function that is called with the trace of `of_part`, as for `uncast`.
 
     Returns:
         The sum of the gradients; the sum of the addends; `carried` after the last microbatch; and the shapes and dtypes
@@ -43,7 +45,7 @@ def over_microbatches(
     """
     numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0])
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], (parts, numbers)))
-    narrow, (gradients, (own, _)) = traced_uncast(of_part, carried, *first)
+    narrow, (gradients, (own, _)) = traced_uncast(of_part, carried, *first, examine=examine)
 
     def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
         gradients, others, carried = sums

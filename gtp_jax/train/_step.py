@@ -70,8 +70,8 @@ def train_step(
     Args:
         loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
             microbatches; or two scalars, (sum of token losses, number of tokens), as `cross_entropy` does. With two
-            scalars each token has the same weight, however many microbatches or masked tokens there are. Local view
-            requires two scalars.
+            scalars each token has the same weight, however many microbatches or masked tokens there are. The number may
+            not depend on parameters, unless `as_count` declares it. Local view requires two scalars.
         optimizer: any optax optimizer. Its update gets `value`, the loss; `grad`, the gradients; and `value_fn`, with
             which a line search evaluates the loss of the batch, and its gradient, at other parameters. If the model
             has a `Stack`, see `per_layer` for optimizers that compute norms or products of whole parameters.

@@ -11,11 +11,18 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..mesh import degrees
+from ._needs import numbered
 
 Tree = Any
 
 
-def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, tuple[Tree, Rest]]:
+# A function of a closed jaxpr, and of pytrees with the numbers of its inputs and outputs in their places.
+Examine = Callable[[Any, Any, Any], None]
+
+
+def uncast[**P, Rest](
+    function: Callable[P, tuple[Tree, Rest]], examine: Examine | None = None
+) -> Callable[P, tuple[Tree, Rest]]:
     """Returns a function that leaves out the final casts to wider dtypes in its first output.
 
     JAX returns a gradient in the dtype of its parameter, such as float32, even if the gradient was summed in 16 bits
@@ -27,27 +34,33 @@ def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, t
 
     Args:
         function: a function that returns a pair, whose first element is a pytree of arrays.
+        examine: a function that is called with the trace of `function`.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> tuple[Tree, Rest]:
-        narrow, _ = traced_uncast(functools.partial(function, **kwargs), *args)
+        narrow, _ = traced_uncast(functools.partial(function, **kwargs), *args, examine=examine)
         return narrow(*args)
 
     return call
 
 
-def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple[Callable[..., Any], Any]:
+def traced_uncast(
+    function: Callable[..., tuple[Tree, Tree]], *args: Any, examine: Examine | None = None
+) -> tuple[Callable[..., Any], Any]:
     """Traces a function once, and applies `uncast` to the trace.
 
     Args:
         function: the function, as for `uncast`.
         args: its arguments, or their shapes and dtypes.
+        examine: as for `uncast`.
 
     Returns:
         `uncast(function)` for arguments of these shapes and dtypes; and the shapes and dtypes of what `function`
         returns.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    if examine is not None:
+        examine(closed, numbered(args), numbered(shapes))
     structure = jax.tree.structure(shapes)
     first = jax.tree.structure(shapes[0]).num_leaves
     jaxpr = _uncast(closed.jaxpr, range(first))

@@ -30,10 +30,24 @@ MUTANTS = (
         ("tests/train/test_per_layer.py::test_of_padded_weights_it_sees_each_layers_logical_array",),
     ),
     Mutant(
-        "the gradient of a number of tokens is ignored",
-        "number = wide(_number(jnp.asarray(returned[1])))",
-        "number = wide(jnp.asarray(returned[1]))",
-        ("tests/train/test_step_contract.py::test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient",),
+        "a metric passes for a count in a branch",
+        "return {0, *(1 + number for numbers in branches for number in numbers)}",
+        "return {1 + number for numbers in branches for number in numbers}",
+        ("tests/train/test_step_contract.py::test_a_metric_that_depends_on_weights_is_refused_as_a_count",),
+    ),
+    Mutant(
+        "a metric of codes passes for a count",
+        "and not any(id(array) in needs.constants for array in made)",
+        "",
+        ("tests/train/test_step_contract.py::test_a_metric_that_depends_on_weights_is_refused_as_a_count",),
+    ),
+    Mutant(
+        "an average over steps passes for a count",
+        "kept = {number: after[path] for path, number in before.items() if path in after}",
+        "kept: dict[int, int] = {}",
+        (
+            "tests/train/test_step_contract.py::test_a_count_may_come_from_variables_unless_they_are_computed_from_weights",
+        ),
     ),
     Mutant(
         "scales of delayed scaling are rounded",

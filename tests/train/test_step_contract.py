@@ -196,36 +196,147 @@ def test_no_device_holds_a_whole_model_at_birth(degrees):
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < whole / 2
 
 
-def _sum(model, batch):
-    return next_token_loss(model, batch)[0]
+class Tokens(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = gtp.Embed(8, 16, dtype="float32", rngs=rngs)
+        self.layers = gtp.Stack(lambda rngs: gtp.MLP(16, 32, dtype="float32", rngs=rngs), 2, rngs=rngs)
+        self.head = gtp.Dense(16, 8, dtype="float32", rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.layers(self.embed(tokens)))
 
 
-def _pair(second):
-    return lambda model, batch: (_sum(model, batch), second(model, batch))
+def counted(count):
+    """A loss of tokens with a count of its own, which is given the logits of each example and its tokens."""
+
+    def loss(model, batch):
+        logits = model(batch)
+        return jnp.sum(jax.nn.logsumexp(logits, -1)), count(logits, batch)
+
+    return loss
 
 
-@pytest.mark.parametrize(
-    "view, degrees", [("local", dict(gtp=2, dp=2)), pytest.param("global", dict(gtp=4, tp=2), marks=pytest.mark.full)]
-)
-def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, degrees):
-    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
-        state, batch = make_state(), make_batch()
+def in_a_loop(count):
+    """The same, added up example by example, as a loss in chunks does."""
 
-        def traced(loss):
-            jax.eval_shape(lambda s, b: gtp.loss_and_gradients(loss, s, b, view=view), state, batch)
+    def loss(model, batch):
+        def one(sums, example):
+            return (sums[0] + jnp.sum(jax.nn.logsumexp(example[0], -1)), sums[1] + count(*example)), None
 
-        with pytest.raises(TypeError, match=naming("float32 `has_aux=True` stop_gradient")):
-            traced(_pair(lambda model, batch: _sum(model, batch) / 7))
-        with pytest.raises(TypeError, match=naming("float32")):
-            evaluate = gtp.eval_step(_pair(lambda model, batch: _sum(model, batch) / 7), view=view)
-            jax.eval_shape(evaluate, state, batch)
-        jax.eval_shape(gtp.eval_step(next_token_loss, view=view), state, batch)
-        traced(_pair(lambda model, batch: lax.stop_gradient(_sum(model, batch)) / 7))
-        traced(_pair(lambda model, batch: jnp.sum(model(batch["tokens"]) > 0)))  # integers have none
-        traced(_pair(lambda model, batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32)))
-        traced(next_token_loss)
-        if view == "local":  # summed together
-            traced(lambda model, batch: lax.psum(next_token_loss(model, batch), "gtp"))
+        return lax.scan(jax.checkpoint(one), (jnp.float32(0), jnp.float32(0)), (model(batch), batch))[0]
+
+    return loss
+
+
+@jax.custom_vjp
+def both(losses, weights):
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+both.defvjp(lambda losses, weights: (both(losses, weights), weights), lambda weights, g: (g[0] * weights, None))
+
+
+def of_one_function(weights):
+    """The same, of a function with a derivative of its own."""
+
+    def loss(model, batch):
+        logits = model(batch)
+        return both(jax.nn.logsumexp(logits, -1), jnp.float32(weights(logits, batch)))
+
+    return loss
+
+
+def right(logits, tokens):
+    return jnp.argmax(logits, -1) == tokens
+
+
+def in_a_branch(which):
+    return counted(lambda *given: lax.cond(which(*given) > 9, lambda: 9.0, lambda: 7.0))
+
+
+COUNTS = {
+    "tokens": counted(lambda logits, tokens: jnp.sum(tokens > 1)),
+    "a number": counted(lambda logits, tokens: tokens.size),
+    "of the form of logits": counted(lambda logits, tokens: jnp.ones_like(logits[..., 0]).sum()),
+    "in a loop": in_a_loop(lambda logits, tokens: jnp.sum(tokens > 1, dtype=jnp.float32)),
+    "in a branch": in_a_branch(lambda logits, tokens: jnp.sum(tokens)),
+    "of one function": of_one_function(lambda logits, tokens: tokens > 1),
+    "declared": counted(lambda logits, tokens: gtp.as_count(jnp.sum(right(logits, tokens)))),
+    "declared, with a gradient": counted(lambda logits, tokens: gtp.as_count(jnp.sum(logits))),
+}
+METRICS = {
+    "an accuracy": counted(lambda logits, tokens: jnp.mean(right(logits, tokens))),
+    "a number of tokens that are right": counted(lambda logits, tokens: jnp.sum(right(logits, tokens))),
+    "with a gradient": counted(lambda logits, tokens: jnp.exp(jnp.mean(logits))),
+    "without a gradient": counted(lambda logits, tokens: lax.stop_gradient(jnp.mean(logits))),
+    "in a loop": in_a_loop(lambda logits, tokens: jnp.mean(right(logits, tokens))),
+    "in a branch": in_a_branch(lambda logits, tokens: jnp.sum(logits)),
+    "of one function": of_one_function(right),
+}
+WAYS = {
+    "a step": lambda loss: gtp.train_step(loss, SGD),
+    "microbatches": lambda loss: gtp.train_step(loss, SGD, microbatches=2),
+    "an evaluation": gtp.eval_step,
+    "a step in local view": lambda loss: gtp.train_step(loss, SGD, view="local", microbatches=2),
+    "an evaluation in local view": lambda loss: gtp.eval_step(loss, view="local"),
+    "codes": lambda loss: gtp.train_step(loss, SGD, recipe=gtp.FP8()),
+    "codes in microbatches": lambda loss: gtp.train_step(loss, SGD, recipe=gtp.FP8(), microbatches=2),
+    "an evaluation of codes": lambda loss: gtp.eval_step(loss, recipe=gtp.FP8()),
+}
+REFUSED = naming("second `has_aux=True` `gtp_jax.as_count(number)`")
+
+
+def tokens_state():
+    return gtp.TrainState.create(placed(lambda rngs: Tokens(rngs)), SGD), np.ones((8, 4), np.int32)
+
+
+@pytest.mark.parametrize("way, count", pairwise(WAYS, COUNTS, usual=8))
+def test_a_count_of_the_batch_is_taken_as_a_count(way, count):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, dp=2, devices=jax.devices()[:4])):
+        jax.eval_shape(WAYS[way](COUNTS[count]), *tokens_state())
+
+
+@pytest.mark.parametrize("way, metric", pairwise(WAYS, METRICS, usual=8))
+def test_a_metric_that_depends_on_weights_is_refused_as_a_count(way, metric):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, dp=2, devices=jax.devices()[:4])):
+        with pytest.raises(TypeError, match=REFUSED):
+            jax.eval_shape(WAYS[way](METRICS[metric]), *tokens_state())
+
+
+class Kept(nnx.Module):
+    """A model with variables of its own: weights of classes, and averages over steps."""
+
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(8, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.classes, self.average = nnx.BatchStat(jnp.ones(4)), nnx.Variable(jnp.zeros(()))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def kept_loss(second):
+    def loss(model, batch):
+        before = model.average.get_value()
+        logits = model.norm(model.linear(model.dropout(batch["x"])))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        model.average.set_value(0.9 * before + 0.1 * jnp.mean(losses))
+        weights = model.classes.get_value()[batch["y"]]
+        kept = jax.random.bernoulli(model.dropout.rngs(), 0.5, losses.shape)
+        return jnp.sum(losses * weights), second(model, before, weights, kept)
+
+    return loss
+
+
+def test_a_count_may_come_from_variables_unless_they_are_computed_from_weights():
+    batch = {"x": np.ones((4, 8), np.float32), "y": np.arange(4)}
+    state = gtp.TrainState.create(Kept(nnx.Rngs(0, dropout=1)), SGD)
+    for make in (WAYS[way] for way in ("a step", "microbatches", "an evaluation")):
+        jax.eval_shape(make(kept_loss(lambda model, before, weights, kept: jnp.sum(weights))), state, batch)
+        jax.eval_shape(make(kept_loss(lambda model, before, weights, kept: jnp.sum(kept))), state, batch)
+        for second in (
+            lambda model, before, weights, kept: before,  # of the steps before this one
+            lambda model, before, weights, kept: jnp.mean(model.norm.mean.get_value()),
+        ):
+            with pytest.raises(TypeError, match=REFUSED):
+                jax.eval_shape(make(kept_loss(second)), state, batch)
 
 
 class Writes(nnx.Module):
