@@ -134,7 +134,9 @@ def default_roles(axes: Collection[str]) -> Roles:
     if not axes or set(axes) - {*roles.batch, *roles.weights, roles.tensor}:
         return roles
     batch, weights = (tuple(axis for axis in names if axis in axes) for names in (roles.batch, roles.weights))
-    return dataclasses.replace(roles, batch=batch, weights=weights, tensor=roles.tensor if roles.tensor in axes else None)
+    return dataclasses.replace(
+        roles, batch=batch, weights=weights, tensor=roles.tensor if roles.tensor in axes else None
+    )
 
 
 def spec_of_batch(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:

@@ -40,17 +40,24 @@ class Place:
             count *= degree
         return gtp.make_mesh(**self.degrees, devices=jax.devices()[:count])
 
-    def state(self, optimizer: optax.GradientTransformation, **sizes: Any) -> gtp.TrainState:
+    def state(
+        self, optimizer: optax.GradientTransformation, recipe: gtp.recipes.Recipe | None = None, **sizes: Any
+    ) -> gtp.TrainState:
         """Shapes and shardings of a small Llama's state; nothing is computed."""
         config = LlamaConfig(**{**SIZES, "dtype": "float32", **sizes})
-        state = _state(self.mesh(), config, optimizer)
+        state = _state(self.mesh(), config, optimizer, recipe)
         return jax.tree.map(_gtp_major, state) if self.gtp_major else state
 
 
 @functools.lru_cache(64)  # of every place and optimizer here: tests ask for each of them many times
-def _state(mesh: jax.sharding.Mesh, config: LlamaConfig, optimizer: optax.GradientTransformation) -> gtp.TrainState:
+def _state(
+    mesh: jax.sharding.Mesh,
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    recipe: gtp.recipes.Recipe | None,
+) -> gtp.TrainState:
     with jax.set_mesh(mesh):
-        return gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        return gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer, recipe=recipe)
 
 
 def _gtp_major(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

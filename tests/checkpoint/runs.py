@@ -16,12 +16,19 @@ from gtp_jax.weights import quantize
 
 from .meshes import SIZES, Place
 
-RECIPES = {
+RECIPES = {  # of weights alone
     "bf16": gtp.BF16(),
     "fp8": gtp.FP8(),
     "mxfp8": gtp.MXFP8(),
     "nvfp4": gtp.NVFP4(),
     "nvfp4_1d": gtp.NVFP4(block=(1, 16)),
+}
+ORIGINALS = {  # TransformerEngine's five, which multiply in their formats
+    "delayed": gtp.FP8Delayed(history=4),
+    "current": gtp.FP8(matmuls=True),
+    "blocks": gtp.FP8Blocks(),
+    "mxfp8": gtp.MXFP8(matmuls=True),
+    "nvfp4": gtp.NVFP4(matmuls=True),
 }
 
 
@@ -38,11 +45,11 @@ class Run:
         config = LlamaConfig(**{**SIZES, "dtype": "float32"})
         with jax.set_mesh(self.place.mesh()):
             model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed))
-            return gtp.TrainState.create(model, self.optimizer)
+            return gtp.TrainState.create(model, self.optimizer, recipe=self.recipe)
 
     def shapes(self) -> gtp.TrainState:
         """Shapes and shardings of a state."""
-        return self.place.state(self.optimizer)
+        return self.place.state(self.optimizer, self.recipe)
 
     def go_on(self, state: gtp.TrainState, steps: int) -> tuple[gtp.TrainState, list[tuple[float, float]]]:
         """So many steps, of which the state knows the batches; loss and gradient norm of each. Consumes the state."""

@@ -1,9 +1,9 @@
 """What TransformerEngine tests of its distributed checkpoints (PyTorch's DCP; its #2713), with no tolerance.
 
-Ten Adam steps, a save, ten more, on its three meshes with its five recipes; the output and the next step of a fresh
-model, saved in the foreground and in the background; half as many devices. Where upstream allows 0.05 or 0.1, or skips
-a format, every bit is compared. Some of the tests are in the core list of pyproject.toml: every test function, mesh and
-recipe, and an optimizer whose state has other shapes than the parameters.
+Ten Adam steps, a save, ten more, on its three meshes with weights in its five formats; two steps with each of its five
+recipes, on the same mesh and on another; the output and the next step of a fresh model, saved in the foreground and in
+the background; half as many devices. Where upstream allows 0.05 or 0.1, or skips a format, every bit is compared. There
+are also optimizers whose state has other shapes than the parameters.
 """
 
 import secrets
@@ -15,7 +15,7 @@ import pytest
 from gtp_jax.checkpoint import Checkpoints
 
 from .meshes import OPTIMIZERS, PLACES, Place
-from .runs import RECIPES, Run
+from .runs import ORIGINALS, RECIPES, Run
 
 UPSTREAM_MESHES = ("fsdp", "hsdp", "hsdp_tp2")
 MATRIX = [(mesh, recipe, "adamw") for mesh in UPSTREAM_MESHES for recipe in RECIPES] + [
@@ -48,6 +48,25 @@ def test_ten_steps_after_a_restore_are_the_ten_after_the_save(tmp_path, mesh, re
     again, found = run.go_on(restored, 10)
     assert found == wanted and len(set(wanted)) == 10
     assert bits(again) == bits(later)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ORIGINALS)
+def test_two_steps_with_an_original_recipe_are_the_same_bits_on_either_mesh(tmp_path, recipe):
+    here, there = (Run(PLACES[mesh], ORIGINALS[recipe], OPTIMIZERS["adamw"]) for mesh in ("hsdp", "fsdp"))
+    state, _ = here.go_on(here.begin(seed=secrets.randbits(31)), 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, recipe=here.recipe)
+        for run in (here, there):
+            shapes = run.shapes()
+            restored, _ = checkpoints.restore(shapes)
+            places = [leaf.sharding for leaf in jax.tree.leaves(shapes)]
+            whole = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+            moved = jax.tree.unflatten(jax.tree.structure(shapes), map(jax.device_put, whole, places))
+            assert bits(restored) == bits(moved)
+            (later, wanted), (again, found) = run.go_on(moved, 2), run.go_on(restored, 2)
+            assert found == wanted
+            assert bits(again) == bits(later)
 
 
 @pytest.mark.slow
