@@ -211,6 +211,8 @@ def loss_of(loss: Loss, model: Any, batch: Any) -> Any:
         if loss.kind in ("mean", "sum"):
             y = y.astype(jnp.promote_types(y.dtype, jnp.float32))
             return (jnp.sin(y) + 0.1 * y**2).sum(), jnp.asarray(y.size, y.dtype)
+        if model.pool == "flatten":
+            return gtp.cross_entropy(y, *(None if one is None else one.reshape(-1) for one in (targets, weights)))
         return gtp.cross_entropy(y, targets, weights)
 
     def inner(params: Any, x: Any) -> Any:

@@ -57,7 +57,6 @@ def batch_of(draw: Draw, attempt: int) -> dict[str, np.ndarray]:
     batch = {"x": x if model.tokens else x.astype(np.float64 if model.dtype == "float64" else np.float32)}
     if draw.loss.kind in ("tokens", "cross_entropy"):
         shape = model.shape[:1] if model.pool in ("mean", "last") else model.shape
-        shape = (math.prod(shape),) if model.pool == "flatten" else shape
         targets = rng.integers(0, model.classes, shape).astype(np.int32)
         if draw.loss.masked:
             targets = np.where(rng.random(shape) < 0.2, -1, targets)

@@ -183,7 +183,8 @@ def forward(model: Model, p: dict[str, Any], x: jax.Array, c: Any, notes: Notes)
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(wide_of(logits.dtype))
-    counts = (targets >= 0) * (1.0 if weights is None else weights)
+    counts = ((targets >= 0) * (1.0 if weights is None else weights)).reshape(logits.shape[:-1])
+    targets = targets.reshape(counts.shape)
     picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     losses = jax.nn.logsumexp(logits, -1) - picked
     return (losses * counts).sum(), jnp.asarray(counts, logits.dtype).sum()

@@ -31,7 +31,7 @@ def _small_for_blocks(draw: Draw) -> bool:
 # the type of the error, a pattern of its message, and which draws may raise it
 REFUSALS: tuple[tuple[type[Exception], str, Callable[[Draw], bool]], ...] = (
     (ValueError, r"its first dimension is the batch and must be a multiple of", _uneven_batch),
-    (ValueError, r"dimension 1 is the sequence and must be a multiple of", _uneven_sequence),
+    (ValueError, r"dimension 1 is the sharded sequence and must be a multiple of", _uneven_sequence),
     (ValueError, r"is to be sharded along its sequence, dimension 1, over tp = \d+, which does not", _uneven_sequence),
     (ValueError, r"Build the MoE with `loss_reduction=", _another_reduction),
     (ValueError, r"fewer than the \d+ of a block of", _small_for_blocks),
