@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ._log import Record
+from ._own_file import replacing
 
 _TRAIN, _HELD_OUT, _UNIGRAM, _TEXT = "#9db7d5", "#d1495b", "#5b8c5a", "#333333"
 
@@ -39,4 +40,5 @@ def draw_curve(records: list[Record], unigram: float, title: str, path: Path) ->
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)

@@ -13,6 +13,7 @@ from typing import Self
 from ...checkpoint import Checkpoints
 from ._events import is_of_supervisor
 from ._lock import is_lock
+from ._own_file import stranger
 from ._tracker import TRACKERS, delete_tracked
 from ._train_flags import TrainConfig
 
@@ -43,7 +44,11 @@ class RunDirectory:
     @classmethod
     def around(cls, source: Path) -> Self:
         """Returns the directory of the run that `source` names: itself, or its directory of checkpoints."""
-        return cls.of(source if (source / "checkpoints").is_dir() else source / "..")
+        if (source / "checkpoints").is_dir():
+            return cls.of(source)
+        # an import may be inside the directory of a run, and is not of that run
+        places = (source.absolute(), source.resolve())
+        return cls.of(next((place.parent for place in places if place.name == "checkpoints"), source))
 
     def replacing(self) -> Self:
         """Returns this directory for a run that replaces the one in it."""
@@ -105,6 +110,11 @@ class RunDirectory:
         return self.root / "checkpoints.deleted"
 
     @property
+    def _directories(self) -> set[Path]:
+        """What is a directory in the table, or a link to one; the rest are regular files."""
+        return {self.checkpoints, self._doomed, self.elastic, *(self.root / name for name in TRACKERS)}
+
+    @property
     def _table(self) -> dict[Path, Callable[[Path], bool]]:
         """Everything that a run writes or deletes here.
 
@@ -136,21 +146,17 @@ class RunDirectory:
         """
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
-        if self.checkpoints.is_symlink() and not self.checkpoints.is_dir():
-            raise ValueError(
-                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, which is not a directory. Create "
-                "that directory, or delete the link."
-            )
         ours = self.config.exists()
         if ours:
             TrainConfig.load(self.config)
         else:
-            foreign = [path.name for path, known in self._table.items() if os.path.lexists(path) and not known(path)]
+            foreign = [path.name for path, known in self._table.items() if path.exists() and not known(path)]
             if foreign:
                 raise ValueError(
                     f"{self.root} holds {', '.join(foreign)}, which no run of gtp-jax has written. Choose an empty "
                     "or new directory for --out."
                 )
+        self._check_kinds()
         if resume and not ours:
             raise ValueError(
                 f"there is no run in {self.root} to resume. Remove --resume, or set --out to the directory of the run."
@@ -167,6 +173,30 @@ class RunDirectory:
                 "--out."
             )
 
+    def _check_kinds(self) -> None:
+        """Refuses what no run has made: a link that leads out of the directory, a FIFO, or the wrong kind of file.
+
+        Raises:
+            ValueError: names the path, and what it is.
+        """
+        for path in self._table:
+            directory = path in self._directories
+            if (what := stranger(path, directory=directory)) is not None:
+                raise ValueError(
+                    f"{path} is {what}. A run needs a {'directory' if directory else 'regular file'} there, and writes "
+                    f"nothing outside --out. Move it away, or choose another --out."
+                )
+
+    def check_writable(self) -> None:
+        """Checks that a run may write here.
+
+        Raises:
+            ValueError: if the directory, or the nearest one above it that exists, cannot be written.
+        """
+        nearest = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ValueError(f"`out` is {self.root}, but {nearest} cannot be written. Choose another --out.")
+
     def prepare(self, config: TrainConfig, *, keep: bool) -> None:
         """Prepares the directory for a run. Call this only after all checks have passed.
 
@@ -182,7 +212,9 @@ class RunDirectory:
         if self.is_of_run and not keep:
             before = TrainConfig.load(self.config)
             # Removes all steps first, in one rename, so that a kill leaves no old step with a new configuration.
-            if self._doomed.exists():
+            if self._doomed.is_symlink():
+                self._doomed.unlink()
+            elif self._doomed.exists():
                 shutil.rmtree(self._doomed)
             if self.checkpoints.exists() and not self.checkpoints.is_symlink():
                 self.checkpoints.rename(self._doomed)

@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._foreign import open_regular
+from ._own_file import naming, open_own
+
 Event = dict[str, Any]
 
 # The maximum number of bytes of a supervisor's first line, which names all devices.
@@ -74,14 +77,26 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     If the process that wrote the last line was killed in the middle of it, that line is ended first.
     """
     data = json.dumps(record).encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data
-        os.write(descriptor, data)
+        write_line(descriptor, path, data)
     finally:
         os.close(descriptor)
+
+
+def write_line(descriptor: int, path: Path, data: bytes) -> None:
+    """Writes a line to an open file in a single write.
+
+    Raises:
+        OSError: if the system does not take all of it, as when the disk is full; names the path.
+    """
+    with naming(path):
+        written = os.write(descriptor, data)
+        while written < len(data):  # a full disk takes a part, and refuses the rest
+            written += os.write(descriptor, data[written:])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -89,10 +104,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     Skips lines that are not JSON objects, such as those that a kill has cut off.
     """
-    if not path.exists():
+    try:
+        with open_regular(path) as file:
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
         return []
     records = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -115,13 +133,10 @@ def events_in(path: Path, needs: Mapping[str, Collection[str]]) -> list[Event]:
 
 def is_of_supervisor(path: Path) -> bool:
     """Returns whether a file is a record that a supervisor began."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.readline(_LONGEST)
     try:
-        event = json.loads(first)
-    except (ValueError, RecursionError):
+        with open_regular(path) as file:
+            event = json.loads(file.readline(_LONGEST))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(event, dict) and event.get("event") == "start" and {"time", "devices", "degrees"} <= event.keys()
 

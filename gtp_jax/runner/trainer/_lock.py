@@ -23,6 +23,7 @@ from typing import IO, Self
 
 from ..._foreign import brief, printable
 from .._exit_codes import RETRY
+from ._own_file import open_own, stranger
 
 BEAT_S = 5.0
 # A lock that has not changed for this long is taken over. This is longer than a compiler may keep Python from running.
@@ -130,7 +131,7 @@ class Lock:
         if self._create():
             return self._own()
         found, now = _read(self._path), self._clock()
-        if not found and not self._path.exists():
+        if not found and not os.path.lexists(self._path):
             return False  # just deleted
         if not _FORM.match(found):
             raise self._foreign(found)
@@ -225,13 +226,14 @@ class Lock:
 
 def is_lock(path: Path) -> bool:
     """Returns whether a file is a lock, or a lock that is being written."""
-    return path.is_file() and _FORM.match(_read(path)) is not None
+    return os.path.lexists(path) and stranger(path) is None and _FORM.match(_read(path)) is not None
 
 
 def _read(path: Path) -> str:
     """Returns the text of a lock; empty if there is none."""
     try:
-        return path.read_text(errors="replace")
+        with os.fdopen(open_own(path, os.O_RDONLY), errors="replace") as file:
+            return file.read()
     except FileNotFoundError:
         return ""
 

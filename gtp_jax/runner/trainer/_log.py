@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._events import append_line, is_number, read_lines
+from ._events import append_line, is_number, read_lines, write_line
+from ._own_file import open_own
 from ._tracker import Tracker
 
 Record = dict[str, Any]
@@ -38,15 +40,16 @@ class Log:
         guard: Callable[[], None] = lambda: None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
-        self._file, self._guard, self._trackers = None, guard, trackers
+        self._path, self._guard, self._trackers = path, guard, trackers
+        self._file: int | None = None
         if path is None:
             return
         guard()
         if step:
             append_line(path, {_FROM: step})
         else:
-            path.write_text("")
-        self._file = path.open("a", buffering=1)
+            os.close(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, step: int, **values: Any) -> None:
         """Adds a record."""
@@ -63,14 +66,15 @@ class Log:
     def close(self) -> None:
         """Closes the file and the trackers."""
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
+            self._file = None
         for tracker in self._trackers:
             tracker.close()
 
     def _append(self, record: Record) -> None:
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
             self._guard()
-            self._file.write(json.dumps(record) + "\n")
+            write_line(self._file, self._path, json.dumps(record).encode() + b"\n")
 
 
 def read_log(path: Path) -> list[Record]:

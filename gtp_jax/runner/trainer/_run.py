@@ -37,6 +37,7 @@ from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
 from ._meshes import Meshes, make_meshes, without_sequence_parallelism
+from ._own_file import replacing
 from ._owner import owning
 from ._peer_watch import PeerWatch
 from ._peers import Peers
@@ -202,6 +203,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
     out = settings.get("out", TrainConfig.out)
     directory = RunDirectory.of(out)
     directory.check(resume=resume, force=force)
+    directory.check_writable()
     directory = directory if resume else directory.replacing()
     changes: list[str] = []
     if resume:
@@ -307,7 +309,8 @@ def _train(
         title = f"{config.title}, {config.batch} x {config.seq} tokens per step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
         text = report(job, outcome, records, unigram, causes)
-        directory.report.write_text(text + "\n")
+        with replacing(directory.report) as file:
+            file.write(f"{text}\n".encode())
         say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, events.jsonl, loss.png, report.txt", flush=True)
         if outcome.signal is not None:
             why = "" if interrupt.saves else "; saving would take longer than --grace, so nothing was saved"

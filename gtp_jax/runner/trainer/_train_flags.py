@@ -36,6 +36,7 @@ from ..flags import (
     settings_of,
 )
 from ._divergence import Divergence
+from ._own_file import replacing
 from ._tracker import TRACKERS
 
 # The default number of devices without a GPU, unless the degrees require another.
@@ -465,7 +466,8 @@ class TrainConfig:
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
         new = self.draft(path)  # if the process is killed here, the old file remains
-        new.write_text(json.dumps({VERSION_KEY: __version__, **settings_of(self)}, indent=2) + "\n")
+        with replacing(new) as file:
+            file.write(f"{json.dumps({VERSION_KEY: __version__, **settings_of(self)}, indent=2)}\n".encode())
         new.replace(path)
 
     @staticmethod
