@@ -54,5 +54,6 @@ from ._quantized import quantized as quantized
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard
+from ._sources import Sources as Sources
 from ._walk import INSIDE_TRANSFORMATION as INSIDE_TRANSFORMATION
 from ._weights import Weights as Weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from ._placement import Placement
 from ._rows import divided
 from ._scope import hook_is_off
 from ._shards import on_parts, refuse_shards
+from ._sources import part_of_new_value
 from ._step import run
 from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_weights, take, walking
@@ -360,8 +362,9 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
             variable.set_metadata(**metadata)
             if now is not weight and form is not None:
                 written.append(variable)
-            keep = now is weight or form is not None
-            variable.set_raw_value(shard if keep else own_part(now, placement))
+            if now is not weight and form is None:
+                shard = part_of_new_value(functools.partial(own_part, placement=placement), shard, weight, now)
+            variable.set_raw_value(shard)
     if written:
         raise ValueError(
             f"{written_while_quantized(path_of(written[0]), type(owner).__name__)} `nnx.jit` and `nnx.remat` around a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -15,6 +15,14 @@ def inner_jaxprs(eqn: Any) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an operation, such as the body of a loop."""
     each = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
     return [inner for one in each if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the number of constants and of carried values of a scan, given the operation's parameters."""
+    if "num_consts" in params:  # before jax 0.12
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carries))
 
 
 def custom_vjps(jaxpr: Jaxpr) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jax.extend.core import Jaxpr
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
 from ._exchange import Exchange, exchanged
-from ._jaxprs import CALLS
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
@@ -24,6 +23,7 @@ from ._placement import Placement
 from ._products import Multiply, Views, evaluate, values_of
 from ._scope import within_unit
 from ._shards import on_parts
+from ._sources import Sources
 from ._ties import is_float
 
 
@@ -131,8 +131,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
     whole = {id(owners[i]) for i in at_weights} if on_parts() else set[int]()
     originals = _graph_of(nodes)
-    finish: list[Rebuild] = []
-    unwritten: list[tuple[int | None, int]] = []  # (output's index, weight's number) per rewritten quantized weight
+    finish: list[Callable[[Collection[int], Sequence[Any]], Any]] = []
+    set_anew: list[_SetAnew] = []
     known = tuple(placement for placement in placements if placement is not None)
     formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 
@@ -153,9 +153,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         with within_unit():
             result = original(merged[0], *args, **kwargs)
         arrays, rebuild = before.taken_apart(result)
-        quantized = {id(weights[i]): i for i, form in enumerate(formats) if form is not None}
-        written, write, rewritten = before.writes(quantized)
-        unwritten.extend((None if place is None else len(arrays) + place, i) for place, i in rewritten)
+        written, write, found = before.writes({id(a): i for i, a in enumerate((*weights, *others, *arguments))})
+        set_anew[:] = [dataclasses.replace(one, start=len(arrays) + one.start) for one in found]
         finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
         return [*arrays, *written]
 
@@ -164,9 +163,12 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     arguments = [flat[i] for i in at_arguments]
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
-    for place, i in unwritten:
-        if place is None or origin(closed.jaxpr, closed.jaxpr.outvars[place]) is not closed.jaxpr.invars[i]:
-            raise ValueError(written_while_quantized(path_of(owners[at_weights[i]]), type(unit).__name__))
+    sources = Sources(closed.jaxpr)
+    unwritten = frozenset(one.variable for one in set_anew if one.is_unwritten(sources))
+    for one in set_anew:
+        weight = next((i for i in one.inputs if i is not None and i < len(formats) and formats[i] is not None), None)
+        if weight is not None and one.variable not in unwritten:
+            raise ValueError(written_while_quantized(path_of(owners[at_weights[weight]]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
     sums = tuple(exchanged(owners[i], placement, axes) for i, placement in zip(at_weights, known, strict=True))
@@ -174,11 +176,12 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     names = tuple(".".join(path_of(owners[i])) for i in at_weights)
     keys = [keys_of_call(owners[i]) for i in at_weights]
     wires = wires_of_call([owners[i] for i in at_weights], formats)
-    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1], keys, wires)
+    done = functools.partial(finish[-1], unwritten)
+    return Traced(program, weights, [*others, *arguments, *captured], names, done, keys, wires)
 
 
-def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:
-    write(found[results:])
+def _finish(rebuild: Rebuild, write: _Repeat, results: int, unwritten: Collection[int], found: Sequence[Any]) -> Any:
+    write(found[results:], unwritten)
     return rebuild(found[:results])
 
 
@@ -192,6 +195,35 @@ def _is_whole(owner: Any) -> bool:
 def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
     """Returns the given nodes and the nodes within them, each once. Copies have the same order as their originals."""
     return [node for _, node in nnx.iter_graph(nodes) if is_node(node)]
+
+
+# A function of the arrays that a call has written, which repeats the writes on the originals, except on the variables
+# with the given `id`s.
+_Repeat = Callable[[Sequence[Any], Collection[int]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SetAnew:
+    """A variable that holds another value after a call than before it.
+
+    Attributes:
+        variable: the `id` of the original.
+        start: the index of the value's first array among the outputs of the jaxpr.
+        inputs: for each leaf of the value before the call, the index of the jaxpr's input; `None` if it was none.
+        count: the number of arrays in the value now.
+        same_form: whether the value has the structure that it had, and consists of arrays.
+    """
+
+    variable: int
+    start: int
+    inputs: tuple[int | None, ...]
+    count: int
+    same_form: bool
+
+    def is_unwritten(self, sources: Sources) -> bool:
+        """Returns whether the value consists of the same arrays as before, as after `nnx.remat`."""
+        outputs = range(self.start, self.start + self.count)
+        return self.same_form and None not in self.inputs and self.inputs == tuple(map(sources.input_of, outputs))
 
 
 class _Before:
@@ -217,72 +249,54 @@ class _Before:
         """
         return taken_apart(value, self._known)
 
-    def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int | None, int]]]:
+    def writes(self, inputs: Mapping[int, int]) -> tuple[list[Any], _Repeat, list[_SetAnew]]:
         """Finds the variables and attributes that the call has set to another value or deleted. A value that the call
         has changed in place does not count.
 
         Args:
-            quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
+            inputs: the indices of the jaxpr's inputs, by the `id`s of the arrays.
 
         Returns:
-            First, the JAX arrays that the call has written. Second, a function that takes such arrays and repeats the
-            writes on the originals, except for the variables of quantized weights. Third, a pair `(index, number)` for
-            each quantized weight whose variable the call has written: the index of the written array among the arrays
-            (`None` if the written value is not a JAX array), and the number of the weight.
+            The JAX arrays that the call has written; a function that repeats the writes on the originals; and the
+            variables among them.
         """
         arrays: list[Any] = []
-        rewritten: list[tuple[int | None, int]] = []
-        put: list[tuple[int, Rebuild]] = []
+        set_anew: list[_SetAnew] = []
+        put: list[tuple[int, int, Rebuild]] = []  # (count of arrays, `id` of the original, setter)
 
-        def write(value: Any, setter: Callable[[Any], Any]) -> None:
+        def write(original: Any, value: Any, setter: Callable[[Any], Any]) -> list[Any]:
             own, rebuild = self.taken_apart(value)
             arrays.extend(own)
-            put.append((len(own), lambda found: setter(rebuild(found))))
+            put.append((len(own), id(original), lambda found: setter(rebuild(found))))
+            return own
 
         for original, copy in self._pairs:
             if isinstance(copy, nnx.Variable):
                 value, was = copy.get_raw_value(), self._values[id(copy)]
-                if value is not was and id(was) in quantized:  # the values of codes must not replace the stored weight
-                    rewritten.append((len(arrays) if is_array(value) else None, quantized[id(was)]))
-                    write(value, lambda _: None)
-                elif value is not was:
-                    write(value, lambda value, node=original: _write(node, value))
+                if value is not was:
+                    start = len(arrays)
+                    own = write(original, value, functools.partial(_write, original))
+                    before = tuple(inputs.get(id(leaf)) for leaf in jax.tree.leaves(was))
+                    same = len(own) == len(jax.tree.leaves(value)) and jax.tree.structure(value) == jax.tree.structure(
+                        was
+                    )
+                    set_anew.append(_SetAnew(id(original), start, before, len(own), same))
                 continue
             before, now = self._attributes[id(copy)], vars(copy)
             for name in (name for name in now if not name.startswith("_pytree__")):
                 if name not in before or _differs(now[name], before[name]):
-                    write(now[name], lambda value, node=original, name=name: setattr(node, name, value))
+                    write(original, now[name], functools.partial(setattr, original, name))
             for name in (name for name in before if name not in now):
-                put.append((0, lambda _, node=original, name=name: delattr(node, name)))
+                put.append((0, id(original), lambda _, node=original, name=name: delattr(node, name)))
 
-        def write_all(found: Sequence[Any]) -> None:
+        def write_all(found: Sequence[Any], unwritten: Collection[int]) -> None:
             start = 0
-            for count, one in put:
-                one(found[start : start + count])
+            for count, original, one in put:
+                if original not in unwritten:
+                    one(found[start : start + count])
                 start += count
 
-        return arrays, write_all, rewritten
-
-
-def origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """Traces a variable of a jaxpr back, through calls (`CALLS`) that return it unchanged, to an input of the jaxpr.
-    Returns that input; `None` if the variable has another origin.
-
-    The origin tells whether code has written an `nnx.Variable`: `nnx.jit` and `nnx.remat` put a new array into every
-    variable that they are given, even if the code within them does not write it.
-    """
-    if variable in jaxpr.invars:
-        return variable
-    for eqn in jaxpr.eqns:
-        if variable not in eqn.outvars:
-            continue
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
-        if eqn.primitive.name not in CALLS or inner is None or len(inner.invars) != len(eqn.invars):
-            return None
-        within = origin(inner, inner.outvars[eqn.outvars.index(variable)])
-        return None if within is None else origin(jaxpr, eqn.invars[inner.invars.index(within)])
-    return None
+        return arrays, write_all, set_anew
 
 
 def written_while_quantized(path: Sequence[str], owner: str) -> str:

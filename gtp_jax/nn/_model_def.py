@@ -84,17 +84,13 @@ class ModelDef:
             found[path] = (*leaf.shape[: leaf.ndim - len(own)], *own)
         return found
 
-    def model(
-        self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None, *, read_only: bool = False
-    ) -> Any:
+    def model(self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None) -> Any:
         """Returns the model with the given arrays.
 
         Args:
             params: a nested dict of the parameters.
             model_state: a nested dict of the other variables, if there are any.
             frozen: a nested dict of the values of the frozen variables, if there are any.
-            read_only: whether setting a parameter of the returned model raises an error. A step would lose such a
-                change.
         """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
@@ -102,8 +98,6 @@ class ModelDef:
         for path, v in zip(paths, leaves, strict=True):
             tree_of = params if isinstance(v, nnx.Param) else frozen if isinstance(v, Frozen) else model_state
             value = _at(tree_of, path)
-            if read_only and isinstance(v, nnx.Param):
-                v = v.replace(on_set_value=(*_hooks(v), _RefuseWrite(path)))
             put.append(with_value(v, as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
@@ -238,32 +232,6 @@ def _refuse_writers(model: nnx.Module) -> None:
                 "or write a layer that normalizes a `gtp_jax.Param` before the product and leaves the parameter "
                 "unchanged."
             )
-
-
-def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
-    hooks = variable.get_metadata().get("on_set_value", ())
-    return hooks if isinstance(hooks, tuple) else (hooks,)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RefuseWrite:
-    """A hook for `on_set_value` that raises an error when the variable is set. All such hooks compare equal, so that
-    layers of the same structure still have equal metadata.
-
-    Attributes:
-        path: the path of the variable in the model.
-    """
-
-    path: tuple[Any, ...] = dataclasses.field(compare=False)
-
-    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
-        raise ValueError(
-            f"the loss, or a call in it, sets the {type(variable).__name__} {'.'.join(map(str, self.path))}. A step "
-            "updates the parameters that it received, so the value that is set would be lost. Hold it in an "
-            "`nnx.Variable` other than `nnx.Param`, which a step keeps. To change it for this loss only, change a copy "
-            "of the model: `graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`, or "
-            "`nnx.update` on `nnx.clone(model)`."
-        )
 
 
 def _is_layout(node: Any) -> bool:

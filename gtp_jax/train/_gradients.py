@@ -39,6 +39,7 @@ from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slot
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._uncast import uncast
+from ._writes import without_writes
 from ._zero import placeholders, sum_shards
 
 Tree = Any
@@ -124,8 +125,8 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
             @forget_after()
             def one(params: Tree, before: Tree) -> tuple[Returned, Tree]:
-                model = model_of(params, before)
-                return evaluate(request.loss, model, sharded, has_aux=request.has_aux), model_def.state_of(model)
+                model, returned = _called(request, lambda: model_of(params, before), sharded)
+                return returned, model_def.state_of(model)
 
             returned, _ = one(state.params, state.model_state)
             if returned.tokens is not None:
@@ -137,7 +138,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 
         @forget_after()
         def one(params: Tree, before: Tree) -> tuple[Returned, Tree]:
-            return _sums(evaluate(request.loss, model_of(params, before), batch, has_aux=False)), {}
+            return _sums(_called(request, lambda: model_of(params, before), batch)[1]), {}
 
         returned, _ = one(params, {})
         _refuse_metric(one, model_of, params, {})
@@ -159,8 +160,8 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             params: Tree, slots: Tree, model_state: Tree, part: Tree, number: Any
         ) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
-            model = model_of(params, model_state, key, _dropout_key(request, state, number), slots)
-            returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
+            dropout = _dropout_key(request, state, number)
+            model, returned = _called(request, lambda: model_of(params, model_state, key, dropout, slots), part)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
             if count > 1:  # the loop over microbatches carries `model_state`
@@ -235,8 +236,9 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
                 if _rounds(request.recipe)
                 else None
             )
-            model = model_of(params, {}, key, _dropout_key(request, state, number, step), slots)
-            returned = _sums(evaluate(request.loss, model, part, has_aux=False))
+            dropout = _dropout_key(request, state, number, step)
+            model, returned = _called(request, lambda: model_of(params, {}, key, dropout, slots), part)
+            returned = _sums(returned)
             check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
 
@@ -262,6 +264,12 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     on_mesh = over_mesh(uncast(local, examine), state, microbatches, (model_def.specs, PartitionSpec()))
     found, (total, tokens, amaxes) = on_mesh(batch)
     return Computed(total, tokens, found, {}, (), amaxes)
+
+
+def _called(request: Request, make: Callable[[], Any], batch: Tree) -> tuple[Any, Returned]:
+    """Returns the model that `make` makes, after the loss of a batch has been computed with it, and what the loss
+    returned. Refuses a loss that writes a parameter; see `without_writes`."""
+    return without_writes(make, lambda model: evaluate(request.loss, model, batch, has_aux=request.has_aux))
 
 
 def _rounds(recipe: Recipe | None) -> bool:
@@ -329,7 +337,7 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
     amaxes = amaxes_in_use(state.scaling, groups)
 
     def plain_model(params: Tree, model_state: Tree, dropout: jax.Array | None) -> Any:
-        model = model_def.model(params, model_state, state.frozen, read_only=True)
+        model = model_def.model(params, model_state, state.frozen)
         return model if dropout is None else with_dropout(model, dropout)
 
     held = jax.tree.leaves(state.params)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from messages import naming
-from selection import others_full, pairwise
+from selection import pairwise
 
 import gtp_jax as gtp
 
@@ -130,21 +130,7 @@ def test_summed_last_a_loss_that_replaces_a_weight_is_refused(loss, x64):
         computed(of_local(loss), dict(dp=2, gtp=2), microbatches=2, view="local", reduce_over_dp="last")
 
 
-def doubles(model, batch):
-    kernel = model.first.kernel["b"]
-    kernel[...] = 2 * kernel[...]
-    return mean_of(model, batch)
-
-
-@pytest.mark.parametrize("degrees", others_full([None, DP], [DP]), ids=str)
-def test_a_loss_that_sets_a_parameter_is_refused_by_its_path(degrees, x64):
-    with pytest.raises(ValueError, match=naming("Param first.kernel.b lost nnx.Variable nnx.merge")):
-        computed(doubles, degrees)
-
-
 def test_layers_alike_stay_alike_in_a_loss(x64):
-    """What refuses to set a parameter knows its path, and yet one layer's state can be taken from another's."""
-
     class Alike(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs, **DTYPES) for _ in range(2))

@@ -91,9 +91,9 @@ MUTANTS = (
     ),
     Mutant(
         "a loss that sets a parameter loses it",
-        "if read_only and isinstance(v, nnx.Param):",
+        "if _changed(before, _held(model)):",
         "if False:",
-        ("tests/meaning/test_weights_in_a_loss.py::test_a_loss_that_sets_a_parameter_is_refused_by_its_path",),
+        ("tests/meaning/test_writes_in_a_step.py::test_what_is_written_to_a_parameter_is_refused_by_its_path",),
     ),
     Mutant(
         "an array is broadcast to a weight",
