@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import Counter
 
@@ -16,11 +17,11 @@ def part(text: str) -> tuple[int, int]:
     """Returns K and N of K/N.
 
     Raises:
-        pytest.UsageError: if it is no part.
+        argparse.ArgumentTypeError: if it is no part.
     """
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise pytest.UsageError(f"`--part` is {text!r}; it must be K/N with whole numbers, 1 <= K <= N, such as 3/8")
+        raise argparse.ArgumentTypeError(f"{text!r} must be K/N with whole numbers, 1 <= K <= N, such as 3/8")
     return int(numbers[1]), int(numbers[2])
 
 

@@ -13,23 +13,16 @@ import sys
 import time
 from collections import Counter
 
+from ..parts import part
 from .changed import changed_since
 from .judge import verdicts
 from .table import MUTANTS
-
-
-def _part(text: str) -> tuple[int, int]:
-    part, parts = map(int, text.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError
-    return part, parts
-
 
 parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Says which mutants the tests kill.")
 parser.add_argument("numbers", nargs="*", type=int, help=f"of mutants, 1 to {len(MUTANTS)}; by default all")
 parser.add_argument("--changed-since", metavar="REV", help="only those whose entry, file or tests differ from REV's")
 parser.add_argument(
-    "--part", type=_part, default=(1, 1), metavar="K/N", help="only every N-th of them, from the K-th on"
+    "--part", type=part, default=(1, 1), metavar="K/N", help="only every N-th of them, from the K-th on"
 )
 parser.add_argument("--passed", action="store_true", help="the default tier has passed: run no test without a mutant")
 parser.add_argument("--jobs", type=int, default=2, help="processes that run tests at the same time; by default 2")
