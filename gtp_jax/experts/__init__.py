@@ -6,6 +6,7 @@ from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
 from ._moe import check_loss_reduction as check_loss_reduction
 from ._moe import check_moe as check_moe
+from ._moe import routed_into as routed_into
 from ._routing import AuxLossOf as AuxLossOf
 from ._routing import Routing as Routing
 from ._routing import Score as Score

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import jax
@@ -38,6 +40,9 @@ LossReduction = Literal["sum", "mean"]
 # How tp divides the first and the second layer of every expert.
 _PARALLEL = {"features": ("column", "row"), "expert": ("expert", "expert"), None: (None, None)}
 
+# For each call of a `MoE` whose terms are sums over tokens: the numbers of this rank's examples, and of their tokens.
+_ROUTED: ContextVar[list[tuple[int, int]] | None] = ContextVar("routed", default=None)
+
 router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
@@ -69,7 +74,8 @@ class MoE(Layer):
             The term is added to the gradient, not to the reported loss.
         loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
             `"mean"` if it is a mean over tokens. For a mean, the load-balancing term and the router's z-loss are
-            divided by the number of tokens. A train step refuses a mismatch; a custom step cannot detect it.
+            divided by the number of tokens. A train step refuses a mismatch, and a sum that is divided by a number of
+            examples; a custom step cannot detect either.
         activation: the elementwise function applied to the gate, in at least float32.
         epsilon: the epsilon of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
@@ -264,6 +270,8 @@ class MoE(Layer):
         weight /= loss_copies(self.roles)
         if self.loss_reduction == "mean":
             weight /= logits.shape[0] * degrees(batch) * length
+        elif (routed := _ROUTED.get()) is not None:
+            routed.append((logits.shape[0], length))
         share = load * (self.num_experts / (self.top_k * tokens))  # 1 for an expert with an even share
         of = {
             "aux_loss_coeff": lambda: jnp.sum(share[:, None] * self.routing.probs(scores)),
@@ -310,6 +318,17 @@ class MoE(Layer):
     def divides_sequence(self, ndim: int) -> bool:
         """Returns whether tensor ranks route their own parts of the sequence of an input of `ndim` dimensions."""
         return self.parallel is None and self.shards_sequence(ndim) and degree(self.roles.tensor) > 1
+
+
+@contextlib.contextmanager
+def routed_into(found: list[tuple[int, int]]) -> Iterator[None]:
+    """Adds to a list, for each call of a `MoE` that is traced in the context and adds to the gradient sums over tokens:
+    the number of examples of one rank, and the number of tokens of an example."""
+    token = _ROUTED.set(found)
+    try:
+        yield
+    finally:
+        _ROUTED.reset(token)
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..mesh import with_paths
+from ._most import most_of
 from ._needs import needs_of
 
 Tree = Any
@@ -65,3 +66,30 @@ def refuse_metric(
         "does. If it is something to report, return (loss, aux) and pass `has_aux=True`. If it is the count, return "
         "`gtp_jax.as_count(number)` in its place; or return the quotient as one scalar."
     )
+
+
+def refuse_examples(closed: Any, count: int | None, routed: Sequence[tuple[int, int]], ranks: int) -> None:
+    """Refuses a loss whose count is one of examples, if experts add sums over tokens to its gradient.
+
+    A step divides the gradient by the count, so these sums would be too large by the number of an example's tokens.
+
+    Args:
+        closed: the closed jaxpr of the gradient of the loss.
+        count: the number of the output that is the count; `None` if the loss returns a mean.
+        routed: for each call of a `MoE`, the examples of a rank, and the tokens of an example.
+        ranks: the number of ranks over whose examples the count is summed.
+
+    Raises:
+        ValueError: if the count is at most one for each example, whatever the batch, and each has three tokens or more.
+    """
+    if count is None or not routed:
+        return
+    examples, tokens = min(routed)
+    if tokens > 2 and (most := most_of(closed, count, ends=_DECLARED)) <= examples * ranks:
+        raise ValueError(
+            f"`loss` returns (sum, count) with a count of at most {most:g}, no more than one for each example, but "
+            f"experts route {examples * ranks} examples of {tokens} tokens, and add terms to the gradient that are "
+            f"sums over tokens: divided by this count, they would be at least {tokens} times too large. Return the "
+            "mean as one scalar, and build each MoE with `loss_reduction='mean'`, or with `aux_loss_coeff` and "
+            "`routing.z_loss_coeff` of 0. If the count is one of tokens, return `gtp_jax.as_count(number)`."
+        )

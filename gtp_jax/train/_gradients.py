@@ -20,14 +20,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
-from ..experts import check_loss_reduction
+from ..experts import check_loss_reduction, routed_into
 from ..hook import quantized, recipe_of_step, with_made
-from ..mesh import use_roles, with_paths
+from ..mesh import degrees, use_roles, with_paths
 from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
 from ..weights import ModulePath, forget_after, prepare
 from ._batch import microbatches_of, shard_batch, split_microbatches
-from ._count import refuse_metric
+from ._count import refuse_examples, refuse_metric
 from ._loss import Returned, evaluate, mean, wide
 from ._microbatches import as_stored, over_microbatches
 from ._needs import numbered
@@ -151,9 +151,14 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
 def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Differentiates the loss of global arrays, on which the model and the loss mean the same as without a mesh."""
     model_def, count = state.model_def, request.microbatches
+    routed: list[tuple[int, int]] = []
     model_def.check_mesh()
-    with use_roles(model_def.roles):
+    with use_roles(model_def.roles), routed_into(routed):
         model_of = _model_of(request, state)
+
+        def check_count(closed: Any, number: int | None, params: Tree, variables: tuple[Tree, Tree]) -> None:
+            refuse_metric(closed, number, params, variables, model_of.made)
+            refuse_examples(closed, number, routed, degrees(model_def.roles.batch))
 
         @forget_after()
         def one(
@@ -179,7 +184,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
             def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
                 (params, _, before, _), (_, ((_, (number, after, _)), _)) = inputs, outputs
-                refuse_metric(closed, number, params, (before, after), model_of.made)
+                check_count(closed, number, params, (before, after))
 
             found, ((total, (tokens, after, aux)), amaxes) = uncast(whole, examine)(
                 state.params, slots, state.model_state, sharded
@@ -201,7 +206,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
         def examine_part(closed: Any, inputs: Tree, outputs: Tree) -> None:
             ((before, _), *_), (_, ((_, number, _), (after, _))) = inputs, outputs
-            refuse_metric(closed, number, (), (before, after), model_of.made)
+            check_count(closed, number, (), (before, after))
 
         found, (total, tokens, aux), (after, amaxes), (_, _, own) = over_microbatches(
             of_part,
@@ -223,6 +228,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     the batch. Without a mesh, there is one part and no `shard_map`."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
+    routed: list[tuple[int, int]] = []
 
     def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, step: jax.Array):
         own = dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling)
@@ -252,7 +258,10 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
                 sums, (found, more) = value_and_grad(as_stored(params, number), slots, part, number)
                 return found, (sums, jax.tree.map(jnp.maximum, amaxes, more))
 
-            found, (total, tokens), amaxes, _ = over_microbatches(of_part, slots, parts)
+            def examine_part(closed: Any, _: Tree, outputs: Tree) -> None:
+                refuse_examples(closed, outputs[1][0][1], routed, 1)
+
+            found, (total, tokens), amaxes, _ = over_microbatches(of_part, slots, parts, examine=examine_part)
         found = sum_shards(found, model_def.layouts) if last else found
         found = sum_over_replicas(found, model_def.specs)
         return found, (*over_all_ranks((total, tokens)), over_ranks(amaxes))
@@ -260,9 +269,11 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
         (params, *_), (_, (_, number, _)) = inputs, outputs
         refuse_metric(closed, number, params, ({}, {}))
+        refuse_examples(closed, number, routed, degrees(jax.sharding.get_abstract_mesh().axis_names))
 
     on_mesh = over_mesh(uncast(local, examine), state, microbatches, (model_def.specs, PartitionSpec()))
-    found, (total, tokens, amaxes) = on_mesh(batch)
+    with routed_into(routed):
+        found, (total, tokens, amaxes) = on_mesh(batch)
     return Computed(total, tokens, found, {}, (), amaxes)
 
 

@@ -15,7 +15,7 @@ Tree = Any
 _CALLS = frozenset((*CALLS, "shard_map", "custom_vjp_call_jaxpr", "custom_lin"))
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # Operations on several arrays at once, whose outputs each depend on the input in the same place.
-_BY_PLACE = frozenset(("optimization_barrier", "psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary"))
+BY_PLACE = frozenset(("optimization_barrier", "psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary"))
 
 
 class Needs(NamedTuple):
@@ -92,7 +92,7 @@ class _Reader:
         name, params = eqn.primitive.name, eqn.params
         if name == "name" and params["name"] == self._ends:
             return ()
-        if name in _BY_PLACE and len(eqn.invars) == len(eqn.outvars):
+        if name in BY_PLACE and len(eqn.invars) == len(eqn.outvars):
             return outputs
         if name == "cond":
             branches = (self.inputs(branch, outputs) for branch in params["branches"])
@@ -101,10 +101,8 @@ class _Reader:
             return self._in_loop(params["jaxpr"], outputs, *_consts_and_carries(params))
         if name == "while":
             return self._in_while(params, outputs)
-        inner = next((params[key] for key in _JAXPRS if key in params), None) if name in _CALLS else None
-        if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(eqn.invars):
-            return self.inputs(inner, outputs)
-        return range(len(eqn.invars))
+        inner = inner_jaxpr(eqn)
+        return range(len(eqn.invars)) if inner is None else self.inputs(inner, outputs)
 
     def _in_loop(self, body: Any, outputs: Iterable[int], consts: int, carries: int) -> frozenset[int]:
         """Returns the numbers of the inputs of a loop's body on which its outputs depend after any number of rounds."""
@@ -123,6 +121,13 @@ class _Reader:
         wanted = {*outputs, *(number - ahead for number in deciding if number >= ahead)}
         within = self._in_loop(params["body_jaxpr"], wanted, consts, carries)
         return {number for number in deciding if number < ahead} | {ahead + number for number in within}
+
+
+def inner_jaxpr(eqn: core.JaxprEqn) -> Any:
+    """Returns the jaxpr, closed or not, that an operation calls once with its operands; `None` for other operations."""
+    inner = next((eqn.params[key] for key in _JAXPRS if key in eqn.params), None)
+    fits = inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(eqn.invars)
+    return inner if fits and eqn.primitive.name in _CALLS else None
 
 
 def _consts_and_carries(scan: Mapping[str, Any]) -> tuple[int, int]:

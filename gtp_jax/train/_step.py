@@ -127,10 +127,11 @@ def train_step(
             model, or XLA options would round the scales of `FP8Delayed`; if `pregathered_layers` is set without a
             recipe, or no stack has that many layers that are sent as codes; if the optimizer has a line search, and
             `max_grad_norm` is set or replicas are unequal; if `loss` returns a mean, but a `MoE` of the model was built
-            for a sum, or the other way round; if `loss` sets a parameter; if `loss` changes the shapes or dtypes of the
-            model's variables, and the step has a mesh or several microbatches, or may be skipped; if the optimizer's
-            update changes those of its state, or a `per_layer` in it refuses the update; or if in local view the model
-            has variables that are neither parameters nor frozen.
+            for a sum, or the other way round, or a sum with a count of examples whose tokens such a `MoE` routes; if
+            `loss` sets a parameter; if `loss` changes the shapes or dtypes of the model's variables, and the step has a
+            mesh or several microbatches, or may be skipped; if the optimizer's update changes those of its state, or a
+            `per_layer` in it refuses the update; or if in local view the model has variables that are neither parameters
+            nor frozen.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
             `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
             anything other than described above, or if the optimizer's update requires an argument that a step does not

@@ -85,3 +85,35 @@ def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the
     with pytest.raises(ValueError, match=naming("experts", reduction, f"='{other}'`", f"`{term}` of 0")):
         jax.eval_shape(refused, step_state(reduction, term))
     jax.eval_shape(refused, step_state(reduction, "none"))  # nothing is added
+
+
+OF_EXAMPLES = {
+    "a number": lambda x: x.shape[0],
+    "a mask of examples": lambda x: jnp.sum(x[:, 0, 0] > 0),
+    "of one": lambda x: 1.0,
+    "examples with a token": lambda x: jnp.sum(jnp.any(x[..., 0] > 0, axis=-1)),
+    "targets of examples": lambda x: gtp.cross_entropy(x[:, 0], jnp.int32(x[:, 0, 0] > 0))[1],
+}
+OF_TOKENS = {
+    "a number": lambda x: x.shape[0] * x.shape[1],
+    "a mask of tokens": lambda x: jnp.sum(x[..., 0] > 0),
+    "numbers of tokens": lambda x: jnp.sum(jnp.argmax(x, -1)[:, 0]),
+    "all tokens but the first": lambda x: gtp.cross_entropy(x[:, 1:], jnp.int32(x[:, 1:, 0] > 0))[1],
+    "declared": lambda x: gtp.as_count(jnp.float64(x.shape[0])),
+}
+
+
+@pytest.mark.parametrize("view, microbatches", pairwise(["global", "local"], [1, 2]))
+def test_terms_are_not_divided_by_a_number_of_examples(view, microbatches, x64):
+    def traced(count, term="aux_loss_coeff"):
+        loss = lambda model, x: (jnp.sum(model["experts"](x)), count(x))  # noqa: E731
+        call = functools.partial(gtp.loss_and_gradients, loss, view=view, microbatches=microbatches)
+        jax.eval_shape(call, step_state("sum", term), INPUT)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        for count in OF_EXAMPLES.values():
+            with pytest.raises(ValueError, match=naming("count example 6 tokens `loss_reduction='mean'` as_count")):
+                traced(count)
+        for count in OF_TOKENS.values():
+            traced(count)
+        traced(OF_EXAMPLES["a number"], "none")  # nothing is added
