@@ -29,7 +29,7 @@ from ._retention import Retention
 from ._set_aside import set_aside
 from ._static import static_fields
 from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, read_step_files, write_step
-from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in, whole_step
+from ._steps import MOST, absolute, agreed_steps, find_step, no_step, refused_write, steps_in, whole_step
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._whole import check_bound, step_damage
@@ -144,11 +144,11 @@ class Checkpoints:
                 64 MiB each, the same in every process. `files` returns them byte for byte.
 
         Raises:
-            ValueError: if `step` is negative or not above the latest one in the directory, if `state` has been donated,
-                if an array is empty, complex or of a type that orbax does not store, if two arrays would have one path
-                on disk, if the copies of a replicated array differ, if `extra` is too large or too deeply nested, if
-                there are too many files or a file is too large, if the name of a file is not a plain file name, or if
-                `read_only` is set.
+            ValueError: if `step` is negative, above 2^63 - 1 or not above the latest one in the directory, if `state`
+                has been donated, if an array is empty, complex or of a type that orbax does not store, if two arrays
+                would have one path on disk, if the copies of a replicated array differ, if `extra` is too large or too
+                deeply nested, if there are too many files or a file is too large, if the name of a file is not a plain
+                file name, or if `read_only` is set.
             OSError: if the disk is full or has become read-only; earlier steps are unchanged.
             TypeError: if `step` is not a whole number, if a leaf of `state` is not a jax array, if JSON cannot hold
                 `extra`, if `recipe` is not a recipe, or if a file's content is not bytes.
@@ -489,4 +489,6 @@ class Checkpoints:
             raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
         if step < 0:
             raise ValueError(f"`step` is {step}; it must be a whole number of at least 0.")
+        if step > MOST:
+            raise ValueError(f"`step` is {step}; it must be at most {MOST}.")
         return step

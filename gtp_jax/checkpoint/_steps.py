@@ -33,6 +33,9 @@ _REMEDIES = {
     errno.ENODEV: _DISK,
 }
 
+# The largest number of a step that can be saved. A folder may have a larger one as its name, such as a backup's.
+MOST = np.iinfo(np.int64).max
+
 
 def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
     """Returns a directory's absolute path, or its URL.
@@ -123,7 +126,8 @@ def agreed_steps(directory: str) -> list[int]:
 def _check_same(directory: str, step: int, count: int = 0) -> None:
     """Checks that all processes see the same step (-1 for none) and the same number of steps. Either all processes
     raise or none, because otherwise the others would wait for the one that raised."""
-    seen = of_all_processes(np.array([step, count], np.int32)).tolist()
+    mine = np.array([min(step, MOST), count], np.int64).view(np.int32)  # between processes, 64 bits may become 32
+    seen = np.ascontiguousarray(of_all_processes(mine)).view(np.int64).tolist()
     if any(one != seen[0] for one in seen):
         raise OSError(
             f"the processes see different checkpoints in {directory}: step {[one for one, _ in seen]} in process "

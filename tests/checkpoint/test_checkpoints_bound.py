@@ -105,6 +105,25 @@ def test_a_run_goes_on_before_the_damage_saves_past_it_and_prunes(saved, copy, p
     assert Checkpoints(copy).verify(6) == []
 
 
+def test_the_number_of_a_step_may_have_64_bits_and_the_name_of_a_folder_more(tmp_path, plain):
+    last = 2**63 - 1
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        for step in (3, 2**31, last):
+            checkpoints.save(step, plain({"w": jnp.full(2, step % 5)}))
+            restored, _, found = checkpoints.restore_last_whole(plain({"w": jnp.zeros(2, int)}))
+            assert found == step and (restored.params["w"] == step % 5).all() and checkpoints.verify(step) == []
+        with pytest.raises(ValueError, match=naming(f"`step` {last + 1} {last}")):
+            checkpoints.save(last + 1, restored)
+        assert checkpoints.set_aside_after(3) != []
+        backups = ["202611281234", "9" * 30]
+        for name in backups:
+            (tmp_path / name).mkdir()
+        skipped = []
+        assert checkpoints.restore_last_whole(restored, lambda step, _: skipped.append(str(step)))[2] == 3
+        assert skipped == backups[::-1]
+        assert all(checkpoints.verify(int(name)) for name in backups)
+
+
 def test_all_steps_damaged_is_an_error_and_renames_nothing(saved, copy):
     for step in (2, 4, 6):
         damage(copy, step)

@@ -4,6 +4,7 @@ and nothing outside the directory changes."""
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from pathlib import Path
 
@@ -69,9 +70,9 @@ def test_what_takes_the_place_of_a_file_meanwhile_is_not_opened_either(tmp_path)
         path = tmp_path / "file"
         kind(path)
         for write in (
-            lambda: Log(path, 0),
-            lambda: Log(path, 2),
-            lambda: EventLog(path).write("save"),
+            functools.partial(Log, path, 0),
+            functools.partial(Log, path, 2),
+            functools.partial(EventLog(path).write, "save"),
             Lock(path, stale_s=0).attempt,
         ):
             with pytest.raises((ValueError, OSError), match=str(path)):
