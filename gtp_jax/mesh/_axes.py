@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from .._foreign import brief
 from ._degrees import check_degrees, fill_degrees
 
 DP, GTP, EP, TP = "dp", "gtp", "ep", "tp"
@@ -19,7 +20,18 @@ AXES = (DP, GTP, TP)
 View = Literal["plain", "global", "local"]
 
 
-def make_mesh(*, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
+# What other libraries call our axes.
+_ALSO_CALLED = {
+    GTP: ("fsdp", "shard", "shards", "sharding", "zero", "zero3", "dp_shard", "weights"),
+    DP: ("data", "ddp", "hsdp", "replica", "replicas", "replicate", "dp_replicate", "batch"),
+    TP: ("tensor", "model", "mp", "tensor_parallel"),
+    EP: ("expert", "experts", "expert_parallel"),
+}
+
+
+def make_mesh(
+    *, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None, **others: Any
+) -> Mesh:
     """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order. If the degree of `ep` is above 1, the
     axis `ep` is inserted before `tp`; otherwise the mesh has no such axis.
 
@@ -30,10 +42,19 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, 
             (`MoE`). They work on different examples, and shard dense weights as the gtp ranks do.
         tp: the tensor-parallel degree.
         devices: the devices to use; all of them by default.
+        others: none; names of other libraries are refused with ours.
 
     Raises:
+        TypeError: if there is another argument; the message names the axis that it may mean.
         ValueError: if a degree is not a whole number of at least 1, or their product is not the number of devices.
     """
+    for name, value in others.items():
+        means = [f" Did you mean `{axis}={brief(value)}`?" for axis, names in _ALSO_CALLED.items() if name in names]
+        raise TypeError(
+            f"`{name}` is no argument of `make_mesh`, whose degrees are `dp` (replicas), `gtp` (shards of each weight, "
+            f"as in FSDP), `ep` (experts) and `tp` (tensor parallelism).{''.join(means)} For axes of other names, use "
+            "`jax.make_mesh` and declare their roles with `gtp_jax.use_roles(gtp_jax.Roles(...))`."
+        )
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     sizes = fill_degrees({DP: dp, GTP: gtp, **({} if ep == 1 else {EP: ep}), TP: tp}, array.size)
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
