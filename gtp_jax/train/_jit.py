@@ -11,6 +11,9 @@ import jax.core
 
 from ._memory import check_distinct
 
+# Words of JAX's messages about arguments: deleted arrays, shapes without values, and what is no array.
+_REFUSED = ("has been deleted", "valid JAX type", "as an abstract array")
+
 
 class Jitted:
     """A jitted function whose compile options are chosen when it is called, not when it is built.
@@ -22,7 +25,9 @@ class Jitted:
         function: the function to compile.
         options: a function that returns the XLA options for the mesh in scope, given the arguments of a call.
         donate_argnums: the positions of donated arguments, as in `jax.jit`.
-        check: a function that is called with the arguments of each call, unless one of them is traced.
+        check: a function that refuses bad arguments, unless one of them is traced. To save time, it is called only
+            before the first call under given options, and if JAX refuses an argument.
+        after: a function that is called with the arguments and the result of each call, unless an argument is traced.
     """
 
     def __init__(
@@ -30,28 +35,44 @@ class Jitted:
         function: Callable[..., Any],
         options: Callable[..., dict[str, Any]],
         donate_argnums: tuple[int, ...] = (),
-        check: Callable[..., None] | None = None,
+        check: Callable[..., None] = lambda *_: None,
+        after: Callable[..., None] = lambda *_: None,
     ) -> None:
         self.__wrapped__ = function
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         self._options = options
-        self._donated, self._check = donate_argnums, check
+        self._donated, self._check, self._after = donate_argnums, check, after
         self._signature = inspect.signature(function)
         self._by_options: dict[Any, Any] = {}
+        self._ran: set[Any] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._by_place(args, kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, jax.tree.leaves(args)))):
             return self.__wrapped__(*args)
-        if self._check is not None:
+        jitted = self.jitted(*args)
+        if jitted not in self._ran:
             self._check(*args)
         try:
-            return self.jitted(*args)(*args)
-        except jax.errors.JaxRuntimeError as error:
-            if "donate the same buffer twice" in str(error):
-                check_distinct(args[0])
+            result = jitted(*args)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._explain(error, args)
             raise
+        self._ran.add(jitted)
+        self._after(args, result)
+        return result
+
+    def _explain(self, error: Exception, args: tuple[Any, ...]) -> None:
+        """Raises an error of our own in the place of one with which JAX refuses an argument."""
+        text = str(error)
+        try:
+            if any(words in text for words in _REFUSED):
+                self._check(*args)
+            if "donate the same buffer twice" in text:
+                check_distinct(args[0])
+        except (TypeError, ValueError) as ours:
+            raise ours from None
 
     def jitted(self, *args: Any) -> Any:
         """Returns the `jax.jit` of the function with the options for the mesh in scope and these arguments."""

@@ -64,11 +64,13 @@ class _Reader:
         return self._known[atom]
 
     def _of_result(self, eqn: core.JaxprEqn, place: int) -> float:
-        name, params, args = eqn.primitive.name, eqn.params, eqn.invars
-        sizes = [math.prod(atom.aval.shape) for atom in (*args, *eqn.outvars)]
+        name, params = eqn.primitive.name, eqn.params
+        args: list[Any] = list(eqn.invars)
+        outs: list[Any] = list(eqn.outvars)
+        sizes = [math.prod(atom.aval.shape) for atom in (*args, *outs)]
         if name == "name" and params["name"] == self._ends:
             return math.inf
-        if name in BY_PLACE and len(args) == len(eqn.outvars):
+        if name in BY_PLACE and len(args) == len(outs):
             return self.of(args[place]) * (degrees(params["axes"]) if name.startswith("psum") else 1)
         if name in _ELEMENTS:
             return max(map(self.of, args))

@@ -8,15 +8,42 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._foreign import brief
+
 Tree = Any
 
 
-def check_filled(batch: Tree) -> None:
-    """Refuses a batch with an empty array (no rows, or rows without tokens), because a mean over it would be NaN.
+def check_numbers(batch: Tree) -> None:
+    """Refuses a batch with a leaf that is neither an array of numbers nor a number, such as text.
 
     Raises:
+        TypeError: if there is such a leaf; the message names the first.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not _is_numeric(leaf):
+            array = isinstance(leaf, np.ndarray | np.generic)
+            kind = f"an array of {leaf.dtype}" if array else f"a {type(leaf).__name__}, {brief(leaf)}"
+            raise TypeError(
+                f"`batch`{jax.tree_util.keystr(path)} is {kind}; a step computes with arrays of numbers. Leave it out "
+                "of the batch that you pass to the step, or encode it before: text as token ids, labels as integers."
+            )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+
+
+def check_filled(batch: Tree) -> None:
+    """Refuses a batch with an empty array (no rows, or rows without tokens), because a mean over it would be NaN; and
+    one with a leaf that `check_numbers` refuses.
+
+    Raises:
+        TypeError: if a leaf is no number and no array of numbers; the message names it.
         ValueError: if an array has no elements; the message names the first.
     """
+    check_numbers(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if 0 in np.shape(leaf):
             raise ValueError(

@@ -23,6 +23,8 @@ from ._optimizer import check_optimizer
 from ._options import check_excess_precision, compile_options
 from ._own_step import BringsStep
 from ._request import Request, View, check_microbatches, check_view
+from ._rows import check_numbers
+from ._skips import Skips
 from ._state import TrainState, check_state
 from ._update import updated
 from ._zero import ReduceOverDp, check_reduce_over_dp
@@ -65,7 +67,7 @@ def train_step(
     count. A compiled program cannot raise an error for this. Instead, `metrics["skipped"]` is true, and
     `gtp_jax.check_finite(metrics)` raises the error. `check_finite` waits for the step, so you may call it some steps
     later. The steps launched in the meantime used the old state; if they got `skip=metrics["skipped"]` of the step
-    before them, they were skipped too.
+    before them, they were skipped too. If ten steps in a row are skipped without a `skip`, a later step warns once.
 
     Args:
         loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
@@ -130,12 +132,12 @@ def train_step(
             for a sum, or the other way round, or a sum with a count of examples whose tokens such a `MoE` routes; if
             `loss` sets a parameter; if `loss` changes the shapes or dtypes of the model's variables, and the step has a
             mesh or several microbatches, or may be skipped; if the optimizer's update changes those of its state, or a
-            `per_layer` in it refuses the update; or if in local view the model has variables that are neither parameters
-            nor frozen.
+            `per_layer` in it refuses the update; or if in local view the model has variables that are neither
+            parameters nor frozen.
         TypeError: if `loss` is not callable, `optimizer` is not an optax optimizer, or `recipe` is not a recipe. By
-            `step`, if `state` is not a `TrainState`, if a parameter is an integer or boolean array, if `loss` returns
-            anything other than described above, or if the optimizer's update requires an argument that a step does not
-            have.
+            `step`, if `state` is not a `TrainState`, if `batch` has text or other objects that are no numbers, if a
+            parameter is an integer or boolean array, if `loss` returns anything other than described above, or if the
+            optimizer's update requires an argument that a step does not have.
     """
     check_loss(loss)
     check_optimizer(optimizer)
@@ -174,7 +176,13 @@ def train_step(
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
     limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
     own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
-    return Jitted(step, options, donate_argnums=(0,), check=check_values) if own is None else own
+    skips = Skips()
+
+    def after(args: tuple[Any, ...], result: tuple[TrainState, dict[str, Any]]) -> None:
+        if skip_nonfinite and (len(args) == 2 or args[2] is None):
+            skips.note(result[1]["skipped"], stacklevel=4)
+
+    return Jitted(step, options, donate_argnums=(0,), check=_check_arguments, after=after) if own is None else own
 
 
 def eval_step(
@@ -211,7 +219,7 @@ def eval_step(
         return _metrics(computed, state, view, has_aux)
 
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
-    return Jitted(step, options, check=check_values)
+    return Jitted(step, options, check=_check_arguments)
 
 
 def loss_and_gradients(
@@ -264,6 +272,11 @@ def loss_and_gradients(
     computed = gradients(request, state, batch)
     grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads
+
+
+def _check_arguments(state: Any, batch: Tree, *_: Any) -> None:
+    check_values(state)
+    check_numbers(batch)
 
 
 def _metrics(computed: Computed, state: TrainState, view: View, has_aux: bool) -> dict[str, Any]:

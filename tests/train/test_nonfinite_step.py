@@ -1,5 +1,8 @@
 """A step whose loss or gradients are not finite changes nothing, says so, and costs no memory."""
 
+import re
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,3 +128,25 @@ def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, vi
         mean, gradients = jax.jit(lambda s, x: gtp.loss_and_gradients(loss, s, x, view=view))(state, x)
     assert metrics["skipped"] and np.isnan([metrics["loss"], metrics["grad_norm"], mean]).all()
     assert np.isnan(gradients["kernel"]).all()
+
+
+def test_a_loop_in_which_every_step_is_skipped_is_warned_once():
+    def loss(model, batch):
+        return jnp.mean(model(batch)) * jnp.nan
+
+    optimizer, x = optax.sgd(0.1), np.ones((4, WIDTH), np.float32)
+    state = gtp.TrainState.create(placed(lambda rngs: gtp.Dense(WIDTH, WIDTH, rngs=rngs)), optimizer)
+    step = gtp.train_step(loss, optimizer)
+
+    def warned(count, **options):
+        nonlocal state
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                state, metrics = step(state, x, **options)
+                jax.block_until_ready(metrics)
+        return [str(one.message) for one in found if "skipped" in str(one.message)]
+
+    assert warned(20, skip=True) == [] == warned(9)
+    assert re.search(naming("10 steps skipped gtp_jax.diagnose gtp_jax.check_finite"), *warned(3))
+    assert warned(20) == []

@@ -101,6 +101,11 @@ def test_arguments_by_name_are_those_by_place():
     assert bool(metrics["skipped"]) and all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     with pytest.raises(TypeError, match=naming("'skipp'")):
         step(after, x, skipp=True)
+    for run in (step, evaluate):  # after the first call too
+        with pytest.raises(ValueError, match=naming("`state` 'params.kernel' state, metrics = step(state, batch)")):
+            run(state, x)
+        with pytest.raises(ValueError, match=naming("`state` no values 'params.kernel'")):
+            run(jax.eval_shape(lambda: after), x)
 
 
 def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipped():
@@ -127,6 +132,24 @@ def test_a_batch_of_nothing_is_refused():
                 for run in (step, gtp.eval_step(next_token_loss, view=view)):
                     with pytest.raises(ValueError, match=message):
                         run(state, make_batch(size, length))
+
+
+TEXTS = {
+    "a list": (["one", "two"], "`batch`['text'][0] str 'one'"),
+    "an array of text": (np.array(["one", "two"]), "`batch`['text'] array <U3"),
+    "an array of objects": (np.array([None, 3]), "`batch`['text'] array object"),
+    "bytes": (b"one", "`batch`['text'] bytes b'one'"),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_in_a_batch_is_refused_by_the_name_of_its_leaf(text):
+    state, (leaf, named) = gtp.TrainState.create(placed(dense), SGD), TEXTS[text]
+    mean = lambda model, batch: squares(model, batch["x"])  # noqa: E731
+    runs = gtp.train_step(mean, SGD), gtp.eval_step(mean), lambda *args: gtp.loss_and_gradients(mean, *args)
+    for run in (*runs, lambda *args: gtp.diagnose(mean, *args)):
+        with pytest.raises(TypeError, match=naming(named, "numbers Leave it out encode")):
+            run(state, {"x": np.ones((2, 8), np.float32), "text": leaf})
 
 
 def test_a_negative_target_is_left_out_like_a_weight_of_zero():
