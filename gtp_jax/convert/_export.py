@@ -25,6 +25,7 @@ from ..models import (
     saved_config,
 )
 from ..ops import multi_amax
+from ._byte_tokens import BYTES_CONFIG, bytes_files
 from ._config import check_sizes, write_config
 from ._converted import Converted
 from ._encoding import ENCODINGS, Encoding
@@ -50,7 +51,7 @@ def export_llama(
 
     These are the weights with which the run evaluates: the averaged weights if the run averages them, otherwise the
     parameters. The other fields of config.json and the tokenizer's files that the model was imported with are written
-    too, the files byte for byte.
+    too, the files byte for byte. If the model was trained on bytes, a tokenizer.json says so.
 
     One tensor, or the experts of one layer, is in memory at a time. What is read is checked against the checkpoint's
     digests. `out` appears only at the end, complete.
@@ -96,6 +97,7 @@ def export_llama(
     check_sizes(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
+    of_tokens, others = (BYTES_CONFIG, {**origin.files, **bytes_files()}) if origin.of_bytes else ({}, origin.files)
     tensors = hugging_face_of(config, origin.config.get("model_type")).tensors(config)
     stored = _parameters(evaluation_arrays(checkpoints, manifest), config, tensors, where)
     encoding.check(tensors)
@@ -115,11 +117,11 @@ def export_llama(
         values.check(checkpoints, manifest["step"])
         if len(parts) > 1:
             _write_index(directory / INDEX_FILE, files, parts)
-        write_config(directory, config, encoding, origin.config, max_positions)
-        for name, content in origin.files.items():
+        write_config(directory, config, encoding, {**origin.config, **of_tokens}, max_positions)
+        for name, content in others.items():
             (directory / name).write_bytes(content)
-    written, others = tuple(Path(out) / file for file in files), tuple(origin.files)
-    return Converted(config, manifest["step"], written, len(entries), nbytes, others)
+    written = tuple(Path(out) / file for file in files)
+    return Converted(config, manifest["step"], written, len(entries), nbytes, tuple(others))
 
 
 class _Kept(NamedTuple):

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-# The key in a checkpoint's `extra`.
-_CONFIG = "hugging_face"
+# The keys in a checkpoint's `extra`; the second is absent unless every byte is a token.
+_CONFIG, _TOKENS = "hugging_face", "tokens"
+_BYTES = "bytes"
 
 # The suffix of config.json's fields that hold token ids.
 _ID = "_token_id"
@@ -40,15 +41,15 @@ ORIGIN_FILES = (
 class Origin:
     """The Hugging Face model that a checkpoint comes from, and the tokenizer that it was trained with.
 
-    All attributes are empty if the model was not imported and its tokens are bytes.
-
     Attributes:
         config: the content of its config.json.
         files: the contents of its other files, by name; only those in `ORIGIN_FILES`.
+        of_bytes: whether the model was trained on bytes, each of which is a token.
     """
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    of_bytes: bool = False
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Self:
@@ -68,7 +69,8 @@ class Origin:
                 f"{where} holds a {type(config).__name__} as `{_CONFIG}`; the object of a config.json is expected. "
                 "Import the model again."
             )
-        return cls(config, {name: files[name] for name in ORIGIN_FILES if name in files})
+        kept = {name: files[name] for name in ORIGIN_FILES if name in files}
+        return cls(config, kept, extra.get(_TOKENS) == _BYTES)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -78,11 +80,16 @@ class Origin:
 
     def extra(self) -> dict[str, Any]:
         """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""
-        return {_CONFIG: dict(self.config)} if self.config else {}
+        config = {_CONFIG: dict(self.config)} if self.config else {}
+        return {**config, _TOKENS: _BYTES} if self.of_bytes else config
 
     def with_file(self, name: str, content: bytes) -> Self:
         """Returns this origin with a file of `ORIGIN_FILES` added, which replaces one of the same name."""
         return dataclasses.replace(self, files={**self.files, name: content})
+
+    def with_bytes(self, of_bytes: bool) -> Self:
+        """Returns this origin for a model that is trained on bytes, or on other tokens."""
+        return dataclasses.replace(self, of_bytes=of_bytes)
 
     def without_tokenizer(self) -> Self:
         """Returns the origin of a model that was trained with another tokenizer: without files and token ids."""

@@ -25,7 +25,7 @@ from .runs import losses, refused, small, write_text
 jax.devices()  # fixes the number of devices to what the suite runs with
 
 HF = {**CONFIG, "vocab_size": 256, "num_hidden_layers": 2, "_name_or_path": "someone/tiny"}
-GREEDY = ["--max-new-tokens=4", "--temperature=0", "--tokenizer=bytes"]
+GREEDY = ["--max-new-tokens=4", "--temperature=0"]
 LORA = ["--lora=3", "--lora-dropout=0.2", "--tokenizer=bytes", "--lr=0.01", "--warmup=0"]
 
 

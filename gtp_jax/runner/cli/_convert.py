@@ -38,8 +38,9 @@ Writes the parameters of a checkpoint as a Hugging Face model: safetensors, thei
 files that the model was imported with.
 
 fp8, mxfp8 and nvfp4 quantize the linear layers of attention and MLP and leave embedding, norms and head in bfloat16:
-fp8 in blocks of 128 x 128, as Qwen3-FP8 is published, the others in the layout of NVIDIA ModelOpt. If the model was not
-imported with a tokenizer, copy its tokenizer to OUT yourself.
+fp8 in blocks of 128 x 128, as Qwen3-FP8 is published, the others in the layout of NVIDIA ModelOpt. A model that was
+trained on bytes gets a tokenizer.json of bytes. If a model was imported without a tokenizer and not trained with one,
+copy its tokenizer to OUT yourself.
 
 --peft writes only the adapters of a run of `gtp-jax train --lora`, in float32: adapter_model.safetensors and
 adapter_config.json, which PEFT loads onto the model that the run started from.

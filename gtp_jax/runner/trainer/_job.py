@@ -31,7 +31,7 @@ from ...models import (
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
 from ...train import Loss, TrainState, eval_step, never_skip, train_step
-from ..data import Corpus, Loader, Rows
+from ..data import BYTES, Corpus, Loader, Rows
 from ._divergence import Place
 from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import learning_rate, optimizer_of
@@ -174,6 +174,7 @@ def prepare(
         origin = _with_tokenizer(origin, Path(config.tokenizer))
     if corpus.chat is not None and config.chat_template is not None:
         origin = origin.with_file(CHAT_TEMPLATE_FILE, corpus.chat.template.whole.encode())
+    origin = origin.with_bytes(corpus.tokenizer is BYTES)
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     set_aside = (lambda: None) if resumed is None else resumed.set_aside

@@ -30,13 +30,16 @@ def name_of_tokenizer(source: Path, origin: Origin) -> str | None:
     """
     if TOKENIZER_FILE in origin.files:
         return None
+    if origin.of_bytes:
+        return BYTE_TOKENS
     run = RunDirectory.around(source)
-    if origin.config or not run.is_of_run:
+    name = TrainConfig.load(run.config).tokenizer if run.is_of_run else None
+    if name is None and (origin.config or not run.is_of_run):
         raise ValueError(
             f"{source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
             f"--tokenizer, or use --tokenizer {BYTE_TOKENS} if every byte is a token."
         )
-    name = TrainConfig.load(run.config).tokenizer or BYTE_TOKENS
+    name = name or BYTE_TOKENS
     if name != BYTE_TOKENS and not Path(name).is_file():
         raise ValueError(
             f"the run in {run.root} was trained with the tokenizer {name}, which does not exist. Give it as "
