@@ -50,12 +50,14 @@ class Outcome:
             step; 0 if unknown.
         signal: the number of the signal that ended the loop; `None` if none did.
         sample: the text that the model wrote last; empty if it wrote none.
+        sample_step: the step after which it wrote that.
     """
 
     step: int
     tokens_per_s: float
     signal: int | None
     sample: str = ""
+    sample_step: int = 0
 
 
 def run_loop(
@@ -133,7 +135,13 @@ class _Loop:
             if self._saved != self._place.step and interrupt.saves:
                 self._save(self._checkpoints, "save")
             self._checkpoints.wait()
-            return Outcome(self._place.step, self._progress.tokens_per_s, interrupt.signal, sample=self._samples.last)
+            return Outcome(
+                self._place.step,
+                self._progress.tokens_per_s,
+                interrupt.signal,
+                sample=self._samples.last,
+                sample_step=next(reversed(self._held_out), 0),
+            )
 
     def _batches(self) -> Generator[tuple[int, Any]]:
         """Yields the next batches with their numbers, one for each update that is left to make."""

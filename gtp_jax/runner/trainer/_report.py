@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shlex
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
     """
     parts = [_times(causes), job.memory.table(), columns(("result", ""), _result(job, outcome, records, unigram))]
     if outcome.sample:
-        parts.append(f"what the model writes\n\n{block(outcome.sample)}")
+        parts.append(f"what the model writes{_at(outcome.sample_step, outcome)}\n\n{block(outcome.sample)}")
     return "\n\n".join(parts)
 
 
@@ -77,6 +79,12 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
         chats: whether the run trained on conversations.
     """
     run = shlex.quote(str(root))
+
+    def new(kind: str) -> str:
+        """Returns the first path for an export that does not exist: those of earlier steps may."""
+        paths = (Path(f"{root}-{kind}{f'-{count}' if count else ''}") for count in itertools.count())
+        return shlex.quote(str(next(path for path in paths if not os.path.lexists(path))))
+
     prompt = shlex.quote("The " if config.data else "def ")
     speak = ("--chat 'Hello!'", "an answer of the model") if chats else (f"--prompt {prompt}", "text from the model")
     rows = [
@@ -84,11 +92,11 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
         (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
     ]
     if config.adapters is None:
-        rows.append((f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"))
+        rows.append((f"gtp-jax convert export {run} {new('hf')}", "weights for Hugging Face's tools"))
     else:
         rows += [
-            (f"gtp-jax convert export --peft {run} {shlex.quote(f'{root}-peft')}", "the adapters alone, for PEFT"),
-            (f"gtp-jax convert merge {run} {shlex.quote(f'{root}-merged')}", "a model without adapters"),
+            (f"gtp-jax convert export --peft {run} {new('peft')}", "the adapters alone, for PEFT"),
+            (f"gtp-jax convert merge {run} {new('merged')}", "a model without adapters"),
         ]
     if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the whole model
         rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
@@ -137,29 +145,34 @@ def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -
         *([("trainable", _trained(job))] if job.config.adapters is not None else []),
     ]
     losses = [record["loss"] for record in records if "loss" in record]
-    held_out = [record["held_out"] for record in records if "held_out" in record]
+    held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
     if losses:
         last = losses[-10:]
         rows.append(("train loss", f"{sum(last) / len(last):.3f} nats per token, mean of the last {len(last)} steps"))
     if held_out:
-        bits = bits_per_byte(held_out[-1], job.corpus.bytes_per_token)
-        rows.append(
-            (
-                "held-out loss",
-                f"{held_out[-1]:.3f} nats per token, {bits:.2f} bits per byte; {_verdict(held_out[-1], unigram)}",
-            )
-        )
+        step, loss = held_out[-1]
+        shown = f"{_measured(loss, job.corpus.bytes_per_token)}; {_verdict(loss, unigram)}"
+        rows.append(("held-out loss", shown + _at(step, outcome)))
     for text in job.corpus.evaluated:
-        found = [record[key] for record in records if (key := loss_key(text.name)) in record]
+        found = [(record["step"], record[key]) for record in records if (key := loss_key(text.name)) in record]
         if found:
-            bits = bits_per_byte(found[-1], text.bytes_per_token)
-            shown = f"{found[-1]:.3f} nats per token, {bits:.2f} bits per byte"
+            step, loss = found[-1]
+            shown = _measured(loss, text.bytes_per_token) + _at(step, outcome)
             rows.append((f"loss on {printable(text.name)}", shown))
     if outcome.tokens_per_s:
         rows.append(("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"))
         if jax.default_backend() == "gpu":
             rows.append(("", f"{tflops_per_device(job, outcome.tokens_per_s):.1f} TFLOP/s a device"))
     return rows
+
+
+def _measured(loss: float, bytes_per_token: float) -> str:
+    return f"{loss:.3f} nats per token, {bits_per_byte(loss, bytes_per_token):.2f} bits per byte"
+
+
+def _at(step: int, outcome: Outcome) -> str:
+    """Returns where a loss was measured, unless it was after the last step."""
+    return "" if step == outcome.step else f" (at step {step}; not measured since)"
 
 
 def _trained(job: Job) -> str:
