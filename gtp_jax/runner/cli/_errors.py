@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from ..._foreign import message
@@ -23,5 +25,8 @@ def explanation(error: BaseException) -> str | None:
         first = message(error).partition("\n")[0]
         return f"out of memory: {first.removeprefix(f'{EXHAUSTED}: ')} {_LESS}" if out_of_memory(error) else None
     if isinstance(error, OSError) and error.strerror:  # its text begins with a number
-        return message(OSError(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"))
+        if error.filename is not None:
+            return message(OSError(f"{error.filename}: {error.strerror}"))
+        unnamed = error.errno is not None and error.strerror == os.strerror(error.errno)
+        return message(OSError(f"standard output, or another stream: {error.strerror}" if unnamed else error.strerror))
     return message(error)

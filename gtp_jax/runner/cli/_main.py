@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from ... import __version__
 from ._parser import Parser
+from ._streams import open_closed_streams
 
 _EXAMPLES = """\
 examples:
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         something outside the run failed; 76 if the loss is not finite; 1 after any other failure; 128 plus the number
         of the signal if a signal ended the command.
     """
+    open_closed_streams()
     words = sys.argv[1:] if argv is None else argv
     # no flag before the command takes a value
     command = next((word for word in words if not word.startswith("-")), "")

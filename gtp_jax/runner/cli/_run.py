@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import select
 import signal
 import sys
@@ -13,6 +13,7 @@ from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, of_signal
 from ..trainer import Diverged
 from ._errors import EXPECTED, explanation
+from ._streams import discard_output
 from ._warnings import plain_warnings
 
 # Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
@@ -35,14 +36,20 @@ def run(args: argparse.Namespace) -> int:
             return of_signal(signal.SIGPIPE)
         if args.traceback or (text := explanation(error)) is None:
             raise
-        print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
+        _say(f"gtp-jax {args.command}: error: {text}")
         return of_error(error)
     except Diverged as error:
-        print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
+        _say(f"gtp-jax {args.command}: stopped: {error}")
         return of_error(error)
     except KeyboardInterrupt:
-        print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
+        _say(f"gtp-jax {args.command}: interrupted")
         return of_signal(signal.SIGINT)
+
+
+def _say(text: str) -> None:
+    """Prints the reason for an exit status, which is right even if nobody can read the reason."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _is_read() -> bool:
@@ -51,5 +58,5 @@ def _is_read() -> bool:
     out.register(sys.stdout.fileno(), 0)
     if not out.poll(0):  # reports only errors of the pipe
         return True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because the interpreter flushes when it exits
+    discard_output()
     return False

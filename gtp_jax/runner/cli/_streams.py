@@ -1,0 +1,41 @@
+"""Keeps a command going if it was started with a closed standard stream, as by `>&-`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+def open_closed_streams() -> None:
+    """Opens the null device in place of standard streams that are closed.
+
+    Otherwise the next file that the process opens gets the number of the stream, and receives what native libraries
+    print.
+    """
+    for number, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is not None:
+            continue
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number and not _is_open(number):  # an import may have opened a file under this number
+            os.dup2(null, number, inheritable=True)
+            os.close(null)
+            null = number
+        os.set_inheritable(null, True)
+        setattr(sys, name, os.fdopen(null, mode))
+
+
+def discard_output() -> None:
+    """Sends the rest of standard output nowhere: the interpreter writes it out once more when it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

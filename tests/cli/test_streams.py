@@ -1,0 +1,74 @@
+"""A command whose standard streams are closed or full does its work, or says why not, and its status is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gtp_jax.runner._exit_codes import DONE, MISTAKE, RETRY
+from gtp_jax.runner.cli._streams import open_closed_streams
+
+# Files that a command opens must not get the numbers of closed streams.
+NUMBERS = """
+import os, sys
+from gtp_jax.runner.cli._streams import open_closed_streams
+open_closed_streams()
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2, file.fileno()
+print("out", flush=True)
+print("err", file=sys.stderr, flush=True)
+os.write(2, b"from a native library")
+assert sys.stdin.read() == ""
+"""
+
+
+def shell(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a line of a shell, in which `$0` is Python and `$1` the first argument."""
+    command = ["sh", "-c", line, sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
+    for closed in ("<&- >&- 2>&-", "</dev/null >&-", "<&- 2>&-"):
+        done = shell(f'"$0" -c "$1" "$2" {closed}', NUMBERS, tmp_path / "file")
+        assert done.returncode == 0, (closed, done)
+        assert (tmp_path / "file").read_bytes() == b""
+    before = sys.stdin, sys.stdout, sys.stderr
+    open_closed_streams()  # changes nothing where all are open
+    assert (sys.stdin, sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize(
+    ("streams", "status", "said"),
+    [
+        (">&-", DONE, ""),
+        (">&- 2>&- <&-", DONE, ""),
+        (">/dev/full", RETRY, "standard output"),
+        ("2>/dev/full", DONE, ""),
+    ],
+)
+def test_the_status_of_a_command_does_not_depend_on_who_reads_what_it_prints(streams, status, said):
+    done = shell(f'"$0" -m gtp_jax plan-faults --tp 8 --failed-devices 3 {streams}')
+    assert done.returncode == status and said in done.stderr and "Traceback" not in done.stderr, done
+
+
+@pytest.mark.full
+def test_a_mistake_has_its_status_where_nobody_reads_of_it():
+    assert shell('"$0" -m gtp_jax checkpoint list /nowhere 2>/dev/full').returncode == MISTAKE
+
+
+@pytest.mark.full
+def test_a_run_trains_and_saves_without_standard_streams(tmp_path):
+    (tmp_path / "text.txt").write_text("a b c d e f g h\n" * 4000)
+    flags = "--num-layers=1 --steps=2 --seq=32 --batch=8 --eval-every=2 --eval-batches=1 --gtp=1 --sample-tokens=4"
+    done = shell(
+        f'"$0" -m gtp_jax train --data "$1" --out "$2" {flags} >&- 2>&-', tmp_path / "text.txt", tmp_path / "run"
+    )
+    assert done.returncode == DONE and Path(tmp_path / "run/checkpoints/2").is_dir()
+    assert done.stdout == done.stderr == ""
+    assert '"step": 2' in (tmp_path / "run/log.jsonl").read_text()
+    generated = shell('"$0" -m gtp_jax generate "$1" --prompt a --max-new-tokens 2 >&-', tmp_path / "run")
+    assert generated.returncode == DONE
