@@ -49,6 +49,7 @@ class Progress:
             mininterval=every,
             miniters=0,  # otherwise tqdm's own thread prints a second time within the interval
         )
+        self._begun = False
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +74,17 @@ class Progress:
         )
         self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)
-        self._bar.update(1)
+        if self._begun:
+            self._bar.update(1)
+        else:
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        """Starts the bar's clock: the time until the first step has ended, which compiles, says nothing of the rest."""
+        self._begun = True
+        self._bar.initial = self._bar.n = self._bar.last_print_n = step
+        self._bar.start_t = self._bar.last_print_t = time.time()
+        self._bar.refresh()
 
     def rewind(self, step: int) -> None:
         """Shows and logs that the run continues from an earlier step."""
