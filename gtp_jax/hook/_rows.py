@@ -12,8 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -51,7 +53,7 @@ def divided(arguments: Tree, axes: tuple[str, ...]) -> Tree:
 
 def _is_array(x: Any) -> bool:
     """Returns whether a value is a traced array that is neither a scalar nor made of random keys."""
-    traced = isinstance(x, jax.core.Tracer) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    traced = isinstance(x, Tracer) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return traced and x.ndim > 0
 
 

@@ -45,6 +45,7 @@ from ._maxima import with_maxima, without_maxima
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._owners import kernel_places, weight_owners
 from ._quantized import quantized_in_scope
+from ._set_weights import Paths, refuse_set_weights, weights_of, with_weights
 from ._shared import SharedInputs
 from ._weight import Weight
 
@@ -239,12 +240,24 @@ class _Template:
         ) -> tuple[Any, Outputs]:
             (floats, tops), (keys, amaxes, others) = params, constants
             scaling = {path: with_maxima(Scaling(amaxes[path], top)) for path, top in tops.items()}
-            layer = template.merged(floats, others, template._values(groups, weights, slots, keys, scaling))
-            before = values_of(variables_of(layer))
+            values = template._values(groups, weights, slots, keys, scaling)
             args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
-            with use_turn(turn if view == "local" else None):
-                y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
-            return y, outputs_of(before, variables_of(layer), template.name)
+
+            def call(values: Mapping[int, Any]) -> tuple[Any, Outputs, Paths, Paths]:
+                layer = template.merged(floats, others, values)
+                before = values_of(held := variables_of(layer))
+                own = weights_of(held)
+                with use_turn(turn if view == "local" else None):
+                    y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+                after = variables_of(layer)
+                return y, outputs_of(before, after, template.name), own, weights_of(after)
+
+            def again(others: list[Any]) -> Paths:
+                return call(with_weights(values, others))[3]
+
+            y, outputs, before, after = call(values)
+            refuse_set_weights(before, after, again, template.name)
+            return y, outputs
 
         def slots(weights: Weights) -> Slots:
             found = {path: group.slot(weights[path]) for path, group in groups.items()}

@@ -141,6 +141,47 @@ def test_a_layer_of_a_stack_and_a_layer_of_the_library_may_not_write_theirs_eith
             traced(mesh, loss)
 
 
+class Fused(nnx.Module):
+    """A layer of a `Stack` whose weights are gathered in buffers."""
+
+    def __init__(self, rngs, write):
+        self.first, self.second = (gtp.Dense(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.write = write
+
+    def __call__(self, x):
+        y = nnx.remat(type(self).product)(self, x)
+        if self.write is not None:
+            self.write(self)
+        return y
+
+    def product(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+FUSED = {
+    "another's": lambda layer: layer.first.kernel.set_raw_value(layer.second.kernel.get_raw_value()),
+    "another's variable": lambda layer: setattr(layer.first, "kernel", layer.second.kernel),
+    "another's state": lambda layer: nnx.update(layer.first, nnx.state(layer.second)),
+    "a multiple": lambda layer: nnx.update(layer, jax.tree.map(lambda a: 2 * a, nnx.state(layer, nnx.Param))),
+}
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_a_layer_of_a_stack_may_not_set_a_gathered_weight_and_may_pass_it_through_remat(view):
+    optimizer = optax.sgd(0.1)
+
+    def step(write):
+        with scope(dict(dp=2, gtp=4)):
+            model = gtp.init(lambda rngs: gtp.Stack(lambda rngs: Fused(rngs, write), 2, rngs=rngs), nnx.Rngs(0))
+            one = gtp.train_step(lambda model, x: (jnp.sum(model(x)), x.size), optimizer, view=view)
+            jax.eval_shape(one, gtp.TrainState.create(model, optimizer), jnp.ones((16, WIDTH)))
+
+    step(None)
+    for write in FUSED.values():
+        with pytest.raises(ValueError, match=naming("Fused first.kernel lost nnx.Variable")):
+            step(write)
+
+
 def restore(block):
     held = block.target.get_raw_value()
     halve(block)
