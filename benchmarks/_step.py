@@ -127,7 +127,7 @@ def measure_step(
     if refused:
         return Row(contender, failure=refused)
     shown = environment.get("CUDA_VISIBLE_DEVICES")
-    every = shown.split(",") if shown else [str(i) for i in range(work.devices)]
+    every = [str(i) for i in range(work.devices)] if shown is None else shown.split(",")
     environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(every[: work.devices])}
     code, output = run(contender.command(work.flags, work.devices, torch_python), environment, timeout_s)
     if log is not None:

@@ -130,13 +130,16 @@ def describe(work: Workload, device: str) -> str:
 def environment_of(virtual_devices: int) -> dict[str, str]:
     """Returns the environment of the contenders: that of this process, with this package on Python's path, the given
     number of virtual CPU devices, and no cache of compiled programs, because contenders time compilation. Unless it
-    already says otherwise, JAX may use 92 % of a GPU's memory or, without a GPU, uses the CPU."""
+    already says otherwise, JAX may use 92 % of a GPU's memory or, without a GPU, uses the CPU. Where JAX uses the CPU,
+    PyTorch does too."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if not has_gpu():
         environment.setdefault("JAX_PLATFORMS", "cpu")
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["JAX_NUM_CPU_DEVICES"] = str(virtual_devices)
     return environment
 
