@@ -31,8 +31,8 @@ class Diagnosis:
     Attributes:
         parameter: the path of the first parameter that is not finite itself; `None` if all are finite. If it is set,
             no other attribute is.
-        sample: the first row of the batch that was found to make the loss or a gradient not finite; `None` if none was
-            found.
+        sample: the first row of the batch that was found to make the loss or a gradient not finite; if there is none,
+            the first of which only the norm of the gradients overflows; `None` if none was found.
         rank: the coordinates, on the mesh axes that shard the batch, of the ranks that hold the sample; `None` without
             a sample, and empty without a mesh.
         devices: the ids of these ranks' devices; empty without a sample or a mesh.
@@ -118,7 +118,7 @@ def diagnose(
     request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), seed=seed)
     probes = Probes(state)
 
-    def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:
+    def finite(state: TrainState, batch: Tree, places: jax.Array) -> tuple[jax.Array, jax.Array]:
         try:
             found = gradients(
                 request, state, jax.tree.map(lambda a: jnp.take(a, places, axis=0) if jnp.ndim(a) else a, batch)
@@ -130,24 +130,27 @@ def diagnose(
                     "rows from the batch that the loss is given, not from elsewhere."
                 )
             raise
-        norm = optax.tree.norm(mean_gradients(state.params, found))
-        return jnp.isfinite(mean(found.total, found.tokens)) & jnp.isfinite(norm)
+        means = mean_gradients(state.params, found)
+        values = jnp.isfinite(mean(found.total, found.tokens))
+        for leaf in jax.tree.leaves(means):
+            values &= jnp.isfinite(leaf).all()
+        return values, values & jnp.isfinite(optax.tree.norm(means))
 
     jitted = jax.jit(finite)
 
-    def is_finite(places: Sequence[int]) -> bool:
-        return bool(jitted(state, batch, np.asarray(places, np.int32)))
+    def is_finite(places: Sequence[int]) -> tuple[bool, bool]:
+        values, norm = jitted(state, batch, np.asarray(places, np.int32))
+        return bool(values), bool(norm)
 
-    sample = next(
-        (
-            row
-            for first in range(0, rows, ranks)
-            if not is_finite(range(first, first + ranks))
-            for row in range(first, first + ranks)
-            if not is_finite([row] * ranks)
-        ),
-        None,
-    )
+    sample = None
+    for first in range(0, rows, ranks):
+        group = range(first, first + ranks)
+        found = {} if all(is_finite(group)) else {row: is_finite([row] * ranks) for row in group}
+        if ruined := [row for row, (values, _) in found.items() if not values]:
+            sample = ruined[0]
+            break
+        overflowing = [row for row, (_, norm) in found.items() if not norm]
+        sample = overflowing[0] if sample is None and overflowing else sample
     if sample is None:
         return Diagnosis()
     with probes as observed:
@@ -166,8 +169,8 @@ def _rows_of(batch: Tree) -> int:
     Raises:
         ValueError: if the batch cannot be run example by example.
     """
-    check_arrays(batch)
     check_filled(batch)
+    check_arrays(batch)
     check_rows(batch, "whose samples are run one by one")
     arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     if not arrays:

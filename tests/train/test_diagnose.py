@@ -92,6 +92,20 @@ def test_the_first_gradient_that_is_not_finite_is_named():
     assert sound.sample is None and re.search(naming("each sample alone"), str(sound))
 
 
+def test_a_sample_with_numbers_that_are_not_finite_is_named_before_one_whose_norm_overflows():
+    state = gtp.TrainState.create(placed(dense), optax.sgd(1.0))
+    x = np.ones((4, 2, 8), np.float32)
+    x[1] = 1e25  # its gradients are finite, and their squares are not
+
+    def loss(model, x):
+        return jnp.mean(model(x))
+
+    assert gtp.diagnose(loss, state, x).sample == 1
+    x[2] = np.inf
+    found = gtp.diagnose(loss, state, x)
+    assert (found.sample, found.layer, found.kind) == (2, "", "output")
+
+
 class RuinedAtLast(nnx.Module):
     """A model whose own code, after its last layer, is not finite where the input is large."""
 
