@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..experts import MoE
 from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
 from ..nn import ModelDef
-from ..train import Request, View
+from ..train import Request, View, check_numbers
 from ._batches import Batches, is_here
 from ._faults import FaultPlan, Grid
 from ._models import check_parameters_only, lay_out
@@ -49,6 +49,7 @@ class Replicas:
         core: the mesh to put in scope.
         meshes: the mesh of each replica of the plan.
         model_defs: the definition of the model on each of `meshes`.
+        shapes: the shape of each parameter, without padding, by path.
 
     Raises:
         ValueError: if the number of devices is wrong, if `batch`, `weights` or `tensor` of the roles in scope are not
@@ -69,7 +70,9 @@ class Replicas:
         else:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
         # abstract meshes, because this process may have none of the devices
-        self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh).model_def for mesh in self.meshes)
+        models = [lay_out(factory, mesh.abstract_mesh) for mesh in self.meshes]
+        self.model_defs = tuple(model.model_def for model in models)
+        self.shapes = models[0].model_def.logical_shapes(models[0].params)
         if not plan.uniform:
             check_parameters_only(self.model_defs[0])
             if len(self.meshes) > 1:
@@ -105,6 +108,7 @@ class Replicas:
             ValueError: if the number of rows of an array is not that of the plan, or if an array is spread over several
                 processes.
         """
+        check_numbers(batch)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)
         parts = []

@@ -298,6 +298,12 @@ class NonuniformStep:
                 "the parameters of the state are not those of the model that `replicas` was made for: the model has "
                 f"{theirs.num_leaves} parameters, the state {ours.num_leaves}. Pass the same `factory` to both."
             )
+        for path, shape in state.model_def.logical_shapes(state.params).items():
+            if shape != (wanted := self._replicas.shapes[path]):
+                raise ValueError(
+                    f"the parameter {'.'.join(path)} of the state has shape {shape}, and {wanted} in the model that "
+                    "`replicas` was made for. Pass the same `factory` to both."
+                )
         self._frozen.check(state)
 
 

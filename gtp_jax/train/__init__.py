@@ -30,6 +30,7 @@ from ._own_step import BringsStep as BringsStep
 from ._per_layer import per_layer as per_layer
 from ._request import Request as Request
 from ._request import View as View
+from ._rows import check_numbers as check_numbers
 from ._state import TrainState as TrainState
 from ._state import constrained as constrained
 from ._state import state_specs as state_specs

@@ -311,6 +311,7 @@ class WithDropout(Tiny):
         ({"factory": WithLoadOfAll}, ValueError, "moe `aux_loss` 'microbatch'"),
         ({"rows": 8}, ValueError, "`batch`['targets'] (8, 12) 9 rows"),
         ({"state_factory": WithLoadOfAll}, ValueError, "parameters of the state `replicas`"),
+        ({"state_factory": WIDE}, ValueError, "parameter embed.table shape `replicas` `factory`"),
         ({"elsewhere": True}, ValueError, "other devices core `replicas`"),
         ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "roles `weights`"),
         ({"jitted": True}, TypeError, "outside `jax.jit`"),
