@@ -164,7 +164,7 @@ def test_the_supervisors_own_death_leaves_no_process_and_its_snapshots_are_freed
     text, left_alone, tmp_path
 ):
     out, snapshots = tmp_path / "run", tmp_path / "snapshots"
-    snapshots.mkdir()  # of this run alone: the supervisor of any run that begins frees what others left behind
+    snapshots.mkdir()  # of this run alone: the supervisor of any run that begins frees what others leave
     arguments = flags(text, out, **SMALL, snapshot_dir=snapshots)
     with elastic(arguments, tmp_path) as run:
         wait(lambda: events(out, "snapshot"), run)
