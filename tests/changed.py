@@ -5,12 +5,14 @@
     python -m tests.changed --above 0 --most 200
     python -m tests.changed --part 2/8         # other arguments go to pytest
 
-A room is a package of `gtp_jax` or of `gtp_jax/runner`, or `benchmarks`; who imports whom is read by grimp.
+A room is a package of `gtp_jax` or of `gtp_jax/runner`, or `benchmarks`; who imports whom is read by grimp. A module
+outside of rooms counts for the rooms that import it, and a helper of tests for the folders whose tests import it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import subprocess
 import sys
@@ -26,6 +28,7 @@ BENCHMARKS = "benchmarks"
 # Folders of tests without a room of their name, and the rooms that they test. Others test the room of their name.
 TESTED = {
     "bench": {BENCHMARKS},
+    "cli": {"cli", "flags"},
     "elsewhere": {"hook"},
     "hostile": {"cli", "trainer", "elastic", "data", "convert", "checkpoint"},
     "interop": {"convert", "models", "hook", "checkpoint"},
@@ -33,6 +36,7 @@ TESTED = {
     "oldest": set(),
     "parity": {"nn", "chain", "weights", "layout", "train", "models"},
     "reliability": {"trainer", "elastic", "checkpoint"},
+    "trainer": {"trainer", "flags"},
     "docs": set(),
     "mutants": set(),
     "structure": set(),
@@ -49,13 +53,13 @@ def room_of(module: str) -> str | None:
 
 
 def importers() -> dict[str, set[str]]:
-    """Returns, for each room, the rooms that import it."""
+    """Returns, for each room and for each module outside of rooms, the rooms that import it."""
     graph = grimp.build_graph("gtp_jax", BENCHMARKS)
     found: dict[str, set[str]] = {}
     for module in graph.modules:
         for imported in graph.find_modules_directly_imported_by(module):
-            above, below = room_of(module), room_of(imported)
-            if above and below and above != below:
+            above, below = room_of(module), room_of(imported) or imported
+            if above and above != below:
                 found.setdefault(below, set()).add(above)
     return found
 
@@ -69,31 +73,67 @@ def with_those_above(rooms: Iterable[str], importers: Mapping[str, set[str]], st
     return nearest
 
 
-def rooms_of(files: Iterable[str]) -> set[str]:
-    """Returns the rooms of files of the packages and of `ffi`, which `native` calls."""
-    modules = {".".join(Path(file).with_suffix("").parts) for file in files}
-    rooms = {room for module in modules if (room := room_of(module))}
-    return rooms | ({"native"} if any(module.startswith("ffi.") for module in modules) else set())
+def rooms_of(files: Iterable[str], importers: Mapping[str, set[str]]) -> set[str]:
+    """Returns the rooms of files of the packages, also of those that are gone, and of `ffi`, which `native` calls."""
+    rooms = set()
+    for module in {".".join(Path(file).with_suffix("").parts) for file in files}:
+        room = "native" if module.startswith("ffi.") else room_of(module)
+        rooms |= {room} if room else importers.get(module, set())
+    return rooms
+
+
+def with_those_that_import(files: Iterable[str]) -> set[str]:
+    """Returns files, the files of tests that import one of them, and so on, and those to which a `conftest.py` among
+    them applies."""
+    imported = _imported_by_tests()
+    found, new = set[str](), set(files)
+    while new:
+        found |= new
+        new = {file for file, needs in imported.items() if needs & new} - found
+    folders = {Path(file).parent for file in found if Path(file).name == "conftest.py"}
+    return found | {file for file in imported if folders.intersection(Path(file).parents)}
+
+
+@functools.cache
+def _imported_by_tests() -> dict[str, set[str]]:
+    """Returns, for each file of tests, those that it imports. They may be gone."""
+    return {str(path.relative_to(CHECKOUT)): set(_imports(path)) for path in sorted(TESTS.rglob("*.py"))}
+
+
+def _imports(path: Path) -> Iterable[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        folder = TESTS  # which is on the path
+        if isinstance(node, ast.Import):
+            names = [alias.name.removeprefix("tests.") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.parents[node.level - 1] if node.level else TESTS
+            base = f"{node.module or ''}".removeprefix("tests.")
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (f"{folder.joinpath(*name.split('.')).relative_to(CHECKOUT)}.py" for name in names)
 
 
 def folders_of(rooms: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Returns the folders of tests of rooms in their order, after the folders in which a file was touched."""
+    """Returns the folders of tests of rooms in their order, after the folders in which a file was touched, or imports
+    one that was."""
     folders = sorted(path.name for path in TESTS.iterdir() if path.is_dir() and list(path.glob("test_*.py")))
-    touched = {Path(file).parts[1] for file in files if file.startswith("tests/")}
+    touched = {Path(file).parts[1] for file in with_those_that_import(files) if file.startswith("tests/")}
     found = [folder for folder in folders if folder in touched]
     for room in rooms:
         found += [folder for folder in folders if room in TESTED.get(folder, {folder}) and folder not in found]
     return found
 
 
-def changed_files(base: str) -> list[str]:
-    """Returns files that differ from a commit, or are not tracked."""
-    changed = _git("diff", "--name-only", base)
-    return sorted({*changed, *_git("ls-files", "--others", "--exclude-standard")})
+def changed_files(base: str, checkout: Path = CHECKOUT) -> list[str]:
+    """Returns files that differ from a commit, or are not tracked. One that was moved is there under both names."""
+    changed = _git("diff", "--name-only", "--no-renames", "-z", base, checkout=checkout)
+    others = _git("ls-files", "--others", "--exclude-standard", "-z", checkout=checkout)
+    return sorted({*changed.split("\0"), *others.split("\0")} - {""})
 
 
-def _git(*arguments: str) -> list[str]:
-    return subprocess.run(["git", *arguments], cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout.split()
+def _git(*arguments: str, checkout: Path = CHECKOUT) -> str:
+    return subprocess.run(["git", *arguments], cwd=checkout, check=True, capture_output=True, text=True).stdout
 
 
 def part_for(tests: int, most: int, commit: str) -> str | None:
@@ -123,7 +163,8 @@ def main() -> int:
     if args.most is not None and args.most < 1:
         parser.error(f"--most is {args.most}; it must be at least 1")
     files = changed_files(args.base or LANDED.read_text().strip())
-    rooms = with_those_above(rooms_of(files), importers(), args.above)
+    above = importers()
+    rooms = with_those_above(rooms_of(files, above), above, args.above)
     folders = folders_of(rooms, files)
     print(f"rooms: {' '.join(rooms) or 'none'}\nfolders of tests: {' '.join(folders) or 'none'}", flush=True)
     if args.list or not folders:
@@ -131,7 +172,7 @@ def main() -> int:
     arguments = [*(f"tests/{folder}" for folder in folders), "-m", "(slow or full) and not gpu", *rest]
     if args.most:
         count = _count(arguments)
-        part = part_for(count, args.most, _git("rev-parse", "HEAD")[0])
+        part = part_for(count, args.most, _git("rev-parse", "HEAD"))
         print(f"{count} tests" + (f", of which part {part} runs; the others: --part K/N" if part else ""), flush=True)
         arguments += ["--part", part] if part else []
     print("pytest", *arguments, flush=True)

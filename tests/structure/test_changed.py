@@ -3,6 +3,7 @@
 import argparse
 import random
 import re
+import subprocess
 from collections import Counter
 
 import parts
@@ -22,13 +23,16 @@ def test_rooms_are_packages_wherever_they_lie():
         "gtp_jax/_d.py",
         "docs/e.md",
     ]
-    assert rooms_of(files) == {"nn", "cli", "benchmarks", "native"}
+    assert rooms_of(files, {}) == {"nn", "cli", "benchmarks", "native"}
+    assert rooms_of(["gtp_jax/hook/gone.py", "gtp_jax/runner/elastic/page.html"], {}) == {"hook", "elastic"}
+    assert rooms_of(["gtp_jax/_d.py"], {"gtp_jax._d": {"nn", "hook"}}) == {"nn", "hook"}
     assert room_of("gtp_jax.runner.data._loader") == "data"
 
 
 def test_rooms_above_are_those_that_import():
     above = importers()
     assert {"chain", "train"} <= above["collectives"] and "nn" not in above["train"]
+    assert {"nn", "checkpoint"} <= above["gtp_jax._random_keys"] and "hook" not in above["gtp_jax._random_keys"]
     assert with_those_above({"generation"}, {"generation": {"cli"}, "cli": {"benchmarks"}}, 1) == ["generation", "cli"]
     assert with_those_above({"generation"}, above, 0) == ["generation"]
 
@@ -37,12 +41,28 @@ def test_folders_are_those_of_touched_tests_then_of_rooms_and_every_room_has_one
     assert folders_of(["nn"], ["tests/data/test_x.py"]) == ["data", "meaning", "nn", "parity"]
     folders = {path.name for path in TESTS.iterdir() if list(path.glob("test_*.py"))}
     tested = set().union(*(TESTED.get(folder, {folder}) for folder in folders))
-    assert set(importers()) - {"flags", "recipes", "variables"} <= tested
+    assert {room for room in importers() if "." not in room} - {"gtp_jax"} <= tested
     assert set(TESTED) <= folders
 
 
-def test_a_change_has_the_files_of_the_checkout():
-    assert all(isinstance(file, str) for file in changed_files("HEAD"))
+def test_folders_of_a_helper_are_those_whose_tests_import_it():
+    assert folders_of([], ["tests/parity/plain_llama.py"]) == ["bench", "parity", "recipes", "train"]
+    assert folders_of([], ["tests/trainer/conftest.py"]) == ["trainer"]
+    assert {"hook", "ops", "structure"} < set(folders_of([], ["tests/messages.py"]))
+    assert folders_of([], ["tests/conftest.py"]) == sorted({path.parent.name for path in TESTS.glob("*/test_*.py")})
+    assert folders_of([], ["tests/data/gone.bin", "docs/a.md"]) == ["data"]
+
+
+def test_a_change_has_files_that_are_new_gone_or_moved_under_both_names(tmp_path):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a", "-C", str(tmp_path)]
+    for name in ("stays", "changes", "goes", "moves"):
+        (tmp_path / f"{name}.py").write_text(name)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"], ["mv", "moves.py", "moved there.py"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "goes.py").unlink()
+    (tmp_path / "changes.py").write_text("changed")
+    (tmp_path / "comes.py").touch()
+    assert changed_files("HEAD", tmp_path) == ["changes.py", "comes.py", "goes.py", "moved there.py", "moves.py"]
 
 
 def test_parts_have_every_file_once_and_about_as_many_cases():
