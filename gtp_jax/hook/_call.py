@@ -27,7 +27,7 @@ from ._matrix import logical_shape
 from ._movement import own_part
 from ._multiply import batch_axes
 from ._nodes import is_array
-from ._path import path_of
+from ._path import Paths, named, path_of
 from ._placement import Placement
 from ._rows import divided
 from ._scope import hook_is_off
@@ -38,8 +38,8 @@ from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_weights, take, walking
 from ._weights import Weights, gather_once
 
-# The placements of a module's weights, by their paths in the module, as a hashable tuple of pairs.
-Placements = tuple[tuple[ModulePath, Placement], ...]
+# The weights of a module, hashable: for each, its path in the module, its placement, and its paths (`paths_of`).
+Placements = tuple[tuple[ModulePath, Placement, Paths], ...]
 
 # The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
 _FORWARD = "can't apply forward-mode"
@@ -92,6 +92,7 @@ def call_unit(
         refuse_shards(unit, nodes)
         return method(unit, *args, **kwargs)
     _refuse_stripped(unit, nodes, placements)
+    named(nodes, {path: paths for path, _, paths in placements})
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
     axes = batch_axes(batch)
@@ -136,6 +137,7 @@ def call_holder(
         refuse_shards(holder, variables)
         return method(holder, *args, **kwargs)
     _refuse_stripped(holder, variables, placements)
+    named(variables, {path: paths for path, _, paths in placements})
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     if not is_under_way():
         args, kwargs = divided((args, kwargs), batch_axes(batch))
@@ -159,7 +161,7 @@ def stripped(nodes: Mapping[ModulePath, Any], placements: Placements) -> dict[Mo
     """
     return {
         path: placement
-        for path, placement in placements
+        for path, placement, _ in placements
         if isinstance(node := nodes.get(path), nnx.Variable)
         and (type(node) is placement.kind or (placement.padding.size and type(node) is nnx.Param))
         and "placement" not in node.get_metadata()

@@ -1,21 +1,52 @@
 """Reads the paths of a weight in its model. Recipes select weights by these paths.
 
 A weight has several paths if the weight, or a module around it, is held in several places. The paths are metadata of
-the weight's variable. If the variable is an argument of a transformed function, they are therefore part of the key of
-JAX's cache: a program that was traced for one weight is not reused for a weight with other paths, for which a recipe
-may decide differently. Because the metadata of their weights differ, the states of different blocks cannot be stacked
-with `jax.tree.map`.
+the weight's variable, which compare equal: `jax.tree.map` over the states of two blocks, or of two networks, compares
+metadata. The class of a unit or holder has the paths of its weights too (`Placements`), which differ. It is part of the
+key of JAX's cache if the module is an argument of a transformed function: a program that was traced for one block is
+not reused for another, for which a recipe may decide differently.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from flax import nnx
 
+Paths = tuple[tuple[str, ...], ...]
 
-def paths_of(variable: nnx.Variable) -> tuple[tuple[str, ...], ...]:
+
+@dataclasses.dataclass(frozen=True)
+class WeightPaths:
+    """The paths of a weight, as metadata. All instances are equal.
+
+    Attributes:
+        each: the paths. The first is the path in `nnx.state` of the model that was sharded.
+    """
+
+    each: Paths = dataclasses.field(compare=False)
+
+
+def named(nodes: Mapping[Any, Any], paths: Mapping[Any, Paths]) -> None:
+    """Gives weights the paths that they had when their module was sharded. A weight has others if its variable came
+    from the state of another module.
+
+    Args:
+        nodes: the nodes of a module, by path. Nodes that are no sharded weights are left as they are.
+        paths: the paths of the module's weights, by path in the module.
+    """
+    for path, own in paths.items():
+        node = nodes.get(path)
+        if isinstance(node, nnx.Variable) and (has := node.get_metadata().get("weight_paths")) and has.each != own:
+            node.set_metadata(weight_paths=WeightPaths(own))
+
+
+def paths_of(variable: nnx.Variable) -> Paths:
     """Returns the paths of a sharded weight in the model that was sharded, as `shard` recorded them. The first is the
     path in `nnx.state`."""
-    return variable.get_metadata()["weight_paths"]
+    return variable.get_metadata()["weight_paths"].each
 
 
 def path_of(variable: nnx.Variable) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import axes_of, degree, legacy_mesh
 from ..variables import make_padded
+from ._moments import place_if_it_fits
+from ._path import WeightPaths
 from ._placement import Placement
 from ._shards import refuse_read
 from ._specs import annotation
@@ -35,9 +37,9 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
             make_padded(variable, placement.padded)
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
-        names = tuple(tuple(map(str, path)) for path in paths)
+        names = WeightPaths(tuple(tuple(map(str, path)) for path in paths))
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
-        variable.set_metadata(on_get_value=_with_refusal(variable.get_metadata().get("on_get_value", ())))
+        _hook_first(variable, "on_get_value", refuse_read)
         # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
         # their arrays. With `False`, Flax does not: its error for a moment of another shape than the weight would
         # replace that of `refuse_optimizer`.
@@ -50,16 +52,19 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
     parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
     if placement is None and parts and not own and "layout" not in variable.get_metadata():  # a `gtp_jax.Param` has one
         variable.set_metadata(parted=parts)
+    if spec and not own and (placement is None or placement.padded is None):
+        _hook_first(variable, "on_create_value", place_if_it_fits)
     value = variable.get_raw_value()
     if placement is not None:
         value = jax.tree.map(lambda array: _padded(array, placement), value)
     variable.set_raw_value(jax.tree.map(lambda array: on_mesh(array, spec), value))
 
 
-def _with_refusal(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks for reading a variable, with `refuse_read` as the first."""
+def _hook_first(variable: nnx.Variable, name: str, hook: Any) -> None:
+    """Makes `hook` the first of a variable's hooks of this name, such as `on_get_value`."""
+    hooks = variable.get_metadata().get(name)
     own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
-    return (refuse_read, *(hook for hook in own if hook is not refuse_read))
+    variable.set_metadata(name, (hook, *(other for other in own if other is not hook)))
 
 
 def _padded(value: Any, placement: Placement) -> Any:

@@ -18,6 +18,7 @@ from ..weights import ModulePath
 from ._again import check_unchanged, put_back
 from ._call import Placements
 from ._choice import Blocks, choose, own_variables
+from ._path import paths_of
 from ._put import put
 from ._specs import Spec, check_patterns, first_match, placement_by, warn_of_whole
 from ._unit import Holder, Unit, kind_of, make, methods_of
@@ -159,7 +160,8 @@ def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
         nodes: the nodes of a module, by path. Only variables count.
     """
     variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
-    return tuple((path, p) for path, v in variables.items() if (p := v.get_metadata().get("placement")) is not None)
+    placed = {path: v for path, v in variables.items() if v.get_metadata().get("placement") is not None}
+    return tuple((path, v.get_metadata()["placement"], paths_of(v)) for path, v in placed.items())
 
 
 def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:

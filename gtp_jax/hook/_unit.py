@@ -31,7 +31,7 @@ class Unit:
         block: whether the module is a block. If not, it is a module with weights outside of blocks.
         min_size: the argument `min_size` with which the model was sharded.
         specs: the argument `specs` with which the model was sharded, as pairs of a pattern and a partition.
-        placements: the placements of its weights, by their paths in the module.
+        placements: its weights, with their placements.
     """
 
     remat: Remat
@@ -52,7 +52,7 @@ class Holder:
 
     Attributes:
         roles: the roles of the mesh axes.
-        placements: the placements of the weights that it holds itself, by their paths in the module.
+        placements: the weights that it holds itself, with their placements.
     """
 
     roles: Roles

@@ -52,6 +52,51 @@ def test_classes_paths_and_methods_are_those_they_were(x64):
         assert paths[0] == paths[1]
 
 
+def averaged(one, other):
+    return jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, nnx.state(one, nnx.Param), nnx.state(other, nnx.Param))
+
+
+def test_states_of_two_blocks_and_of_twin_networks_are_mapped_together(x64):
+    """As in plain Flax; what comes out is stored like the first, and has its paths."""
+    found = []
+    for degrees in (MESHES["gtp 8"], None):
+        with scope(degrees):
+            twins = [GPT2(nnx.Rngs(seed), depth=DEPTH) for seed in range(2)]
+            if degrees is not None:
+                twins = [gtp.shard(model, min_size=64) for model in twins]
+            stored = nnx.state(twins[0])
+            nnx.update(twins[0], averaged(*twins))
+            nnx.update(twins[1].blocks[0], averaged(*twins[1].blocks))
+            found.append([np.asarray(a) for model in twins for a in jax.tree.leaves(nnx.state(model, nnx.Param))])
+            if degrees is not None:
+                assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, stored, nnx.state(twins[0])))
+                assert np.isfinite(output(twins[0])).all()
+    for one, wanted in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
+@nnx.jit
+def called(block, x):
+    return block(x)
+
+
+def test_a_program_of_one_block_serves_another_only_if_the_recipe_treats_them_alike():
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
+    with scope(MESHES["gtp 8"]):
+        block = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))  # noqa: E731
+        model = gtp.shard(nnx.Sequential(block(), block()), nnx.Linear, min_size=64)
+        plain = [np.asarray(called(layer, x)) for layer in model.layers]
+        with gtp.use_recipe(gtp.MXFP8(exclude=("layers.1",))):
+            coded = [np.asarray(called(layer, x)) for layer in model.layers]
+            (_, state), (graph, _) = map(nnx.split, model.layers)
+            coded.append(np.asarray(called(nnx.merge(graph, state), x)))  # the second, with the weights of the first
+            averaged(*model.layers)
+    np.testing.assert_array_equal(plain[0], plain[1])
+    for one in coded[1:]:
+        np.testing.assert_array_equal(one, plain[1])
+    assert np.abs(coded[0] - plain[0]).max() > 1e-3
+
+
 def test_copies_of_every_kind_compute_the_same(x64):
     with scope(MESHES["gtp 8"]):
         model = sharded()

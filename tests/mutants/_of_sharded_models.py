@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "weights with the same path are rounded by the same bits",
         "CallKeys(key_for(key, place))",
-        'CallKeys(key_for(key, variable.get_metadata()["weight_paths"][0]))',
+        'CallKeys(key_for(key, variable.get_metadata()["weight_paths"].each[0]))',
         ("tests/hook/test_recipe_products.py::test_weights_with_the_same_path_are_rounded_by_bits_of_their_own",),
     ),
     Mutant(
