@@ -2,6 +2,7 @@
 
 from ._backward import Gradients as Gradients
 from ._backward import backward as backward
+from ._effects import effects_explained as effects_explained
 from ._events import Barrier as Barrier
 from ._events import Compute as Compute
 from ._events import Event as Event

@@ -12,6 +12,7 @@ from jaxtyping import PyTree, Shaped
 
 from ..collectives import Turn, turn_after
 from ._collect import Piece, collect
+from ._effects import effects_explained
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._host import to_host, without_activations
 from ._offloads import record_offload
@@ -170,7 +171,8 @@ class _Forward:
         # operand again.
         saved = (keep, True, True, True, False, False, False)
         closure: Any
-        (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
+        with effects_explained(stage.name):
+            (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
         if stage.cut is not None:  # backward cuts them again
             of_weights, *others = closure.args_res
             closure = closure.replace(args_res=[_where_saved(of_weights, weights), *others])

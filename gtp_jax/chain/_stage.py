@@ -74,6 +74,7 @@ class Stage:
         frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients. If there
             are any, `gather` returns a dict.
         source: the name of the module that the layers belong to, for `offloads_recorded`.
+        name: the name of the layers' class, for errors.
         cut: a function from the result of `gather` to the weights that `apply` takes, whose gradients `reduce` takes;
             `None` if they are the same. Both passes call it where weights are used, so that XLA can read a part of a
             gathered array in place. In backward, weights that are not needed may be passed to it as `None`.
@@ -97,6 +98,7 @@ class Stage:
     offload: bool = False
     frozen: frozenset[Any] = frozenset()
     source: str = ""
+    name: str = "a layer"
     cut: Callable[[Tree], Tree] | None = None
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:

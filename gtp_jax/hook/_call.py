@@ -104,6 +104,7 @@ def call_unit(
     with _forward_mode_explained(unit, call.program.jaxpr):
         made: Any = {"keys": call.keys, "wires": call.wires}
         options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
+        options["owner"] = f"{type(unit).__name__} (of the weight {call.names[0]})"
         outputs, token, products = run(*call[:3], take(unit), **made, **options)
     leave(token)
     pairs = zip(call.weights, call.program.placements, strict=True)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..chain import Remat, with_remat
+from ..chain import Remat, effects_explained, with_remat
 from ..mesh import current_view, degrees
 from ..ops import SlottedWeight, linear
 from ..weights import CallKeys, Wire
@@ -70,6 +70,7 @@ def run(
     keep_last: bool,
     axes: tuple[str, ...],
     wide: bool,
+    owner: str,
 ) -> tuple[Arrays, Token, Products]:
     """Returns the outputs of a call, the token for the next unit, and how products with weights are computed.
 
@@ -89,6 +90,7 @@ def run(
             those that backward does not use. Has no effect if the gathered weights are concrete arrays.
         axes: the axes of the mesh that shard the batch.
         wide: whether the gradients of weights are computed and summed in at least float32, where products support this.
+        owner: the unit, as errors name it.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, program.exchanged, parts.casts)
@@ -175,7 +177,8 @@ def run(
         kept = keep_last and all(isinstance(weight, Tracer) for weight in weights)
         own = before(weights, slots_of(weights, wanted))
         computed = with_remat(functools.partial(compute, codes), remat)
-        y, closure = jax.vjp(computed, own, ready, saveable_args=(False, True))
+        with effects_explained(owner):
+            y, closure = jax.vjp(computed, own, ready, saveable_args=(False, True))
         outputs = mapped_with((y, Token(zero, token.reduced)), [*shards, *rest, *token])
         return outputs, (closure, shards, sent, codes, weights if kept else None, wanted)
 

@@ -290,6 +290,7 @@ class _Template:
             travels=any(group.travels for group in groups.values()),
             offload=remat in OFFLOADED,
             frozen=frozenset(groups) - frozenset(trained),
+            name=self.name,
             cut=cut,
         )
 
