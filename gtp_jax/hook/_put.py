@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..mesh import axes_of, degree, legacy_mesh
 from ..variables import make_padded
 from ._moments import place_if_it_fits
+from ._path import WeightPaths
 from ._placement import Placement
 from ._shards import refuse_read
 from ._specs import annotation
@@ -36,7 +37,7 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
             make_padded(variable, placement.padded)
         placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
-        names = tuple(tuple(map(str, path)) for path in paths)
+        names = WeightPaths(tuple(tuple(map(str, path)) for path in paths))
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
         _hook_first(variable, "on_get_value", refuse_read)
         # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
