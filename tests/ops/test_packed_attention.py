@@ -183,6 +183,20 @@ def test_ranks_choose_for_themselves_over_batch_and_heads(by_hand):
     assert_equal(found, with_gradients(reference, *given))
 
 
+@pytest.mark.full
+def test_it_works_under_remat_and_scan(by_hand):
+    q, k, v, of_out = operands(2)
+    ids = jnp.asarray(np.stack([runs(39, 25), ONE]))
+
+    def twice(attend, q, k, v):
+        body = jax.checkpoint(lambda q, _: (attend(q, k, v), None))
+        return jax.lax.scan(body, q, None, length=2)[0]
+
+    reference = functools.partial(attention, causal=True, segment_ids=ids, scale=0.3, implementation="reference")
+    wanted = with_gradients(functools.partial(twice, reference), q, k, v, of_out)
+    assert_equal(with_gradients(functools.partial(twice, packed(ids, True, None)), q, k, v, of_out), wanted)
+
+
 def equations(jaxpr):
     """All equations, those of what is called too, as often as it is called."""
     for equation in jaxpr.eqns:
