@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
@@ -90,4 +91,31 @@ def muon() -> optax.GradientTransformation:
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices)
 
 
-OPTIMIZERS = {"adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3), "muon": muon()}
+def shampoo(limit: int = 256) -> optax.GradientTransformation:
+    """As Shampoo (Gupta et al., 2018), with inverses for roots: sums of G G^T and of G^T G beside every matrix, but a
+    scalar for a dimension above the limit."""
+
+    def zeros(leaf: Any, dim: int) -> Any:
+        size = leaf.shape[dim] if leaf.ndim > 1 else limit + 1
+        return jnp.zeros((*leaf.shape[:-2], size, size) if size <= limit else ())
+
+    def init(params: Any) -> dict[str, Any]:
+        return {side: jax.tree.map(lambda p, d=d: zeros(p, d), params) for side, d in (("left", -2), ("right", -1))}
+
+    def inverse(matrix: Any) -> Any:
+        return jnp.linalg.inv(matrix + jnp.eye(matrix.shape[-1]))
+
+    def divided(g: Any, a: Any, b: Any) -> Any:
+        g = inverse(a) @ g if a.ndim else g
+        return -1e-2 * (g @ inverse(b) if b.ndim else g)
+
+    def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
+        del params
+        left = jax.tree.map(lambda g, a: a + g @ g.mT if a.ndim else a, updates, state["left"])
+        right = jax.tree.map(lambda g, b: b + g.mT @ g if b.ndim else b, updates, state["right"])
+        return jax.tree.map(divided, updates, left, right), {"left": left, "right": right}
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {"adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3), "muon": muon(), "shampoo": shampoo()}

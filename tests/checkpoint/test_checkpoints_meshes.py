@@ -22,6 +22,7 @@ from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.nn import abstract_model, split_model
 
 from .meshes import OPTIMIZERS, PLACES, SIZES
+from .runs import Run
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,17 @@ def test_every_mesh_restores_what_any_other_saved(tmp_path, filled, assert_resto
         checkpoints.save(7, state, {"batches": [1, 2]})
         for place in PLACES.values():
             assert_restored(checkpoints, place.state(optimizer), state)
+
+
+@pytest.mark.full
+def test_steps_with_square_preconditioners_go_on_elsewhere_as_on_one_device(tmp_path):
+    before, after, one = (Run(PLACES[p], gtp.BF16(), OPTIMIZERS["shampoo"]) for p in ("hsdp_tp2", "fsdp", "one_device"))
+    state, seen = before.go_on(before.begin(seed=3), 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state)
+        state, _ = checkpoints.restore(after.shapes())
+    wanted = one.go_on(one.begin(seed=3), 4)[1]
+    np.testing.assert_allclose([*seen, *after.go_on(state, 2)[1]], wanted, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
