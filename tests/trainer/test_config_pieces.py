@@ -60,3 +60,20 @@ def test_no_number_is_too_large_to_be_refused(knob):
         from_settings(TrainConfig, {knob.name: 10**400})
     assert re.search(naming("100000000000000000...0000000000000000000"), str(caught.value))
     assert re.search("from [01] to (9223372036854775807|4294967295)|at most 3.402823e.38|above 0", str(caught.value))
+
+
+@pytest.mark.parametrize(("changes", "tp"), [({}, 2), ({"seq": 31}, 1), ({"num_heads": 3, "num_kv_heads": 1}, 1)])
+def test_virtual_devices_have_tp_2_where_it_divides_heads_and_sequence(changes, tp):
+    config = from_settings(TrainConfig, changes)
+    assert config.degrees(8, virtual=True) == {"dp": 1, "gtp": 8 // tp, "tp": tp}
+    assert config.degrees(8, virtual=False)["tp"] == 1
+
+
+@pytest.mark.parametrize("faults", [{"failed_devices": [3]}, {"replica_batches": [4, 4]}])
+def test_failures_are_refused_where_the_healthy_grid_is_not_said(faults):
+    ((name, value),) = faults.items()
+    config = from_settings(TrainConfig, {"dp": 2, **faults})
+    for check in (lambda: config.virtual_devices(1), lambda: config.degrees(4, virtual=True)):
+        with pytest.raises(ValueError, match=naming(f"`{name}` {value} --gtp --tp")):
+            check()
+    assert from_settings(TrainConfig, {"dp": 2, "tp": 2, "batch": 8, **faults}).virtual_devices(1) == 4

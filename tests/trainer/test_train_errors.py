@@ -80,6 +80,20 @@ def test_mistake_is_named(changes, message, text, tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("failed", "message"),
+    [
+        (["4"], "`failed_devices` 4 dp 2 gtp 1 tp 2"),
+        (["0", "1", "2", "3"], "no replica left"),
+        (["3", "--replica-batches", "4", "4"], "8 rows `batch` 9"),
+    ],
+)
+def test_a_plan_of_failed_devices_that_cannot_work_is_refused(failed, message, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    refused(capsys, message, *small(text, out, dp=2, tp=2, batch=9), "--failed-devices", *failed)
+    assert not out.exists()
+
+
 def test_another_run_is_not_overwritten_unless_told(run, text, capsys):
     before = contents(run)
     refused(capsys, "already (--resume) (--force) --out", *small(text, run))
