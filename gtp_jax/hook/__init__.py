@@ -44,6 +44,8 @@ from ._facts import roles_of as roles_of
 from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
+from ._float_ids import float_ids_explained as float_ids_explained
+from ._float_ids import ids_refused_by as ids_refused_by
 from ._made import with_made as with_made
 from ._movement import scatter as scatter
 from ._path import paths_of as paths_of

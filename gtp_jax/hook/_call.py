@@ -21,6 +21,7 @@ from ..weights import ModulePath
 from ._choice import name_of, own_variables
 from ._codes import coded, moving
 from ._exchange import exchanged
+from ._float_ids import float_ids_explained
 from ._jaxprs import custom_vjps, in_forward_mode
 from ._made import wires_of_call
 from ._matrix import logical_shape
@@ -242,13 +243,15 @@ def lies(value: jax.Array, placement: Placement) -> bool:
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Replaces two JAX errors that a module's own code may raise with errors that say what to do instead: the error for
-    a `jax.custom_vjp` function that is differentiated in forward mode, and, in local view, the error for a sharding
-    constraint over a manual axis."""
+    """Replaces errors that a module's own code may raise with errors that say what to do instead: JAX's error for a
+    `jax.custom_vjp` function that is differentiated in forward mode, Flax's for token ids that are not integers, and,
+    in local view, JAX's for a sharding constraint over a manual axis."""
     try:
         yield
     except ValueError as error:
         text = str(error)
+        if (message := float_ids_explained(error)) not in ("", text):
+            raise ValueError(message) from error
         explained = _OF_LOCAL_VIEW in text  # by a module within this one, which has the constraint
         if current_view() == "global" or _CONSTRAINT not in text or explained:
             raise

@@ -22,6 +22,7 @@ from ..ops import (
     embedding_lookup,
     layer_norm,
     linear,
+    not_ids,
     rms_norm,
     to_index,
     values_and_slot,
@@ -103,7 +104,7 @@ class Embed(WeightOwner):
                 cannot divide the batch or the sequence evenly, or the table was built for other mesh degrees.
         """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
+            raise TypeError(not_ids("Embed", tokens))
         check_concrete_ids(tokens, self.num_embeddings, name="tokens")
         return super().__call__(tokens)
 

@@ -27,6 +27,7 @@ from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._grouped_tiles import multiplies_tiles as multiplies_tiles
 from ._ids import check_concrete_ids as check_concrete_ids
 from ._ids import check_ids as check_ids
+from ._ids import not_ids as not_ids
 from ._ids import to_index as to_index
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear

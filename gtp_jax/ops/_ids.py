@@ -57,6 +57,19 @@ def check_concrete_ids(ids: jax.typing.ArrayLike, vocab_size: int, *, name: str,
         check_ids(ids, vocab_size, name=name, ignore_negative=ignore_negative)
 
 
+def not_ids(owner: str, ids: Any) -> str:
+    """Returns the message for an embedding that is given an array whose elements are not integers.
+
+    Args:
+        owner: the embedding, as the message names it.
+        ids: the array.
+    """
+    return (
+        f"{owner} takes token ids, which are integers; got {ids.dtype} of shape {tuple(ids.shape)}. Make ids integers "
+        "where the batch is made, or pass `ids.astype(jnp.int32)`."
+    )
+
+
 def to_index(ids: jax.Array) -> jax.Array:
     """Returns ids in a signed type of at least 32 bits, in which they can be compared with the size of any array.
 

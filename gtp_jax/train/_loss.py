@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from ..hook import float_ids_explained, ids_refused_by
+from ..nn import Embed
 from ._rows import numbers_in_lists
 
 Tree = Any
@@ -77,11 +80,30 @@ def _called(loss: Loss, model: Any, batch: Tree) -> Any:
     try:
         return loss(model, batch)
     except Exception as error:
+        if found := ids_refused_by(error, (nnx.Embed, Embed)):
+            message = f"{float_ids_explained(error) or error} {_leaves_like(found[1], batch)}"
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(message) from error
         if isinstance(error, TypeError) and "not callable" in str(error):
             error.add_note("A loss is called as `loss(model, batch)`: the model is its first argument.")
         if listed := numbers_in_lists(batch):
             error.add_note(listed)
         raise
+
+
+def _leaves_like(array: Any, batch: Tree) -> str:
+    """Returns a sentence that names the leaves of a batch from which an array may come: of those with its dtype, the
+    ones with its shape, or with as many dimensions, or all."""
+    leaves = [
+        (f"`batch`{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if getattr(leaf, "dtype", None) == array.dtype
+    ]
+    shaped = [name for name, leaf in leaves if leaf.shape == array.shape]
+    ranked = [name for name, leaf in leaves if leaf.ndim == array.ndim]
+    names = shaped or ranked or [name for name, _ in leaves]
+    if not names:
+        return f"No array of the batch is {array.dtype}: the loss or the model makes this one."
+    return f"Of the batch, {' and '.join(names)} {'is' if len(names) == 1 else 'are'} {array.dtype}."
 
 
 def _arrays(aux: Tree) -> Tree:

@@ -152,6 +152,42 @@ def test_text_in_a_batch_is_refused_by_the_name_of_its_leaf(text):
             run(state, {"x": np.ones((2, 8), np.float32), "text": leaf})
 
 
+class Bigrams(nnx.Module):
+    def __init__(self, embed):
+        self.block = nnx.Sequential(embed(64, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 64, rngs=nnx.Rngs(1)))
+
+    def __call__(self, tokens):
+        return self.block(tokens)
+
+
+FLAX_IDS = "`nnx.Embed` block.layers.0.embedding"
+# a model, its blocks if it is sharded, and the words for its embedding
+BIGRAMS = {
+    "outside of blocks": (nnx.Embed, nnx.Linear, FLAX_IDS),
+    "in a block": (nnx.Embed, "block", FLAX_IDS),
+    "not sharded": (nnx.Embed, None, "`nnx.Embed`"),
+    "own": (gtp.Embed, None, "Embed"),
+}
+
+
+@pytest.mark.parametrize("model", BIGRAMS)
+def test_float_token_ids_are_refused_by_the_embedding_and_the_leaf(model):
+    embed, blocks, named = BIGRAMS[model]
+    ids, came = np.ones((8, 8), np.float32), f"{named} float32 integers `ids.astype(jnp.int32)`"
+    batch = {"weights": np.ones(8, np.float32), "ids": ids, "targets": np.ones((8, 8), np.int32)}
+    loss = lambda model, batch: squares(model, batch["ids"][:, 1:])  # noqa: E731
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = Bigrams(embed) if blocks is None else gtp.shard(Bigrams(embed), blocks, min_size=64)
+        state = gtp.TrainState.create(model, SGD)
+        for microbatches, view in ((1, "global"), (2, "global"), (1, "local")):
+            step = gtp.train_step(loss, SGD, microbatches=microbatches, view=view)
+            with pytest.raises((TypeError, ValueError), match=naming(came, "`batch`['ids'] is")):
+                step(state, batch)
+        if blocks is not None or embed is gtp.Embed:
+            with pytest.raises((TypeError, ValueError), match=naming(came, "(8, 8)")):
+                model(ids)
+
+
 def test_a_negative_target_is_left_out_like_a_weight_of_zero():
     with jax.set_mesh(gtp.make_mesh(**MESH)):
         state, batch = make_state(), make_batch()
