@@ -15,6 +15,7 @@ from messages import naming
 from selection import others_full, pairwise
 
 import gtp_jax as gtp
+from gtp_jax import hlo
 from gtp_jax.chain import with_remat
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.experts import choose_transport
@@ -166,16 +167,56 @@ def test_nothing_that_travels_is_kept_for_backward(recipe, remat, chunks, capsys
     assert rows <= 8 * (tokens * TOP_K + filled_up), "a round's rows; 8 * 8 * tokens would have arrived"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_program_exchanges_what_is_told_and_nothing_more(chunks):
+    """In a layer and pass: choices and shares once, tokens there, partial sums back, of each chunk; in backward the
+    same the other way round, and the tokens again."""
+    with mesh_of(dict(ep=4)):
+        options = dict(num_experts=EXPERTS, top_k=TOP_K, parallel=None, exchange_chunks=chunks)
+        make = lambda rngs: gtp.Stack(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options), 1, rngs=rngs)  # noqa: E731
+        (told,) = gtp.experts.exchanges(abstract_model(make), tokens=64)
+        graph, state = nnx.split(abstract_model(make))
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
+        x = jax.ShapeDtypeStruct((16, 4, FEATURES), jnp.bfloat16)
+        text = jax.jit(jax.value_and_grad(loss)).lower(state, x).compile().as_text()
+    found = [c for c in hlo.collectives(text) if c.axes == ("ep",) and c.kind in ("all-to-all", "all-gather")]
+    kinds = sorted((c.kind, c.direction, c.dtype) for c in found)
+    assert kinds == [
+        ("all-gather", "backward", "f32"),  # shares, to weight by
+        ("all-gather", "forward", "f32"),
+        ("all-gather", "forward", "s32"),  # choices, which are kept
+        ("all-to-all", "backward", "f32"),  # gradients of shares
+        *[("all-to-all", "backward", "u16")] * 3 * chunks,  # tokens again; gradients of partial sums, and of tokens
+        *[("all-to-all", "forward", "u16")] * 2 * chunks,  # tokens; partial sums
+    ]
+    assert sum(one.count for one in told.traffic if one.dtype == "u16") == 5 * chunks
+
+
+def shards(make):
+    """The whole shape of each weight, and that of a shard."""
+    flat = nnx.to_flat_state(nnx.state(abstract_model(make)))
+    shapes = {path: (v.get_value().shape, v.get_value().sharding) for path, v in flat}
+    return {path: (whole, sharding.shard_shape(whole)) for path, (whole, sharding) in shapes.items()}
+
+
 def test_axes_say_how_the_experts_of_a_rank_are_sharded_further():
     with mesh_of(dict(ep=2, gtp=2, tp=2)):
         for axes, parts in (((), 1), (("tp",), 2), (("gtp", "tp"), 4)):
             options = dict(num_experts=EXPERTS, parallel=None, axes=axes)
-            make = lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options)  # noqa: B023, E731
-            for path, variable in nnx.to_flat_state(nnx.state(abstract_model(make))):
+            found = shards(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options))  # noqa: B023
+            for path, (whole, shard) in found.items():
                 if path[0] in ("up", "down"):
-                    value = variable.get_value()
-                    shard = value.sharding.shard_shape(value.shape)
-                    assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(value.shape) // (2 * parts), path
+                    assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(whole) // (2 * parts), path
+
+
+def test_dense_weights_beside_experts_are_sharded_over_gtp_and_ep_together():
+    """As over gtp 4, beside experts over ep 2 x gtp 2."""
+    with mesh_of(dict(ep=2, gtp=2)):
+        options = dict(num_experts=EXPERTS, parallel=None, shared_hidden=16)
+        found = shards(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options))
+    dense = {path: whole for path, (whole, _) in found.items() if path[0] == "shared"}
+    assert dense and all(math.prod(found[path][1]) == math.prod(whole) // 4 for path, whole in dense.items())
 
 
 @pytest.mark.parametrize(
@@ -259,6 +300,23 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
         assert [one.direction, one.what, one.kind, one.count, one.dtype] == what
         of_rows = one.kind == "ragged-all-to-all"
         assert one.bytes == (pytest.approx(size, rel=0.01) if of_rows else size), one
+
+
+def test_groups_bound_the_ranks_of_a_token_and_the_bytes_of_a_ragged_exchange(monkeypatch):
+    """Of 256 experts a token chooses 8, in 4 of 8 groups; with 8 ranks, seven of which are others."""
+    routing = Routing(num_groups=8, top_groups=4)
+    logits = np.random.default_rng(0).normal(size=(1000, 256)).astype(np.float32)
+    chosen = np.asarray(routing.choose(routing.scores(jnp.asarray(logits)), None, 8))
+    for experts, free in ((32, 8), (64, 4), (16, 8)):
+        ranks = max(len(set(row)) for row in chosen // experts)
+        assert ranks == routing.most_ranks(256, 8, experts)
+        assert Routing().most_ranks(256, 8, experts) == free
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")  # CPUs have no ragged one
+    options = dict(num_experts=256, top_k=8, transport="ragged", parallel=None, routing=routing)
+    with mesh_of(dict(ep=8)):
+        model = abstract_model(lambda rngs: gtp.MoE(32, HIDDEN, **options, rngs=rngs))
+        (found,) = gtp.experts.exchanges(model, tokens=4096)
+    assert found.dispatched_bytes == 7 * 4 * 4096 // 8 * 32 * 2
 
 
 @pytest.mark.parametrize("special, score", pairwise([-np.inf, np.nan, np.inf, 0.5], ["sigmoid", "softmax"], usual=2))
