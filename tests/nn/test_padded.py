@@ -257,6 +257,13 @@ def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x
     same(found[1], found[0], atol=1e-12)
 
 
+@pytest.mark.full
+def test_check_compares_padded_gradients_with_one_device(x64):
+    with on(7):
+        errors = gtp.check(loss_of_batch, Model, jnp.arange(70).reshape(35, 2) % 34, tolerance=1e-12)
+    assert {name for name in errors if name.startswith("gradient")} >= {"gradient embed.table"}
+
+
 def test_linen_refuses_to_store_a_padded_weight():
     x = jnp.ones((7, 26))
     bridged = nnx.bridge.to_linen(gtp.Dense, 26, 34, dtype=jnp.float32)

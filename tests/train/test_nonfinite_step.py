@@ -130,6 +130,19 @@ def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, vi
     assert np.isnan(gradients["kernel"]).all()
 
 
+def test_a_loss_that_raises_leaves_the_state_alive():
+    def broken(model, x):
+        model(x)
+        raise KeyError("labels")
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state = gtp.TrainState.create(placed(dense), optax.sgd(1e-2))
+        before = host(state)
+        with pytest.raises(KeyError, match="labels"):
+            gtp.train_step(broken, optax.sgd(1e-2))(state, make_batch()["x"])
+        assert_equal(state, before)
+
+
 def test_a_loop_in_which_every_step_is_skipped_is_warned_once():
     def loss(model, batch):
         return jnp.mean(model(batch)) * jnp.nan
