@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs
-from ..weights import Gathered
 from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
@@ -54,7 +53,7 @@ def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
-    """Returns the variables that a call has written, as outputs of a layer in a chain.
+    """Returns the variables, other than parameters, that a call has written, as outputs of a layer in a chain.
 
     Args:
         before: the values of the module's variables before the call, by path.
@@ -62,10 +61,12 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
         name: the name of the module in error messages.
 
     Raises:
-        ValueError: if the call has written a parameter, or a plain attribute that is an array.
+        ValueError: if the call has written a plain attribute that is an array.
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
+        if isinstance(variable, nnx.Param) or layout_of(variable) is not None:  # see `refuse_set_weights`
+            continue
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
         if path in before and _is_same(before[path], value):
             continue
@@ -73,11 +74,6 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
             raise ValueError(
                 f"a call of {name} writes {'.'.join(map(str, path))}, an array that is an attribute. A layer of a "
                 "chain may only write variables; make it an `nnx.Variable`."
-            )
-        if isinstance(variable, nnx.Param) or layout_of(variable) is not None:  # a frozen weight is not an `nnx.Param`
-            raise ValueError(
-                f"a call of {name} writes the parameter {'.'.join(map(str, path))}. A layer of a chain may write "
-                "only other variables, such as `nnx.BatchStat`; the optimizer updates parameters."
             )
         if isinstance(variable, Metric):
             kinds["metrics"].append((path, variable))
@@ -132,9 +128,6 @@ def is_float(leaf: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Returns whether a call has left a value as it was. A gathered weight may have been copied, as `nnx.remat` does,
-    because what user code writes in its place is an array."""
-    if isinstance(one, Gathered):
-        return isinstance(other, Gathered)
+    """Returns whether a call has left a value as it was."""
     before, after = jax.tree.leaves(one), jax.tree.leaves(other)
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))

@@ -1,23 +1,38 @@
-"""Refuses layers of a chain that set the weights that were gathered for them."""
+"""Refuses layers of a chain that write their parameters or the weights that were gathered for them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from ..hook import Sources
 from ..weights import Gathered
-from ._layer import value_of
-from ._outputs import Written
+from ._layer import layout_of
 
-Paths = dict[tuple[Any, ...], list[Any]]
+# The arrays of each parameter or gathered weight, by path.
+Arrays = dict[tuple[Any, ...], list[Any]]
 
 
-def refuse_set_weights(before: Paths, after: Paths, again: Callable[[list[Any]], Paths], name: str) -> None:
-    """Checks that a call has set no gathered weight.
+def weights_of(layer: nnx.Module) -> Arrays:
+    """Returns the arrays of a layer's parameters and gathered weights, frozen ones too, by path."""
+    return {path: jax.tree.leaves(_arrays(variable)) for path, variable in _weights(layer).items()}
+
+
+def with_weights(layer: nnx.Module, arrays: Sequence[Any]) -> nnx.Module:
+    """Puts other arrays, in the order of `weights_of`, into a layer's weights, and returns the layer."""
+    left = iter(arrays)
+    for variable in _weights(layer).values():
+        value, put = variable.get_raw_value(), jax.tree.map(lambda _: next(left), _arrays(variable))
+        variable.set_raw_value(dataclasses.replace(value, weight=put) if isinstance(value, Gathered) else put)
+    return layer
+
+
+def refuse_set_weights(before: Arrays, after: Arrays, again: Callable[[list[Any]], Arrays], name: str) -> None:
+    """Checks that a call of a layer has written no weight.
 
     `nnx.remat` and `nnx.jit` put new arrays into all variables. If there are new arrays, the call is traced again, and
     its jaxpr shows which of them are those that the variables had.
@@ -30,45 +45,37 @@ def refuse_set_weights(before: Paths, after: Paths, again: Callable[[list[Any]],
         name: the name of the module in error messages.
 
     Raises:
-        ValueError: if the call has set a weight; the message names it.
+        ValueError: if the call has set, replaced, removed or created a weight; the message names it.
     """
-    if {path: list(map(id, arrays)) for path, arrays in before.items()} == {
-        path: list(map(id, arrays)) for path, arrays in after.items()
-    }:
+    if _ids(before) == _ids(after):
         return
     given = [array for arrays in before.values() for array in arrays]
     sources = Sources(jax.make_jaxpr(lambda arrays: list(again(arrays).values()))(given).jaxpr)
-    found, first = {}, 0
-    for path, arrays in after.items():
-        found[path] = [sources.input_of(first + i) for i in range(len(arrays))]
-        first += len(arrays)
-    first = 0
-    for path, arrays in before.items():
-        if found.get(path) != list(range(first, first + len(arrays))):
-            raise ValueError(
-                f"a call of {name} sets or replaces the weight {'.'.join(map(str, path))}. A step updates the weights "
-                "that it received, so this would be lost. Set weights between steps, or hold what calls write in an "
-                "`nnx.Variable` of a type of its own."
-            )
-        first += len(arrays)
+    numbers, outputs = iter(range(len(given))), iter(range(sum(map(len, after.values()))))
+    held = {path: [next(numbers) for _ in arrays] for path, arrays in before.items()}
+    found = {path: [sources.input_of(next(outputs)) for _ in arrays] for path, arrays in after.items()}
+    wrong = next((path for path in (*held, *found) if held.get(path) != found.get(path)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"a call of {name} writes the parameter {'.'.join(map(str, wrong))}. The optimizer updates parameters, so this "
+            "would be lost. A layer of a chain may write only other variables, such as `nnx.BatchStat` or an "
+            "`nnx.Variable` of a type of its own."
+        )
 
 
-def weights_of(variables: Written) -> Paths:
-    """Returns the arrays of the gathered weights in a layer's variables, by path."""
-    values = {path: value_of(variable) for path, variable in variables.items()}
-    return {path: jax.tree.leaves(value.weight) for path, value in values.items() if isinstance(value, Gathered)}
-
-
-def with_weights(values: Mapping[int, Any], arrays: Sequence[Any]) -> dict[int, Any]:
-    """Returns the values of a layer's variables with other arrays in its gathered weights.
-
-    Args:
-        values: the values, by index among the layer's leaves.
-        arrays: the arrays, in the order of `weights_of`.
-    """
-    left = iter(arrays)
-    put = lambda weight: jax.tree.map(lambda _: next(left), weight)  # noqa: E731
+def _weights(layer: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
     return {
-        i: dataclasses.replace(value, weight=put(value.weight)) if isinstance(value, Gathered) else value
-        for i, value in sorted(values.items())
+        path: node
+        for path, node in nnx.iter_graph(layer)
+        if isinstance(node, nnx.Param)
+        or (isinstance(node, nnx.Variable) and layout_of(node) is not None)  # a frozen weight is not an `nnx.Param`
     }
+
+
+def _arrays(variable: nnx.Variable) -> Any:
+    value = variable.get_raw_value()
+    return value.weight if isinstance(value, Gathered) else value
+
+
+def _ids(arrays: Arrays) -> dict[tuple[Any, ...], list[int]]:
+    return {path: list(map(id, each)) for path, each in arrays.items()}

@@ -45,7 +45,7 @@ from ._maxima import with_maxima, without_maxima
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._owners import kernel_places, weight_owners
 from ._quantized import quantized_in_scope
-from ._set_weights import Paths, refuse_set_weights, weights_of, with_weights
+from ._set_weights import Arrays, refuse_set_weights, weights_of, with_weights
 from ._shared import SharedInputs
 from ._weight import Weight
 
@@ -243,20 +243,20 @@ class _Template:
             values = template._values(groups, weights, slots, keys, scaling)
             args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
 
-            def call(values: Mapping[int, Any]) -> tuple[Any, Outputs, Paths, Paths]:
-                layer = template.merged(floats, others, values)
-                before = values_of(held := variables_of(layer))
-                own = weights_of(held)
+            def call(layer: Any) -> Any:
                 with use_turn(turn if view == "local" else None):
-                    y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
-                after = variables_of(layer)
-                return y, outputs_of(before, after, template.name), own, weights_of(after)
+                    return layer(x, *args, **kwargs)
 
-            def again(others: list[Any]) -> Paths:
-                return call(with_weights(values, others))[3]
+            def again(arrays: list[Any]) -> Arrays:
+                layer = with_weights(template.merged(floats, others, values), arrays)
+                call(layer)
+                return weights_of(layer)
 
-            y, outputs, before, after = call(values)
-            refuse_set_weights(before, after, again, template.name)
+            layer = template.merged(floats, others, values)
+            before, own = values_of(variables_of(layer)), weights_of(layer)
+            y = call(layer)
+            refuse_set_weights(own, weights_of(layer), again, template.name)
+            outputs = outputs_of(before, variables_of(layer), template.name)
             return y, outputs
 
         def slots(weights: Weights) -> Slots:

@@ -146,7 +146,7 @@ class Fused(nnx.Module):
 
     def __init__(self, rngs, write):
         self.first, self.second = (gtp.Dense(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
-        self.write = write
+        self.scale, self.write = nnx.Param(jnp.ones(WIDTH)), write
 
     def __call__(self, x):
         y = nnx.remat(type(self).product)(self, x)
@@ -155,7 +155,7 @@ class Fused(nnx.Module):
         return y
 
     def product(self, x):
-        return self.second(jnp.tanh(self.first(x)))
+        return self.second(jnp.tanh(self.first(x))) * self.scale[...]
 
 
 FUSED = {
@@ -177,6 +177,8 @@ def test_a_layer_of_a_stack_may_not_set_a_gathered_weight_and_may_pass_it_throug
             jax.eval_shape(one, gtp.TrainState.create(model, optimizer), jnp.ones((16, WIDTH)))
 
     step(None)
+    with pytest.raises(ValueError, match=naming("Fused scale lost nnx.Variable")):
+        step(lambda layer: layer.scale.set_raw_value(2 * layer.scale[...]))
     for write in FUSED.values():
         with pytest.raises(ValueError, match=naming("Fused first.kernel lost nnx.Variable")):
             step(write)
