@@ -57,8 +57,8 @@ def refuse_set_weights(before: Arrays, after: Arrays, again: Callable[[list[Any]
     wrong = next((path for path in (*held, *found) if held.get(path) != found.get(path)), None)
     if wrong is not None:
         raise ValueError(
-            f"a call of {name} writes the parameter {'.'.join(map(str, wrong))}. The optimizer updates parameters, so this "
-            "would be lost. A layer of a chain may write only other variables, such as `nnx.BatchStat` or an "
+            f"a call of {name} writes the parameter {'.'.join(map(str, wrong))}. The optimizer updates parameters, so "
+            "this would be lost. A layer of a chain may write only other variables, such as `nnx.BatchStat` or an "
             "`nnx.Variable` of a type of its own."
         )
 
