@@ -152,10 +152,12 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         before = _Before(originals, _graph_of(merged))
         with within_unit():
             result = original(merged[0], *args, **kwargs)
-        arrays, rebuild = before.taken_apart(result)
+        attributes = before.attributes()  # taken apart with the result, because both may contain one new node
+        arrays, rebuild = before.taken_apart((result, [value for _, _, value in attributes]))
+        bare = [(owner, name, value is _DELETED) for owner, name, value in attributes]
         written, write, found = before.writes({id(a): i for i, a in enumerate((*weights, *others, *arguments))})
         set_anew[:] = [dataclasses.replace(one, start=len(arrays) + one.start) for one in found]
-        finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
+        finish.append(functools.partial(_finish, rebuild, bare, write, len(arrays)))
         return [*arrays, *written]
 
     weights = [values[i] for i in at_weights]
@@ -180,9 +182,25 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     return Traced(program, weights, [*others, *arguments, *captured], names, done, keys, wires)
 
 
-def _finish(rebuild: Rebuild, write: _Repeat, results: int, unwritten: Collection[int], found: Sequence[Any]) -> Any:
+def _finish(
+    rebuild: Rebuild,
+    attributes: Sequence[tuple[Any, str, bool]],
+    write: _Repeat,
+    results: int,
+    unwritten: Collection[int],
+    found: Sequence[Any],
+) -> Any:
     write(found[results:], unwritten)
-    return rebuild(found[:results])
+    result, values = rebuild(found[:results])
+    for (owner, name, deleted), value in zip(attributes, values, strict=True):
+        if deleted:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    return result
+
+
+_DELETED = object()  # in place of the value of an attribute that a call has deleted
 
 
 def _is_whole(owner: Any) -> bool:
@@ -249,51 +267,52 @@ class _Before:
         """
         return taken_apart(value, self._known)
 
+    def attributes(self) -> list[tuple[Any, str, Any]]:
+        """Returns the attributes that the call has set to another value or deleted: the original node, the name, and
+        the value, or `_DELETED`. A value that the call has changed in place does not count."""
+        found = []
+        for original, copy in self._pairs:
+            if isinstance(copy, nnx.Variable):
+                continue
+            before, now = self._attributes[id(copy)], vars(copy)
+            for name in (name for name in now if not name.startswith("_pytree__")):
+                if name not in before or _differs(now[name], before[name]):
+                    found.append((original, name, now[name]))
+            found += [(original, name, _DELETED) for name in before if name not in now]
+        return found
+
     def writes(self, inputs: Mapping[int, int]) -> tuple[list[Any], _Repeat, list[_SetAnew]]:
-        """Finds the variables and attributes that the call has set to another value or deleted. A value that the call
-        has changed in place does not count.
+        """Finds the variables that the call has set to another value. A value that the call has changed in place does
+        not count.
 
         Args:
             inputs: the indices of the jaxpr's inputs, by the `id`s of the arrays.
 
         Returns:
             The JAX arrays that the call has written; a function that repeats the writes on the originals; and the
-            variables among them.
+            variables.
         """
         arrays: list[Any] = []
         set_anew: list[_SetAnew] = []
-        put: list[tuple[int, int, Rebuild]] = []  # (count of arrays, `id` of the original, setter)
-
-        def write(original: Any, value: Any, setter: Callable[[Any], Any]) -> list[Any]:
-            own, rebuild = self.taken_apart(value)
-            arrays.extend(own)
-            put.append((len(own), id(original), lambda found: setter(rebuild(found))))
-            return own
-
+        rebuilds: list[tuple[Any, int, Rebuild]] = []  # (original, count of arrays, its value)
         for original, copy in self._pairs:
-            if isinstance(copy, nnx.Variable):
-                value, was = copy.get_raw_value(), self._values[id(copy)]
-                if value is not was:
-                    start = len(arrays)
-                    own = write(original, value, functools.partial(_write, original))
-                    before = tuple(inputs.get(id(leaf)) for leaf in jax.tree.leaves(was))
-                    same = len(own) == len(jax.tree.leaves(value)) and jax.tree.structure(value) == jax.tree.structure(
-                        was
-                    )
-                    set_anew.append(_SetAnew(id(original), start, before, len(own), same))
+            if not isinstance(copy, nnx.Variable):
                 continue
-            before, now = self._attributes[id(copy)], vars(copy)
-            for name in (name for name in now if not name.startswith("_pytree__")):
-                if name not in before or _differs(now[name], before[name]):
-                    write(original, now[name], functools.partial(setattr, original, name))
-            for name in (name for name in before if name not in now):
-                put.append((0, id(original), lambda _, node=original, name=name: delattr(node, name)))
+            value, was = copy.get_raw_value(), self._values[id(copy)]
+            if value is not was:
+                own, rebuild = self.taken_apart(value)
+                before = tuple(inputs.get(id(leaf)) for leaf in jax.tree.leaves(was))
+                leaves, structure = jax.tree.flatten(value)
+                same = len(own) == len(leaves) and structure == jax.tree.structure(was)
+                set_anew.append(_SetAnew(id(original), len(arrays), before, len(own), same))
+                rebuilds.append((original, len(own), rebuild))
+                arrays += own
 
         def write_all(found: Sequence[Any], unwritten: Collection[int]) -> None:
             start = 0
-            for count, original, one in put:
-                if original not in unwritten:
-                    one(found[start : start + count])
+            for original, count, rebuild in rebuilds:
+                if id(original) not in unwritten:
+                    _write(original, rebuild(found[start : start + count]))
                 start += count
 
         return arrays, write_all, set_anew

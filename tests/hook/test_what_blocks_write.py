@@ -130,14 +130,16 @@ def test_what_is_computed_from_weights_alone_is_differentiated(x64):
 
 
 class Sharing(nnx.Module):
-    """Returns a new module twice, beside a variable and a module that it shares with them."""
+    """Returns and keeps a new module twice, beside a variable and a module that it shares with them."""
 
     def __init__(self):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), **F64)
+        self.kept, self.also = Memory(), nnx.data([Memory()])
 
     def __call__(self, x):
         own, other = Memory(), Memory()
         other.last = own.last
+        self.kept, self.also = own, nnx.data([other])
         return self.dense(x), {"own": own, "again": own, "other": other, "last": own.last}
 
 
@@ -149,6 +151,7 @@ def test_what_new_nodes_share_when_a_block_returns_them_they_share_afterwards(x6
         def both(model, x):
             _, found = model[0](x)
             assert found["own"] is found["again"] and found["other"].last is found["last"] is found["own"].last
+            assert model[0].kept is found["own"] and model[0].also[0] is found["other"]
             found["own"].last[...] = x.sum()
             return found["other"].last[...]
 
