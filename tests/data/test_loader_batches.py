@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -88,3 +91,17 @@ def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mes
     assert float(held_out["weights"].sum()) == 124 * 16
     with pytest.raises(ValueError, match=naming("`batch` 8 `fill` 2 dp x gtp = 3")):
         loader(mesh, batch=8, fill=2)
+
+
+@pytest.mark.full
+def test_a_loop_left_early_ends_with_the_interpreter_in_silence():
+    script = (
+        "import jax, numpy as np\n"
+        "from gtp_jax.runner.data import Loader, Windows\n"
+        "from gtp_jax.mesh import make_mesh\n"
+        "mesh = make_mesh(devices=jax.devices()[:1])\n"
+        "steps = Loader(Windows(np.arange(1000), 8), 4, mesh).steps(0, 1000)\n"
+        "next(steps)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]

@@ -59,6 +59,17 @@ def test_shapes_are_evaluated_without_computing(mesh):
     assert out.shape == (BATCH, LENGTH, VOCAB)
 
 
+@pytest.mark.full
+def test_an_ensemble_is_a_vmap_over_parameters(mesh):
+    graph, state = nnx.split(placed(Model))
+    states = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), state)
+    call, tokens = lambda state, tokens: nnx.merge(graph, state)(tokens), batch_of()["tokens"]
+    together = jax.jit(jax.vmap(call, in_axes=(0, None)))(states, tokens)
+    for number in range(2):
+        alone = jax.jit(call)(jax.tree.map(lambda a, n=number: a[n], states), tokens)
+        np.testing.assert_allclose(together[number], alone, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_steps_in_a_scan_are_steps_in_a_loop(mesh):
     optimizer = optax.adamw(1e-2)
@@ -97,4 +108,4 @@ def test_a_teacher_that_averages_its_student_is_trained_beside_by_the_tools_of_n
             losses = [step(model, teacher, optimizer, batch_of(seed)["tokens"]) for seed in range(3)]
             found.append(jax.tree.map(np.asarray, (losses, nnx.as_pure(nnx.state(teacher, nnx.Param)))))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
