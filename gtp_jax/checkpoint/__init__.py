@@ -6,6 +6,7 @@ from ._damage import DamagedCheckpoint as DamagedCheckpoint
 from ._digest import DIGEST_EVENT
 from ._digest import Digest as Digest
 from ._foreign_json import MAX_FILE_BYTES as MAX_FILE_BYTES
+from ._place import check_encodes as check_encodes
 from ._place import checkpoints_in as checkpoints_in
 from ._place import real_path as real_path
 from ._steps import whole_step as whole_step

@@ -23,6 +23,7 @@ from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
 from ._leaf import Leaf, check_has_params, check_savable, leaves
 from ._manifest import FILES, SAVE, check, check_format, complete, manifest
+from ._place import check_encodes
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
@@ -74,7 +75,8 @@ class Checkpoints:
             uses it to check that it still owns the directory.
 
     Raises:
-        ValueError: if `keep` is less than 1, or `keep_best` less than 0.
+        ValueError: if `keep` is less than 1, or `keep_best` less than 0, or if the path of a directory to be written is
+            not UTF-8.
         TypeError: if `keep` or `keep_best` is not a whole number.
         OSError: if `directory` cannot be written.
     """
@@ -234,6 +236,7 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged, if the arrays were not saved with it, or if this version
                 would misread them.
         """
+        check_encodes(self._directory)
         path = self._path(step)
         content = read_manifest(path)
         check_format(content, f"the checkpoint {path}")
@@ -356,6 +359,7 @@ class Checkpoints:
         self, state_like: Any, step: int | None, part: str = "", padded: Mapping[Path, Any] | None = None
     ) -> tuple[dict[str, Any], list[jax.Array]]:
         """Returns a step's manifest, and those of its arrays whose names begin with `part`."""
+        check_encodes(self._directory)
         chosen = [leaf for leaf in leaves(state_like, padded) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)

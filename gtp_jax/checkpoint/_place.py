@@ -11,6 +11,20 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(os.path.expanduser(path)))
 
 
+def check_encodes(path: str | os.PathLike[str]) -> None:
+    """Checks that a path is UTF-8, because tensorstore reads and writes no other.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    name = os.fspath(path)
+    if any("\ud800" <= one <= "\udfff" for one in name):  # how Python holds the bytes of a name that are not UTF-8
+        raise ValueError(
+            f"the path {name!r} is not UTF-8, and the arrays of a checkpoint can be neither written nor read there. "
+            "Rename the directory, or choose another one."
+        )
+
+
 def checkpoints_in(directory: Path) -> Path:
     """Returns the directory that holds the steps, given a run's directory or a directory of checkpoints.
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from .._foreign import brief
 from .._numbers import whole
 from ..mesh import of_all_processes
-from ._place import real_path
+from ._place import check_encodes, real_path
 
 # The remedies when the system refuses to write: because the disk is full or a quota is exhausted; because a file has
 # reached the limit of its size; because a file system or directory has become read-only; or because a disk fails.
@@ -42,12 +42,14 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
 
     Raises:
         OSError: if `writable` is true and the directory cannot be written.
+        ValueError: if `writable` is true and the path is not UTF-8.
     """
     name = os.fspath(directory)
     if "://" in name:
         return name
     path = real_path(name)
     if writable:
+        check_encodes(path)
         _check_writable(path)
     return str(path)
 

@@ -184,6 +184,20 @@ def test_a_path_is_that_to_which_it_leads(saved, plain, tmp_path, monkeypatch, p
     assert Checkpoints(saved).verify(6) == []
 
 
+def test_a_path_that_is_not_utf8_is_refused_except_for_what_reads_no_array(saved, plain, tmp_path):
+    place, named = tmp_path / "caf\udce9", naming("UTF-8", "caf\\udce9")
+    shutil.copytree(saved, place)
+    (tmp_path / "link").symlink_to(place)
+    for path in (place, tmp_path / "link"):
+        with pytest.raises(ValueError, match=named):
+            Checkpoints(path)
+        checkpoints = Checkpoints(path, read_only=True)
+        assert checkpoints.steps() == [2, 4] and checkpoints.verify(4) == [] and checkpoints.manifest()["step"] == 4
+        for read in (checkpoints.arrays, lambda: checkpoints.restore(plain({"b": jnp.zeros(4)}))):  # noqa: B023
+            with pytest.raises(ValueError, match=named):
+                read()
+
+
 def test_how_many_steps_are_kept_is_a_whole_number(tmp_path):
     with pytest.raises(ValueError, match=naming("`keep` 0 1 `None`")):
         Checkpoints(tmp_path, keep=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -49,6 +50,19 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     boots = iter(range(10**6))
     monkeypatch.setattr(module, "_boot", lambda: f"boot {next(boots)}")
+
+
+def test_a_lock_that_cannot_be_written_names_its_file_and_is_in_nobodys_way(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "lock"
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr(os, "fsync", full)
+        Lock(path).attempt()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    with Lock(path).acquire():
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_lock_is_taken_over_only_after_it_was_silent_on_the_readers_clock(tmp_path, elsewhere):

@@ -56,6 +56,18 @@ def test_what_is_no_file_of_a_run_is_refused_by_its_name(kind, begun, text, caps
         assert (begun.parent / "outside").read_text() == "mine\n"
 
 
+def test_what_takes_the_name_of_a_step_and_is_no_directory_is_refused_before_that_step_is_due(begun, text, capsys):
+    (begun.parent / "moved").mkdir()
+    (begun / "checkpoints").mkdir()
+    (begun / "checkpoints" / "4").symlink_to("../../moved")  # a step on another disk
+    (begun / "checkpoints" / "notes").touch()
+    RunDirectory(begun).check(resume=True, force=False)
+    for kind in (*KINDS.values(), lambda path: path.touch()):
+        kind(begun / "checkpoints" / "50")
+        refused(capsys, f"{begun}/checkpoints/50 step", "train", *small(text, begun), "--resume")
+        (begun / "checkpoints" / "50").unlink()
+
+
 def test_a_link_to_a_folder_of_checkpoints_is_a_place_for_them(begun):
     (begun.parent / "disk").mkdir()
     for name in ("checkpoints", "tensorboard", "elastic"):

@@ -106,6 +106,9 @@ def test_places_that_are_no_directory_of_a_run_are_named(text, tmp_path, capsys)
     refused(capsys, f"`data` {text} `out`", *small(text, text))
     assert sorted(text.iterdir()) == before
     refused(capsys, f"no run {tmp_path} resume", f"--out={tmp_path}", "--resume")
+    refused(capsys, "`out` empty", *small(text, ""))
+    refused(capsys, "UTF-8", *small(text, f"{tmp_path}/caf\udce9"))
+    assert not list(tmp_path.iterdir())
     (tmp_path / "config.json").write_text('{"preset": "tiny", "unknown": 1}')
     refused(capsys, "config.json configuration", f"--out={tmp_path}", "--resume")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from ...checkpoint import Checkpoints
+from ...checkpoint import Checkpoints, check_encodes, real_path
 from ._events import is_of_supervisor
 from ._lock import is_lock
 from ._own_file import stranger
@@ -144,6 +144,7 @@ class RunDirectory:
             ValueError: if there is a run but neither `resume` nor `force`; if `resume` but there is no run; or if a run
                 would overwrite something else.
         """
+        check_encodes(real_path(self.checkpoints))
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
         ours = self.config.exists()
@@ -161,6 +162,8 @@ class RunDirectory:
             raise ValueError(
                 f"there is no run in {self.root} to resume. Remove --resume, or set --out to the directory of the run."
             )
+        if resume:
+            self._check_steps()
         if ours and force and self.checkpoints.is_symlink():
             raise ValueError(
                 f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, and --force deletes nothing outside "
@@ -185,6 +188,18 @@ class RunDirectory:
                 raise ValueError(
                     f"{path} is {what}. A run needs a {'directory' if directory else 'regular file'} there, and writes "
                     f"nothing outside --out. Move it away, or choose another --out."
+                )
+
+    def _check_steps(self) -> None:
+        """Refuses what has the number of a step and is no directory, because that step could not be saved.
+
+        Raises:
+            ValueError: names the path, and what it is.
+        """
+        for path in sorted(self.checkpoints.iterdir()) if self.checkpoints.exists() else ():
+            if path.name.isdecimal() and (what := stranger(path, directory=True)) is not None:
+                raise ValueError(
+                    f"{path} is {what}, so step {path.name} could not be saved. Move it away, or choose another --out."
                 )
 
     def check_writable(self) -> None:

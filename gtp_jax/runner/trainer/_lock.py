@@ -23,7 +23,7 @@ from typing import IO, Self
 
 from ..._foreign import brief, printable
 from .._exit_codes import RETRY
-from ._own_file import open_own, stranger
+from ._own_file import naming, open_own, stranger
 
 BEAT_S = 5.0
 # A lock that has not changed for this long is taken over. This is longer than a compiler may keep Python from running.
@@ -179,13 +179,13 @@ class Lock:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         except FileExistsError:
             return False
-        self._write(os.fdopen(descriptor, "r+"))
+        self._write(os.fdopen(descriptor, "r+"), self._path)
         return True
 
     def _take_over(self) -> bool:
         """Replaces the file of a dead owner with this run's file; if several runs do so, the last one gets the lock."""
         mine = self._path.with_name(f"{self._path.name}.{self.ownership.token}")
-        self._write(mine.open("x+"))
+        self._write(mine.open("x+"), mine)
         mine.replace(self._path)
         time.sleep(_SETTLE_S)
         return self._own()
@@ -199,16 +199,23 @@ class Lock:
         self._thread.start()
         return True
 
-    def _write(self, file: IO[str]) -> None:
+    def _write(self, file: IO[str], path: Path) -> None:
         """Writes the lines of the file: the token, the machine's boot id, the owner's name, and a count."""
         boot = ""
         with contextlib.suppress(OSError):  # not all file systems support this; then only silence shows a dead owner
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             boot = _boot()
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        file.write(f"{self.ownership.token}\n{boot}\n{who}\n{0:020d}\n")
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            with naming(path):
+                file.write(f"{self.ownership.token}\n{boot}\n{who}\n{0:020d}\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            path.unlink(missing_ok=True)  # otherwise the next run waits for its owner
+            with contextlib.suppress(OSError):
+                file.close()
+            raise
         self._file = file
 
     def _beat(self) -> None:

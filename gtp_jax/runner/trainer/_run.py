@@ -201,6 +201,8 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
         ValueError: if a setting is invalid, or the directory does not allow such a run.
     """
     out = settings.get("out", TrainConfig.out)
+    if not out:  # as of `--out "$UNSET"`; it would be the working directory
+        raise ValueError("`out` is empty. Give a directory; the working directory is `.`.")
     directory = RunDirectory.of(out)
     directory.check(resume=resume, force=force)
     directory.check_writable()
