@@ -24,7 +24,7 @@ def naming(*parts: str) -> str:
     Args:
         parts: what the message must name, character by character. One string may hold several, with spaces between
             them: "`num_heads` 4 `num_kv_heads` 3" is four parts. Spaces within backticks, quotes, or brackets do not
-            separate. A part does not match within a longer word or number.
+            separate. A part does not match within a longer word, number, or flag.
 
     Raises:
         ValueError: if there is no part, so that every message would do.
@@ -36,6 +36,14 @@ def naming(*parts: str) -> str:
 
 
 def _whole(part: str) -> str:
-    """Returns the pattern of a part that is not within a longer word."""
-    before, after = (r"(?<!\w)" if part[0].isalnum() else ""), (r"(?!\w)" if part[-1].isalnum() else "")
+    """Returns the pattern of a part that is not within a longer word, number, or flag."""
+    before = after = ""
+    if part[0].isalnum() or re.match(r"-\w", part):
+        before = r"(?<!\w)"
+    if part[0].isdigit():
+        before += r"(?<!\d[.,])(?<!\W-)"
+    if part[-1].isalnum():
+        after = r"(?![\w-])" if part.startswith("--") else r"(?!\w)"
+    if part[-1].isdigit():
+        after += r"(?![.,]\d)"
     return f"{before}{re.escape(part)}{after}"

@@ -104,3 +104,18 @@ def test_a_message_is_tested_by_its_parts_in_any_order_and_never_by_none():
         assert (absent == "14") == bool(re.search(naming(absent), text))
     with pytest.raises(ValueError, match=naming("names nothing")):
         naming(" ")
+
+
+@pytest.mark.parametrize(
+    ("part", "longer"),
+    [
+        ("4", "0.4 4.5 14 4,096 -4 4x"),
+        ("-4", "2-4 -4.5 -40"),
+        ("--out", "--out-dir --outer"),
+        ("layers.0", "layers.0.1 layers.01 sublayers.0"),
+        ("tp=2", "tp=2.5 gtp=2 tp=20"),
+    ],
+)
+def test_a_part_of_a_message_is_not_found_in_a_longer_word_number_or_flag(part, longer):
+    assert not re.search(naming(part), longer)
+    assert all(re.search(naming(part), text) for text in (part, f"({part})", f"is {part}, x", f"{part}.", f"`{part}`;"))
