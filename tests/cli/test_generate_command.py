@@ -13,13 +13,14 @@ import gtp_jax as gtp
 from gtp_jax.models import Origin, load, preset_of
 from gtp_jax.ops import RopeScaling
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import context_length
+from gtp_jax.runner.trainer import context_length, stored_tokenizer
 
 
 @pytest.fixture(scope="module")
 def imported(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported")
     assert main(["convert", "export", str(run), str(folder / "hf"), "--dtype", "float32"]) == 0
+    (folder / "hf" / "tokenizer.json").unlink()  # that of bytes, which the run was trained on
     assert main(["convert", "import", str(folder / "hf"), str(folder / "plain")]) == 0
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE({chr(33 + i): i for i in range(90)}, []))
@@ -121,4 +122,5 @@ def test_a_tokenizer_that_is_anothers_or_gone_is_refused(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/tokenizer.json"}))
-    refused(capsys, "gone/tokenizer.json exist", "generate", tmp_path / "run", "--prompt", "x")
+    with pytest.raises(ValueError, match=naming("gone/tokenizer.json exist")):
+        stored_tokenizer(tmp_path / "run", Origin())  # as before runs recorded that their tokens are bytes

@@ -83,7 +83,7 @@ def test_bad_argument_is_named(name):
 
 
 OF_ANOTHER_TYPE = {
-    "tokens": (lambda: make(gtp.Embed, 8, 8)(ones((2, 3), np.float32)), "Embed integer float32"),
+    "tokens": (lambda: make(gtp.Embed, 8, 8)(ones((2, 3), np.float32)), "Embed ids float32 (2, 3)"),
     "targets": (lambda: gtp.cross_entropy(ones((2, 3, 8)), ones((2, 3))), "`targets` ids"),
     "module": (lambda: gtp.run_chain(ones((2, 8)), stack(), lambda x: x), "`run_chain` 1 function"),
     "schedule": (lambda: gtp.run_chain(ones((2, 8)), stack(), schedule="full"), "`schedule` 'full' `gtp_jax.Schedule`"),
