@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gtp_jax.runner._exit_codes import DONE, MISTAKE, RETRY
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.runner._exit_codes import DONE, MISTAKE, RETRY, of_signal
 from gtp_jax.runner.cli._streams import open_closed_streams
+from gtp_jax.runner.trainer import read_log
 
 # Files that a command opens must not get the numbers of closed streams.
 NUMBERS = """
 import os, sys
 from gtp_jax.runner.cli._streams import open_closed_streams
+from gtp_jax.runner.trainer import read_log
 open_closed_streams()
 with open(sys.argv[1], "w") as file:
     assert file.fileno() > 2, file.fileno()
@@ -72,3 +76,15 @@ def test_a_run_trains_and_saves_without_standard_streams(tmp_path):
     assert '"step": 2' in (tmp_path / "run/log.jsonl").read_text()
     generated = shell('"$0" -m gtp_jax generate "$1" --prompt a --max-new-tokens 2 >&-', tmp_path / "run")
     assert generated.returncode == DONE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streams", ["| head -n 12", "2>&1 | head -n 20"])
+def test_a_run_whose_output_breaks_off_saves_its_last_step(tmp_path, streams):
+    (tmp_path / "text.txt").write_text("a b c d e f g h\n" * 4000)
+    flags = "--num-layers=1 --steps=2000 --seq=32 --batch=8 --eval-every=1 --eval-batches=1 --gtp=1 --sample-tokens=0"
+    line = f'{{ "$0" -m gtp_jax train --data "$1" --out "$2" {flags}; echo $? >"$2/status"; }} {streams}'
+    shell(line, tmp_path / "text.txt", tmp_path / "run")
+    assert int((tmp_path / "run/status").read_text()) == of_signal(signal.SIGPIPE)
+    last = max(record["step"] for record in read_log(tmp_path / "run/log.jsonl"))
+    assert last < 2000 and Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == last

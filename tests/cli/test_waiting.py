@@ -26,7 +26,7 @@ def test_the_time_to_go_does_not_count_what_the_first_step_compiled(tmp_path, mo
     config = SimpleNamespace(batch=1, seq=1, steps=1000, log_to=())
     job = SimpleNamespace(config=config, learning_rate=lambda step: 0.1)
     monkeypatch.setattr("gtp_jax.runner.trainer._progress.settings_of", lambda config: {})
-    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None) as progress:  # pyright: ignore[reportArgumentType]
+    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None, lambda: None) as progress:  # pyright: ignore[reportArgumentType]
         bar = progress._bar
         bar.start_t = bar.last_print_t = bar.start_t - 60  # a minute of compiling
         for step in range(1, 4):

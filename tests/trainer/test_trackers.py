@@ -95,7 +95,7 @@ def test_only_the_first_process_tracks(process, tmp_path, monkeypatch):
     monkeypatch.setattr(_progress.jax, "process_index", lambda: process)
     monkeypatch.setattr(_progress, "open_trackers", lambda names, *_: opened.extend(names) or [])
     job = types.SimpleNamespace(config=TrainConfig(log_to=("wandb",)))
-    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None):
+    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None, lambda: None):
         pass
     assert opened == (["wandb"] if process == 0 else [])
 

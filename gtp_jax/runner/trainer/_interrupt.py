@@ -139,6 +139,10 @@ class Interrupt:
             self._asked = step
             return False
 
+    def end_unheard(self) -> None:
+        """Ends the run as a signal does, because what it prints reaches nobody."""
+        self._request(signal.SIGPIPE)
+
     def heard(self, process: int, message: Message | None) -> None:
         """Handles a message from another process."""
         match message:

@@ -29,9 +29,19 @@ class Progress:
         log: the path of the log.
         begin: the number of updates made before.
         guard: called before each write to the log; raises an error if the log no longer belongs to this run.
+        stop: called if standard output or standard error cannot be written, to end the run after a step, with a
+            checkpoint. The context manager then raises the error.
     """
 
-    def __init__(self, job: Job, unigram: float, log: Path, begin: int, guard: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        unigram: float,
+        log: Path,
+        begin: int,
+        guard: Callable[[], None],
+        stop: Callable[[], None],
+    ) -> None:
         self._job, self._unigram = job, unigram
         self._speaks = jax.process_index() == 0
         tracked = job.config.log_to if self._speaks else ()
@@ -50,13 +60,27 @@ class Progress:
             miniters=0,  # otherwise tqdm's own thread prints a second time within the interval
         )
         self._begun = False
+        self._stop, self._unheard = stop, None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    def __exit__(self, kind: Any, *_: object) -> None:
+        with self._printing():
+            self._bar.close()
         self._log.close()
+        if kind is None and self._unheard is not None:
+            raise self._unheard
+
+    @contextlib.contextmanager
+    def _printing(self) -> Iterator[None]:
+        """Asks the run to stop if what this context prints cannot be written. From then on, prints nothing."""
+        try:
+            yield
+        except OSError as error:
+            if self._unheard is None:
+                self._unheard, self._speaks, self._bar.disable = error, False, True
+                self._stop()
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,10 +98,11 @@ class Progress:
         )
         self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)
-        if self._begun:
-            self._bar.update(1)
-        else:
-            self._begin(step)
+        with self._printing():
+            if self._begun:
+                self._bar.update(1)
+            else:
+                self._begin(step)
 
     def _begin(self, step: int) -> None:
         """Starts the bar's clock: the time until the first step has ended, which compiles, says nothing of the rest."""
@@ -90,13 +115,15 @@ class Progress:
         """Shows and logs that the run continues from an earlier step."""
         self._log.rewind(step)
         self._bar.n = step
-        self._bar.refresh()
+        with self._printing():
+            self._bar.refresh()
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
         if self._speaks:
-            self._bar.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with self._printing():
+                self._bar.write(line, file=sys.stdout)
+                sys.stdout.flush()
 
     def held_out(self, step: int, loss: float, others: Mapping[str, float]) -> None:
         """Shows and logs an evaluation next to the unigram entropy, and the losses on further texts by name."""
@@ -107,10 +134,10 @@ class Progress:
         self._bar.set_postfix(self._shown, refresh=False)
         if self._speaks:
             line = f"step {step:>6}   held-out loss {loss:.3f} nats per token ({bits:.2f} bits per byte)"
-            self._bar.write(f"{line}   unigram entropy {self._unigram:.3f}", file=sys.stdout)
-            for name, value in others.items():
-                self._bar.write(f"{'':>14}loss on {printable(name)} {value:.3f} nats per token", file=sys.stdout)
-            sys.stdout.flush()
+            further = (
+                f"{'':>14}loss on {printable(name)} {value:.3f} nats per token" for name, value in others.items()
+            )
+            self.say("\n".join((f"{line}   unigram entropy {self._unigram:.3f}", *further)))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -301,7 +301,7 @@ def _train(
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
         watch.write("ready", step=begin, position=job.place.position)
-        with Progress(job, unigram, directory.log, begin, guard) as progress:
+        with Progress(job, unigram, directory.log, begin, guard, interrupt.end_unheard) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress, interrupt, samples=samples)
     watch.end(DONE if outcome.signal is None else of_signal(outcome.signal))
     if speaks:
