@@ -22,6 +22,7 @@ from ._choice import name_of, own_variables
 from ._codes import coded, moving
 from ._exchange import exchanged
 from ._float_ids import float_ids_explained
+from ._forward_mode import refused_in_forward_mode
 from ._jaxprs import custom_vjps, in_forward_mode
 from ._made import wires_of_call
 from ._matrix import logical_shape
@@ -44,6 +45,8 @@ Placements = tuple[tuple[ModulePath, Placement, Paths], ...]
 
 # The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
 _FORWARD = "can't apply forward-mode"
+# Words of JAX's error for a forward-mode derivative of such a function that is differentiated again.
+_NO_RULE = "rule for 'custom_lin'"
 # Words of JAX's error for a sharding constraint over a manual axis, and of the error that replaces it.
 _CONSTRAINT = "passed to with_sharding_constraint"
 _OF_LOCAL_VIEW = "but in local view each rank calls it with its own examples, and no array is sharded over these axes"
@@ -85,7 +88,8 @@ def call_unit(
             `_refuse_stripped`, `moving`, `_checked`), or if the method or the recipe in scope asks for something that
             sharded models do not support (`traced`, `_explained`).
         TypeError: if a gather, or a `jax.custom_vjp` function that the method calls, is differentiated in forward mode.
-            Inside a traced program, such as that of `jax.jit`, JAX may raise its own error instead.
+            If a traced program does this, such as that of `jax.jit`, the error is raised where the program is compiled,
+            and for a function of the method's own it is JAX's.
     """
     _refuse_parts(unit)
     nodes: dict[ModulePath, Any] = dict(nnx.iter_graph(unit))
@@ -102,11 +106,12 @@ def call_unit(
     with _explained(unit):
         call = traced(method, unit, args, kwargs, axes)
     keep_last = keep_last and is_under_way()
-    with _forward_mode_explained(unit, call.program.jaxpr):
+    with _forward_mode_refused(unit, call.program.jaxpr) as message:
+        weights, rest, token = refused_in_forward_mode(message, (call.weights, call.rest, take(unit)))
         made: Any = {"keys": call.keys, "wires": call.wires}
         options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
         options["owner"] = f"{type(unit).__name__} (of the weight {call.names[0]})"
-        outputs, token, products = run(*call[:3], take(unit), **made, **options)
+        outputs, token, products = run(call.program, weights, rest, token, **made, **options)
     leave(token)
     pairs = zip(call.weights, call.program.placements, strict=True)
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
@@ -268,34 +273,33 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_mode_explained(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[None]:
-    """Replaces JAX's error for a gather that is differentiated in forward mode with one that says what to do instead.
-    If `jaxpr` itself differentiates `jax.custom_vjp` functions in forward mode, the new error says so, and names the
-    backward rule of the first.
+def _forward_mode_refused(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[str]:
+    """Yields the message of the error for a gather that is differentiated in forward mode, and replaces JAX's errors
+    with this error. If `jaxpr` itself differentiates `jax.custom_vjp` functions in forward mode, the new error says so
+    instead, and names the backward rule of the first.
 
     Args:
         owner: the module whose weights are gathered.
         jaxpr: the jaxpr of the module's own code, if that code runs in this context.
     """
+    instead = ", or, in global view, call the model under `with gtp_jax.without_hook():`, where XLA gathers the weights"
+    if jaxpr is not None and (functions := custom_vjps(jaxpr)):
+        instead = (
+            "; `gtp_jax.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
+            f"{functions[0]}, which JAX cannot differentiate in forward mode"
+        )
+    message = (
+        f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
+        f"`jax.jacfwd`, `jax.linearize`), which its gathers do not support. Use reverse mode{instead}."
+    )
     try:
-        yield
-    except TypeError as error:
-        if _FORWARD not in str(error):
+        yield message
+    except (NotImplementedError, TypeError) as error:
+        if not any(words in str(error) for words in (_FORWARD, _NO_RULE)):
             raise
         if jaxpr is not None and (rules := in_forward_mode(jaxpr)):
             raise _of_own_code(owner, f"the one with the backward rule `{rules[0]}`") from error
-        instead = (
-            ", or, in global view, call the model under `with gtp_jax.without_hook():`, where XLA gathers the weights"
-        )
-        if jaxpr is not None and (functions := custom_vjps(jaxpr)):
-            instead = (
-                "; `gtp_jax.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
-                f"{functions[0]}, which JAX cannot differentiate in forward mode"
-            )
-        raise TypeError(
-            f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
-            f"`jax.jacfwd`), which its gathers do not support. Use reverse mode{instead}."
-        ) from error
+        raise TypeError(message) from error
 
 
 def _of_own_code(owner: nnx.Module, which: str) -> TypeError:
@@ -347,8 +351,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
-    with _forward_mode_explained(owner):
-        gathered = gather_once(how, shards, wires)
+    with _forward_mode_refused(owner) as message:
+        gathered = gather_once(how, refused_in_forward_mode(message, shards), wires)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}
         try:

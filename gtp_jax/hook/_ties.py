@@ -27,7 +27,7 @@ def is_float(leaf: Any) -> bool:
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
     """Makes arrays wait for `zero`, and returns them. Random keys, float0 arrays and non-arrays do not wait."""
     found = list(arrays)
-    real = [i for i, a in enumerate(found) if _is_real(a)]
+    real = [i for i, a in enumerate(found) if is_real(a)]
     if real:
         least = min(real, key=lambda i: found[i].size)  # the smallest, because the select copies it
         found[least] = jnp.where(zero == 0, found[least], jnp.zeros((), found[least].dtype))
@@ -45,7 +45,7 @@ def together(arrays: Sequence[Any]) -> list[Any]:
     """Ties arrays, so that none is available before all are, and returns them. Random keys, float0 arrays and
     non-arrays are not tied."""
     found = list(arrays)
-    real = [i for i, leaf in enumerate(found) if _is_real(leaf)]
+    real = [i for i, leaf in enumerate(found) if is_real(leaf)]
     if real:
         for i, leaf in zip(real, lax.optimization_barrier([found[i] for i in real]), strict=True):
             found[i] = leaf
@@ -64,8 +64,8 @@ def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
         inputs: the inputs.
     """
     leaves, tree = jax.tree.flatten(outputs)
-    floats = [i for i, leaf in enumerate(leaves) if _is_real(leaf) and is_float(leaf)]
-    mapped = _mapped([leaves[i] for i in floats], [leaf for leaf in inputs if _is_real(leaf)])
+    floats = [i for i, leaf in enumerate(leaves) if is_real(leaf) and is_float(leaf)]
+    mapped = _mapped([leaves[i] for i in floats], [leaf for leaf in inputs if is_real(leaf)])
     for i, leaf in zip(floats, mapped, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(tree, leaves)
@@ -119,6 +119,7 @@ def _first_of_all(size: int, batched: Any, zero: jax.Array) -> tuple[jax.Array, 
     return shared(zero[0] if batched[0] else zero), False
 
 
-def _is_real(leaf: Any) -> bool:
+def is_real(leaf: Any) -> bool:
+    """Returns whether a value is an array that is neither made of random keys nor float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from messages import naming
 from selection import others_full
@@ -174,6 +176,59 @@ def test_without_the_hook_a_model_takes_forward_mode(x64):
         np.testing.assert_allclose(along, wanted, rtol=1e-12)
         with pytest.raises(TypeError, match=naming("gtp_jax.without_hook")):
             jax.jvp(function, (state,), (ones,))
+
+
+class Scaled(nnx.Module):
+    """Has a weight outside of its block."""
+
+    def __init__(self):
+        self.block, self.scale = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones((8, 16)))
+
+    def __call__(self, x):
+        return self.scale * self.block(x)
+
+
+FORWARD = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jvp in jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "jvp of remat": lambda f, x: jax.jvp(jax.checkpoint(f), (x,), (x,)),
+    "jvp of scan": lambda f, x: jax.jvp(lambda x: lax.scan(lambda x, _: (f(x), None), x, length=2)[0], (x,), (x,)),
+    "jacfwd in jit": lambda f, x: jax.jit(jax.jacfwd(f))(x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "linearize in jit": lambda f, x: jax.jit(lambda x: jax.linearize(f, x)[1](x))(x),
+    "linearize, then jit": lambda f, x: jax.jit(jax.linearize(f, x)[1])(x),
+    "linearize, then vmap": lambda f, x: jax.vmap(jax.linearize(f, x)[1])(x[None]),
+    "vmap of jvp": lambda f, x: jax.vmap(lambda v: jax.jvp(f, (x,), (v,)))(x[None]),
+    "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
+    "grad of jvp": lambda f, x: jax.jit(jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1].sum()))(x),
+}
+
+
+@pytest.mark.parametrize("way", others_full(FORWARD, ["jvp in jit", "linearize", "grad of jvp"]))
+def test_every_way_to_forward_mode_leads_to_the_context_without_the_hook(way):
+    x = jnp.ones((8, 16))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Scaled(), "block", min_size=64)
+        graph, state = nnx.split(model)
+        held: Any = state["scale"]
+        with pytest.raises(TypeError, match=naming("Linear `jax.linearize` reverse gtp_jax.without_hook")):
+            FORWARD[way](model, x)
+        of_scale = lambda scale: nnx.merge(graph, nnx.State({**state, "scale": held.replace(scale)}))(x)  # noqa: E731
+        with pytest.raises(TypeError, match=naming("Scaled `jax.linearize` reverse gtp_jax.without_hook")):
+            FORWARD[way](of_scale, held.get_raw_value())
+
+
+def test_a_gradient_in_a_forward_derivative_is_not_refused_for_a_derivative_by_weights(x64):
+    x = jnp.ones((8, 16))
+    with scope(MESHES["gtp 8"]):
+        graph, state = nnx.split(gtp.shard(Scaled(), "block", min_size=64))
+        along = lambda state: jax.jvp(lambda x: nnx.merge(graph, state)(x).sum(), (x,), (x,))[1]  # noqa: E731
+        with pytest.raises(TypeError, match=naming("Linear gtp_jax.without_hook")):
+            jax.jit(jax.grad(along)).lower(state)
+        transposed = jax.linear_transpose(jax.linearize(nnx.merge(graph, state), x)[1], x)
+        gradient = jax.grad(lambda x: nnx.merge(graph, state)(x).sum())(x)
+        np.testing.assert_allclose(transposed(jnp.ones((8, 16)))[0], gradient, rtol=1e-12)
 
 
 @jax.custom_vjp
