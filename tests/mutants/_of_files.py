@@ -157,4 +157,16 @@ MUTANTS = (
         'LINES = (".lines",)',
         ("tests/data/test_text_files.py::test_documents_are_the_texts_of_records_and_not_their_encoding",),
     ),
+    Mutant(
+        "one row of a base of one row is read",
+        "row = begin if self._stacked else None",
+        "row = begin if self.rows == 1 else None",
+        ("tests/models/test_base_arrays.py::test_a_single_matrix_is_that_which_was_saved",),
+    ),
+    Mutant(
+        "all experts share a scale in NVFP4",
+        """return f"{self.path.rpartition('kernel')[0]}{self.layer}.{self.expert}\"""",
+        """return f"{self.path.rpartition('kernel')[0]}{self.layer}\"""",
+        ("tests/convert/test_experts_round_trip.py::test_weights_that_share_a_scale_are_of_one_expert",),
+    ),
 )

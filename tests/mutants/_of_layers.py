@@ -15,10 +15,18 @@ MUTANTS = (
     ),
     Mutant(
         "a layer of a chain that sets a gathered weight loses it",
-        "return isinstance(other, Gathered)",
-        "return True",
+        "    if _ids(before) == _ids(after):",
+        "    if True:",
         (
             "tests/chain/test_stack_on_a_mesh.py::test_a_gathered_weight_that_a_layer_of_a_chain_sets_is_refused_and_others_are_read",
+        ),
+    ),
+    Mutant(
+        "a new array in a gathered weight is taken for the old one",
+        "found = {path: [sources.input_of(next(outputs)) for _ in arrays] for path, arrays in after.items()}",
+        "found = held",
+        (
+            "tests/meaning/test_writes_in_a_step.py::test_a_layer_of_a_stack_may_not_set_a_gathered_weight_and_may_pass_it_through_remat",
         ),
     ),
     Mutant(

@@ -127,4 +127,18 @@ MUTANTS = (
         "return inspect.isfunction(member)",
         ("tests/hook/test_ways_to_call.py::test_a_block_whose_method_is_decorated_gathers_and_quantizes_as_others_do",),
     ),
+    Mutant(
+        "a node that a unit returns twice becomes two",
+        "    graph, state = nnx.split(nodes)\n    leaves, structure = variables_of(state)\n    arrays",
+        "    graph, state = nnx.split(list(map(nnx.clone, nodes)))\n    leaves, structure = variables_of(state)\n    arrays",
+        (
+            "tests/hook/test_what_blocks_write.py::test_what_new_nodes_share_when_a_block_returns_them_they_share_afterwards",
+        ),
+    ),
+    Mutant(
+        "every rank computes all of a batch that comes whole",
+        "if examples % degrees(axes):",
+        "if True:",
+        ("tests/hook/test_whole_batches.py::test_no_rank_computes_more_of_a_whole_batch_than_of_a_divided_one",),
+    ),
 )
