@@ -1,4 +1,5 @@
-"""Refuses losses that write what a step does not take back: parameters and frozen weights."""
+"""Refuses losses that write what a step does not take back: parameters, frozen weights, variables that a call creates,
+and numbers that are plain attributes and count calls."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ _REMEDY = (
     "of a target network, in an `nnx.Variable` of a type of its own (`class Target(nnx.Variable)`), which `train_step` "
     "keeps and does not train; or write parameters between steps, in a `jax.jit` of your own that returns the state "
     "with other `params`. To change them for this loss only, change a copy of the model, `nnx.clone(model)`."
+)
+
+
+_HOLD = (
+    "A step keeps only the variables that a model had before, so this would be lost. Create it in `__init__` as an "
+    "`nnx.Variable` or a subclass, and write its value in calls. An `nnx.Intermediate`, as of `sow`, is dropped."
 )
 
 
@@ -46,18 +53,63 @@ def without_writes[T](make: Callable[[], Any], compute: Callable[[Any], T]) -> t
         compute: a function of the model, such as a loss.
 
     Raises:
-        ValueError: if the computation sets, replaces, removes or creates a parameter or a frozen weight; the message
-            names the first.
+        ValueError: if the computation sets, replaces, removes or creates a parameter or a frozen weight, creates
+            another variable than an `nnx.Intermediate`, or changes a number that is a plain attribute, differently in
+            each call; the message names the first.
     """
     model = make()
-    before = _held(model)
+    before, others, numbers = _held(model), _others(model), _numbers(model)
     computed = compute(model)
     if _changed(before, _held(model)):
         before, after = _traced(make, compute, [held.value for held in before.values()])
         for path, what in _changed(before, after).items():
             kind = type((before.get(path) or after[path]).variable).__name__
             raise ValueError(f"the loss, or a call in it, {what} the {kind} {'.'.join(path)}. {_REMEDY}")
+    known = set(map(id, others.values()))
+    for path, variable in _others(model).items():
+        if path not in others and id(variable) not in known:
+            kind = type(variable).__name__
+            raise ValueError(f"the loss, or a call in it, creates the {kind} {'.'.join(path)}. {_HOLD}")
+    if numbers != _numbers(model):
+        _refuse_counters(make, compute)
     return model, computed
+
+
+def _refuse_counters(make: Callable[[], Any], compute: Callable[[Any], Any]) -> None:
+    """Raises an error if a second computation changes numbers that the first has changed. What a call sets to the same
+    number each time, such as a length, may be lost."""
+    found: list[dict[Path, Any]] = []
+
+    def twice() -> None:
+        model = make()
+        for _ in range(2):
+            compute(model)
+            found.append(_numbers(model))
+
+    jax.make_jaxpr(twice)()
+    for path, number in found[0].items():
+        if found[1].get(path) != number:
+            raise ValueError(f"the loss, or a call in it, changes the attribute {'.'.join(path)}, a number. {_HOLD}")
+
+
+def _others(model: Any) -> dict[Path, nnx.Variable]:
+    """Returns the variables that a step takes back, and those that it would not know, by path."""
+    return {
+        tuple(map(str, path)): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | nnx.Intermediate | Frozen)
+    }
+
+
+def _numbers(model: Any) -> dict[Path, Any]:
+    """Returns the plain attributes that are numbers, by path."""
+    return {
+        (*map(str, path), name): value
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module)
+        for name, value in vars(node).items()
+        if type(value) in (int, float)
+    }
 
 
 def _held(model: Any) -> dict[Path, _Held]:

@@ -326,3 +326,38 @@ def test_a_target_network_follows_as_in_plain_flax_where_an_error_says_to_hold_i
         found = [np.asarray(v[...]) for v in variables(state.model())]
     for one, wanted in zip(found, by_flax(x, loss, Twins.follow if not within else lambda _: None), strict=True):
         np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-12)
+
+
+class Counting(nnx.Module):
+    """Scales by what an earlier call has left, in one of several ways."""
+
+    def __init__(self, rngs, way):
+        self.linear, self.calls, self.length, self.way = nnx.Linear(WIDTH, WIDTH, rngs=rngs), 0, 0, way
+
+    def __call__(self, x):
+        self.length = x.shape[0]
+        if self.way == "calls":
+            self.calls += 1
+        if self.way == "mean":
+            self.mean = nnx.BatchStat(x.mean(0))
+        if self.way == "sown":
+            self.sow(nnx.Intermediate, "seen", x.mean())
+        return self.linear(x) * self.length
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_a_step_would_forget_is_refused(mesh):
+    def trace(way):
+        with scope(MESHES[mesh]):
+            model = gtp.init(lambda rngs: Counting(rngs, way), nnx.Rngs(0))
+            model = model if mesh == "no mesh" else gtp.shard(model, "linear", min_size=64)
+            state = gtp.TrainState.create(model, optax.sgd(0.1))
+            loss = lambda model, x: jnp.mean(model(x))  # noqa: E731
+            jax.eval_shape(gtp.train_step(loss, optax.sgd(0.1)), state, jnp.ones((16, WIDTH)))
+
+    for way in ("nothing", "sown"):
+        trace(way)
+    for way, message in (("calls", "attribute calls number __init__"), ("mean", "BatchStat mean nnx.Variable")):
+        with pytest.raises(ValueError, match=naming(message)):
+            trace(way)
