@@ -38,7 +38,7 @@ def bytes_files() -> dict[str, bytes]:
 
 
 def _symbol(byte: int) -> str:
-    """Returns the character that stands for a byte in tokenizers of bytes: itself if it is visible, otherwise one of
+    """Returns the character that represents a byte in tokenizers of bytes: itself if it is visible, otherwise one of
     those from U+0100 on, as GPT-2's `bytes_to_unicode` has it."""
     hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255)]
     return chr(256 + hidden.index(byte)) if byte in hidden else chr(byte)

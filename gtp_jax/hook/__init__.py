@@ -46,6 +46,7 @@ from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
 from ._float_ids import float_ids_explained as float_ids_explained
 from ._float_ids import ids_refused_by as ids_refused_by
+from ._jaxprs import scan_counts as scan_counts
 from ._made import with_made as with_made
 from ._movement import scatter as scatter
 from ._path import paths_of as paths_of
@@ -56,6 +57,6 @@ from ._quantized import quantized as quantized
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard
-from ._sources import Sources as Sources
+from ._sources import inputs_returned as inputs_returned
 from ._walk import INSIDE_TRANSFORMATION as INSIDE_TRANSFORMATION
 from ._weights import Weights as Weights

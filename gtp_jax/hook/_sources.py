@@ -1,4 +1,4 @@
-"""Tells whether code has written an `nnx.Variable`: finds, in a jaxpr, the array that an output is.
+"""Finds the array that an output of a jaxpr is, which shows whether code has written an `nnx.Variable`.
 
 `nnx.jit` and `nnx.remat` put a new array into every variable that they are given, even if the code within them does not
 write it. Only a jaxpr shows that the new array is the old one.
@@ -67,6 +67,14 @@ class Sources:
             same = place == consts + output if output < carries else place is not None and place >= consts + carries
             return eqn.invars[place] if same else None
         return None
+
+
+def inputs_returned(function: Callable[[Any], Any], given: Any) -> list[int | None]:
+    """Traces a function, and returns, for each array that it returns, the number of the array among the leaves of
+    `given` that it is, unchanged; `None` for a new array."""
+    jaxpr = jax.make_jaxpr(function)(given).jaxpr
+    sources = Sources(jaxpr)
+    return [sources.input_of(output) for output in range(len(jaxpr.outvars))]
 
 
 def part_of_new_value(part: Callable[[jax.Array], jax.Array], shard: Any, weight: Any, now: Any) -> Any:

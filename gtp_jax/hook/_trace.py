@@ -200,7 +200,7 @@ def _finish(
     return result
 
 
-_DELETED = object()  # in place of the value of an attribute that a call has deleted
+_DELETED = object()  # the value that represents an attribute which a call has deleted
 
 
 def _is_whole(owner: Any) -> bool:

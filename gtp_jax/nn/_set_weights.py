@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..hook import Sources
+from ..hook import inputs_returned
 from ..weights import Gathered
 from ._layer import layout_of
 
@@ -40,8 +40,8 @@ def refuse_set_weights(before: Arrays, after: Arrays, again: Callable[[list[Any]
     Args:
         before: what `weights_of` returned before the call.
         after: what it returned after the call.
-        again: repeats the call with other arrays in place of those of `before`, and returns what `weights_of` returns
-            after it.
+        again: replaces the arrays of `before` with others, repeats the call, and returns what `weights_of` returns
+            then.
         name: the name of the module in error messages.
 
     Raises:
@@ -50,10 +50,10 @@ def refuse_set_weights(before: Arrays, after: Arrays, again: Callable[[list[Any]
     if _ids(before) == _ids(after):
         return
     given = [array for arrays in before.values() for array in arrays]
-    sources = Sources(jax.make_jaxpr(lambda arrays: list(again(arrays).values()))(given).jaxpr)
-    numbers, outputs = iter(range(len(given))), iter(range(sum(map(len, after.values()))))
+    numbers = iter(range(len(given)))
+    returned = iter(inputs_returned(lambda arrays: list(again(arrays).values()), given))
     held = {path: [next(numbers) for _ in arrays] for path, arrays in before.items()}
-    found = {path: [sources.input_of(next(outputs)) for _ in arrays] for path, arrays in after.items()}
+    found = {path: [next(returned) for _ in arrays] for path, arrays in after.items()}
     wrong = next((path for path in (*held, *found) if held.get(path) != found.get(path)), None)
     if wrong is not None:
         raise ValueError(

@@ -91,8 +91,8 @@ def _called(loss: Loss, model: Any, batch: Tree) -> Any:
 
 
 def _leaves_like(array: Any, batch: Tree) -> str:
-    """Returns a sentence that names the leaves of a batch from which an array may come: of those with its dtype, the
-    ones with its shape, or with as many dimensions, or all."""
+    """Returns a sentence that names the leaves of a batch from which an array may come: of those with its dtype, those
+    with its shape, otherwise those with its number of dimensions, otherwise all."""
     leaves = [
         (f"`batch`{jax.tree_util.keystr(path)}", leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from ..hook import scan_counts
 from ._terms import CALLS
 
 Tree = Any
@@ -98,7 +99,7 @@ class _Reader:
             branches = (self.inputs(branch, outputs) for branch in params["branches"])
             return {0, *(1 + number for numbers in branches for number in numbers)}
         if name == "scan":
-            return self._in_loop(params["jaxpr"], outputs, *_consts_and_carries(params))
+            return self._in_loop(params["jaxpr"], outputs, *scan_counts(params))
         if name == "while":
             return self._in_while(params, outputs)
         inner = inner_jaxpr(eqn)
@@ -128,14 +129,6 @@ def inner_jaxpr(eqn: core.JaxprEqn) -> Any:
     inner = next((eqn.params[key] for key in _JAXPRS if key in eqn.params), None)
     fits = inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(eqn.invars)
     return inner if fits and eqn.primitive.name in _CALLS else None
-
-
-def _consts_and_carries(scan: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many of a scan's operands are constants, and how many are carried."""
-    if "num_consts" in scan:  # before jax 0.12
-        return scan["num_consts"], scan["num_carry"]
-    consts, carries, _ = scan["ft_in"].unpack()
-    return len(list(consts)), len(list(carries))
 
 
 def _is_reference(v: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from ..hook import Sources
+from ..hook import inputs_returned
 from ..mesh import Path
 from ..nn import Frozen
 
@@ -28,7 +28,7 @@ _HOLD = (
 
 
 class _Held(NamedTuple):
-    """What a variable holds.
+    """Records the value of a variable.
 
     Attributes:
         variable: the variable, a parameter or a frozen weight.
@@ -159,11 +159,10 @@ def _traced(
         found[:] = before, _held(model)
         return [held.value for held in found[1].values()]
 
-    sources = Sources(jax.make_jaxpr(values)(given).jaxpr)
+    returned = iter(inputs_returned(values, given))
     before, after = found
     numbers = iter(range(sum(len(held.leaves) for held in before.values())))
-    outputs = map(sources.input_of, range(sum(len(held.leaves) for held in after.values())))
     return (
         {path: held._replace(leaves=[next(numbers) for _ in held.leaves]) for path, held in before.items()},
-        {path: held._replace(leaves=[next(outputs) for _ in held.leaves]) for path, held in after.items()},
+        {path: held._replace(leaves=[next(returned) for _ in held.leaves]) for path, held in after.items()},
     )

@@ -211,7 +211,7 @@ def test_axes_say_how_the_experts_of_a_rank_are_sharded_further():
 
 
 def test_dense_weights_beside_experts_are_sharded_over_gtp_and_ep_together():
-    """As over gtp 4, beside experts over ep 2 x gtp 2."""
+    """As over gtp 4, in a model whose experts are sharded over ep 2 x gtp 2."""
     with mesh_of(dict(ep=2, gtp=2)):
         options = dict(num_experts=EXPERTS, parallel=None, shared_hidden=16)
         found = shards(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options))

@@ -130,7 +130,7 @@ def test_what_is_computed_from_weights_alone_is_differentiated(x64):
 
 
 class Sharing(nnx.Module):
-    """Returns and keeps a new module twice, beside a variable and a module that it shares with them."""
+    """Returns and keeps a new module twice, and a variable and a module that share with it."""
 
     def __init__(self):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), **F64)

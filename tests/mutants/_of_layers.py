@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "a new array in a gathered weight is taken for the old one",
-        "found = {path: [sources.input_of(next(outputs)) for _ in arrays] for path, arrays in after.items()}",
+        "found = {path: [next(returned) for _ in arrays] for path, arrays in after.items()}",
         "found = held",
         (
             "tests/meaning/test_writes_in_a_step.py::test_a_layer_of_a_stack_may_not_set_a_gathered_weight_and_may_pass_it_through_remat",

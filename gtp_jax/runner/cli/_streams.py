@@ -9,7 +9,7 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def open_closed_streams() -> None:
-    """Opens the null device in place of standard streams that are closed.
+    """Replaces closed standard streams with the null device.
 
     Otherwise the next file that the process opens gets the number of the stream, and receives what native libraries
     print.

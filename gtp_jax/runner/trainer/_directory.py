@@ -111,7 +111,7 @@ class RunDirectory:
 
     @property
     def _directories(self) -> set[Path]:
-        """What is a directory in the table, or a link to one; the rest are regular files."""
+        """The directories in the table, and links to such; the other entries are regular files."""
         return {self.checkpoints, self._doomed, self.elastic, *(self.root / name for name in TRACKERS)}
 
     @property

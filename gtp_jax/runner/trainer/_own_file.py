@@ -57,7 +57,7 @@ def open_own(path: Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file, in place of what was there. Other names of the old file, if any, keep it.
+    """Removes what has this name, and yields a new file. Other names of the old file, if any, keep it.
 
     Raises:
         OSError: if it cannot be written; names the path.
