@@ -1,20 +1,14 @@
 """Generalized Tensor Parallelism for JAX: weights are sharded and gathered just in time."""
 
-from typing import TYPE_CHECKING
-
 from . import _names_above
 
 # see [Note: names above]: importing a package of this one, such as the command line, imports no other
-if TYPE_CHECKING:
-    from ._public import *  # noqa: F403
-    from .inspect import explain as explain
-
 ABOVE = {"gtp_jax.inspect": ("explain",)}
-if not TYPE_CHECKING:  # type checkers would otherwise accept any name
-    __getattr__ = _names_above.look_up(__name__, ABOVE, names=f"{__name__}._public")
+__getattr__ = _names_above.look_up(__name__, ABOVE, names=f"{__name__}._public")
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_names_above.load(__name__, f"{__name__}._public"), *sum(ABOVE.values(), ())})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_names_above.load(__name__, f"{__name__}._public"), *sum(ABOVE.values(), ())})
 
 
 __version__ = "0.1.0"

@@ -2,8 +2,9 @@
 
 [Note: names above] Imports go downward: a package imports only packages below it. But users write `gtp_jax.nn.MoE`,
 and `MoE` is defined in `experts`, above `nn`. `nn` itself never uses such a name. The name is looked up in its own
-module only when a user asks for it, so that importing `nn` imports nothing above it. Type checkers read the imports
-under `TYPE_CHECKING`; the import contract lists each of them as an exception.
+module only when a user asks for it, so that importing `nn` imports nothing above it. For type checkers the names are in
+a stub, `__init__.pyi` beside `__init__.py`, which they read in its place. Python and the import contracts do not read
+it.
 
 `gtp_jax` itself stands above everything that it names, and Python imports it before any package in it. It imports
 `_public` with the first of these names, so that `gtp-jax --help` imports no JAX.

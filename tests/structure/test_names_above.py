@@ -43,15 +43,13 @@ def test_names_above_are_those_of_the_rooms_that_have_them(name):
 def test_type_checkers_read_the_same_names_above(name):
     package = importlib.import_module(name)
     assert package.__file__ is not None
-    tree = ast.parse(Path(package.__file__).read_text())
-    ahead = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
     parts = name.split(".")
-    own = [node for node in ahead.body if not (isinstance(node, ast.ImportFrom) and node.module == "_public")]
-    read: dict[str, list[str]] = {}
-    for node in own:
-        assert isinstance(node, ast.ImportFrom)
-        room = ".".join([*parts[: len(parts) + 1 - node.level], node.module or ""])
-        read.setdefault(room, []).extend(alias.name for alias in node.names)
+    read: dict[str, list[str | None]] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom) and node.module != "_public":
+            room = ".".join([*parts[: len(parts) + 1 - node.level], node.module or ""])
+            read.setdefault(room, []).extend(alias.asname for alias in node.names)  # those without `as` are private
     assert {room: tuple(names) for room, names in read.items()} == package.ABOVE
 
 
@@ -114,4 +112,10 @@ def test_only_names_for_users_have_no_underscore():
     """A tool that completes names shows them."""
     own = {name for name in vars(gtp_jax) if not name.startswith("_")}
     rooms = {path.parent.name for path in Path(gtp_jax.__file__).parent.glob("*/__init__.py")}
-    assert own <= {*gtp_jax.__all__, *rooms, "ABOVE", "TYPE_CHECKING"}  # pyright: ignore
+    assert own <= {*gtp_jax.__all__, *rooms, "ABOVE"}  # pyright: ignore
+
+
+def test_nn_has_no_name_that_type_checkers_do_not_know():
+    """They read its stub, which has the names of `_public` and those of packages above."""
+    own = {name for name in vars(gtp_jax.nn) if not name.startswith("_")}
+    assert own <= {*vars(gtp_jax.nn._public), *sum(gtp_jax.nn.ABOVE.values(), ()), "ABOVE", "look_up"}  # pyright: ignore
