@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..layout import BLOCK, BLOCK_ROWS, UNPADDED, PaddedLayout, Padding, Target, choose_padding, shares_are_even
-from ..mesh import Roles, axes_of, current_view, degree, degrees
+from ..mesh import Roles, axes_by_dim, axes_of, current_view, degree, degrees, spec_by_dim
 from ._path import path_of
 
 
@@ -57,23 +57,23 @@ class Placement:
         axis divides, because a loop may run over it."""
         if not self.padding.size:
             return None
-        first = 0 if _axes(self.stored, 0) else 1
+        first = 0 if self.axes(0) else 1
         spec = PartitionSpec(*tuple(self.stored)[first:])
         return PaddedLayout(self.shape[first:], self.array_shape[first:], spec, self.shape[:first])
 
     @property
     def gathered(self) -> bool:
         """Whether the weight must be gathered before use."""
-        return _entries(self.stored) != _entries(self.used)
+        return axes_by_dim(self.stored, self.ndim) != axes_by_dim(self.used, self.ndim)
 
     def used_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the axes that still divide dimension `dim` after the gather."""
-        return _axes(self.used, dim)
+        return axes_by_dim(self.used, self.ndim)[dim]
 
     def gathered_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the axes over which dimension `dim` is gathered, in the order of `stored`."""
-        stored, used = _axes(self.stored, dim), _axes(self.used, dim)
-        return tuple(axis for axis in stored if axis not in used)
+        used = self.used_axes(dim)
+        return tuple(axis for axis in axes_by_dim(self.stored, self.ndim)[dim] if axis not in used)
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """Returns the axes that divide dimension `dim` of the stored array: first `used_axes`, then `gathered_axes`."""
@@ -153,7 +153,7 @@ class Placement:
         """
         if len(shape) == self.ndim:
             return self
-        if len(shape) != self.ndim - 1 or _axes(self.stored, 0):
+        if len(shape) != self.ndim - 1 or self.axes(0):
             raise ValueError(
                 f"{owner} has {self.ndim} dimensions, and `gtp_jax.shard` stores it as {self.stored}, but its variable "
                 f"holds an array of shape {shape}. At most one scan or vmap may run over a weight, over its first "
@@ -243,9 +243,9 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
         if (stored := _divided(shape, used, chosen)) is not None:
             return placed(stored, used, shape)
     if can_pad and shares_are_even() and (padding := _padding(shape, used, degrees(all_axes))).dim is not None:
-        entries = [_axes(used, dim) for dim in range(len(shape))]
-        entries[padding.dim] = all_axes
-        return placed(_spec(entries), used, shape, padding)
+        axes = axes_by_dim(used, len(shape))
+        axes[padding.dim] = all_axes
+        return placed(spec_by_dim(axes), used, shape, padding)
     for axes in _fewer(all_axes, weights):
         if (stored := _divided(shape, used, (axes,))) is not None:
             return placed(stored, used, shape)
@@ -269,7 +269,7 @@ def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding
     possible or adds too much, pads the dimension in which equal shards add least.
     """
     inputs = features_in(shape)
-    free = [dim for dim, size in enumerate(shape) if not _axes(used, dim) and size > 1]
+    free = [dim for dim, axes in enumerate(axes_by_dim(used, len(shape))) if not axes and shape[dim] > 1]
     ends = {inputs: (len(shape), BLOCK_ROWS), 0: (inputs, BLOCK)}
     starts = {dim: block // math.gcd(block, math.prod(shape[dim + 1 : end])) for dim, (end, block) in ends.items()}
     blocks = [Target(dim, ranks * own) for dim, own in starts.items() if dim in free]
@@ -292,16 +292,16 @@ def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple
     """Returns `used` with each group of axes added to a dimension that the group divides evenly; `None` if a group
     divides no dimension. Prefers dimensions that no axis divides yet, then those whose shards are also shards of a
     matrix (`features_in`), then those with the longest shards."""
-    entries = [_axes(used, dim) for dim in range(len(shape))]
+    divided = axes_by_dim(used, len(shape))
     for axes in groups:
-        local = [size // degrees(own) for size, own in zip(shape, entries, strict=True)]
+        local = [size // degrees(own) for size, own in zip(shape, divided, strict=True)]
         dims = [dim for dim, size in enumerate(local) if size % degrees(axes) == 0]
         if not dims:
             return None
         starts = (0, features_in(shape))
-        dim = max(dims, key=lambda dim: (not entries[dim], dim in starts, local[dim], -dim))  # unsharded ones first
-        entries[dim] = (*entries[dim], *axes)
-    return _spec(entries)
+        dim = max(dims, key=lambda dim: (not divided[dim], dim in starts, local[dim], -dim))  # unsharded ones first
+        divided[dim] = (*divided[dim], *axes)
+    return spec_by_dim(divided)
 
 
 def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -314,22 +314,6 @@ def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, .
 def _above_one(axes: Any) -> tuple[str, ...]:
     names = jax.sharding.get_abstract_mesh().axis_names
     return tuple(axis for axis in axes if axis in names and degree(axis) > 1)
-
-
-def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    entry = spec[dim] if dim < len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    entries = [_axes(spec, dim) for dim in range(len(spec))]
-    while entries and not entries[-1]:
-        entries.pop()
-    return entries
-
-
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries))
 
 
 def shards_of(placement: Placement) -> int:

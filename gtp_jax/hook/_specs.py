@@ -14,7 +14,7 @@ from flax.core.spmd import get_pspec
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import shares_are_even
-from ..mesh import Roles, axes_of, degree, degrees
+from ..mesh import Roles, axes_by_dim, axes_of, degree, degrees, spec_by_dim
 from ._choice import matches, name_of
 from ._placement import Placement, place, placed
 from ._variables import Paths, size_of
@@ -101,7 +101,7 @@ def placement_by(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec]
     if pattern is not None and named is None:
         return None
     spec = _checked_spec(paths[0], shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
-    used = PartitionSpec(*(_without(entry, gathered) for entry in spec))
+    used = spec_by_dim([[axis for axis in axes if axis not in gathered] for axes in axes_by_dim(spec)])
     if pattern is None and not axes_of(spec) & gathered:
         return place(shape, roles, used, can_pad=_can_pad(variable))
     return placed(spec, used, shape) if axes_of(spec) else None
@@ -180,9 +180,4 @@ def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> 
                 f"{degrees(entry)} ranks of {' x '.join(entry)} do not divide dimension {dim}. Choose another "
                 "partition with `specs`."
             )
-    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in axes))
-
-
-def _without(entry: Any, axes: set[str]) -> Any:
-    kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in axes)
-    return None if not kept else kept[0] if len(kept) == 1 else kept
+    return spec_by_dim(axes)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from ..mesh import spec_by_dim
+
 
 class Division(NamedTuple):
     """Mesh axes that divide one dimension of an array into equal parts.
@@ -124,7 +126,7 @@ class Storage:
         for dim, axes, _ in (self.experts, self.tensor, self.gather, self.optimizer):
             if dim is not None:
                 entries[dim] += axes
-        return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+        return spec_by_dim(entries)
 
     @property
     def shard_padding(self) -> Padding:

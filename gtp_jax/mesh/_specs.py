@@ -1,6 +1,8 @@
-"""Partition specs: the mesh axes that they use, and the specs of stacks."""
+"""Partition specs: the mesh axes that they use, by dimension or together, and the specs of stacks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -12,4 +14,15 @@ def stacked_spec(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
     """Returns the mesh axes that a partition spec uses."""
-    return frozenset(a for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e))
+    return frozenset(axis for axes in axes_by_dim(spec) for axis in axes)
+
+
+def axes_by_dim(spec: PartitionSpec, ndim: int = 0) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that divide each dimension, outermost first, for at least `ndim` dimensions."""
+    axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return axes + [()] * (ndim - len(axes))
+
+
+def spec_by_dim(axes: Sequence[Sequence[str]]) -> PartitionSpec:
+    """Returns the partition spec of an array whose dimensions these axes divide; see `axes_by_dim`."""
+    return PartitionSpec(*(None if not own else own[0] if len(own) == 1 else tuple(own) for own in axes))

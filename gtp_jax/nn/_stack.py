@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._numbers import is_size
 from ..chain import Remat, Schedule, with_remat
-from ..mesh import check_mesh_in_scope, current_view, degree
+from ..mesh import axes_by_dim, check_mesh_in_scope, current_view, degree
 from ._cache import Cache
 from ._frozen import Frozen
 from ._layer import Layer, sides_of, states_partitions
@@ -314,8 +314,7 @@ def _same(one: PartitionSpec, other: PartitionSpec) -> bool:
 def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     """Returns, for each dimension, the axes of more than one rank that shard it. Leaves out trailing dimensions that no
     such axis shards."""
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
-    axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in entries]
+    axes = [tuple(axis for axis in own if degree(axis) > 1) for own in axes_by_dim(spec)]
     while axes and not axes[-1]:
         axes.pop()
     return axes

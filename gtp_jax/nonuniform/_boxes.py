@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
+from ..mesh import axes_by_dim
+
 # A part of an array: the start and the stop along each dimension.
 Box = tuple[tuple[int, int], ...]
 
@@ -20,11 +22,10 @@ def box_of(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
         sizes: the sizes of the mesh axes.
         place: the coordinates of the device in the mesh, by axis.
     """
-    entries = (*spec, *(None,) * (len(shape) - len(spec)))
     box = []
-    for size, entry in zip(shape, entries, strict=True):
+    for size, axes in zip(shape, axes_by_dim(spec, len(shape)), strict=True):
         index, parts = 0, 1
-        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+        for axis in axes:
             index, parts = index * sizes[axis] + place[axis], parts * sizes[axis]
         width, rest = divmod(size, parts)
         assert not rest, f"{parts} parts of a dimension of {size}"

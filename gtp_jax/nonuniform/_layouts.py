@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..mesh import DP, GTP, TP
+from ..mesh import DP, GTP, TP, axes_by_dim, spec_by_dim
 from ._boxes import Box, box_of
 from ._faults import Replica
 from ._moves import LeafBoxes, Moves, plan_moves
@@ -53,12 +53,7 @@ def plan_fold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
 
 def without_replicas(spec: PartitionSpec) -> PartitionSpec:
     """Returns a partition without the replicas' axis (dp), which divides only stored masters and optimizer state."""
-    entries = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        left = tuple(axis for axis in axes if axis != DP)
-        entries.append(None if not left else left[0] if len(left) == 1 else left)
-    return PartitionSpec(*entries)
+    return spec_by_dim([[axis for axis in axes if axis != DP] for axes in axes_by_dim(spec)])
 
 
 def _on_core(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:

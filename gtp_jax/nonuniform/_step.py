@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import reduce_scatter
-from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
+from ..mesh import DP, GTP, TP, axes_by_dim, axes_of, degree, use_roles
 from ..recipes import Recipe, recipe_of_call
 from ..train import Computed, Jitted, Request, TrainState, check_values, constrained, mean, never_skip, updated
 from ._batches import Batches, is_here
@@ -313,7 +313,7 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array | GradientCodes, pa
     Ranks that store the same part all get the bits of the first of them. Otherwise their bits could differ, because
     each sums over replicas in its own group, and with more than two replicas the groups may add in different orders.
     """
-    dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
+    dims = [dim for dim, axes in enumerate(axes_by_dim(spec)) if DP in axes]
     if isinstance(found, GradientCodes):
         return sum_of_codes(found, dims[0], degree(DP)).astype(param.dtype)
     if dims:
