@@ -13,11 +13,11 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
-from ..layout import Layout
+from ..layout import Layout, Matrix, seen_as_matrix
 from ..ops import dequantize
 from ..recipes import Recipe, matches
 from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
-from ._matrix import Matrix, logical_shape, seen_as_matrix
+from ._matrix import logical_shape
 from ._movement import form_in_use
 from ._path import paths_of
 from ._placement import Placement, placement_of

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..layout import shards_of
 from ..mesh import Roles
 from ..recipes import Recipe
 from ..variables import logical_shape
@@ -21,7 +22,7 @@ from ._codes import Coded, decide
 from ._exchange import Exchange, decide_exchange
 from ._multiply import batch_axes
 from ._path import path_of, paths_of
-from ._placement import Placement, placement_of, shards_of
+from ._placement import Placement, placement_of
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
 

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..collectives import all_gather, reduce_scatter
+from ..layout import Placement
 from ..mesh import current_view, degrees
-from ._placement import Placement
 
 
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import layout
 from ..mesh import axes_of, degree, legacy_mesh
 from ..variables import make_padded
 from ._moments import place_if_it_fits
@@ -23,7 +23,7 @@ from ._specs import annotation
 from ._variables import Paths
 
 
-def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, own: bool) -> None:
+def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None, *, own: bool) -> None:
     """Puts the value of a variable on the mesh, and records in the metadata of the variable what later calls need.
 
     Args:
@@ -35,7 +35,7 @@ def put(paths: Paths, variable: nnx.Variable, placement: Placement | None, *, ow
     if placement is not None:
         if placement.padded is not None:
             make_padded(variable, placement.padded)
-        placement = dataclasses.replace(placement, kind=type(variable))
+        placement = Placement(**{**vars(placement), "kind": type(variable)})
         stored = tuple(placement.stored)
         names = WeightPaths(tuple(tuple(map(str, path)) for path in paths))
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
@@ -67,7 +67,7 @@ def _hook_first(variable: nnx.Variable, name: str, hook: Any) -> None:
     variable.set_metadata(name, (hook, *(other for other in own if other is not hook)))
 
 
-def _padded(value: Any, placement: Placement) -> Any:
+def _padded(value: Any, placement: layout.Placement) -> Any:
     """Pads an array of the logical shape to the stored shape; returns any other value unchanged."""
     if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
         return value

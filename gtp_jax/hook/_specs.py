@@ -13,10 +13,9 @@ from flax import nnx
 from flax.core.spmd import get_pspec
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..layout import shares_are_even
+from ..layout import Placement, place, placed, shares_are_even
 from ..mesh import Roles, axes_by_dim, axes_of, degree, degrees, spec_by_dim
 from ._choice import matches, name_of
-from ._placement import Placement, place, placed
 from ._variables import Paths, size_of
 
 # A value of `specs`: the partition in which weights are stored; `None` to leave them whole, or as the model annotates
