@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..collectives import all_gather, reduce_scatter
-from ..layout import Placement
+from ..layout import Placement, cut, pad
 from ..mesh import current_view, degrees
 
 
@@ -23,11 +23,11 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
-        return placement.cut(lax.with_sharding_constraint(shard, placement.used))
+        return cut(lax.with_sharding_constraint(shard, placement.used), placement)
     for dim in range(shard.ndim):
         if axes := placement.gathered_axes(dim):
             shard = all_gather(shard, axes, dim=dim)
-    return placement.cut(shard)
+    return cut(shard, placement)
 
 
 def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -41,7 +41,7 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gradient of the stored array, partitioned like that array, given the gradient of the gathered weight.
     In local view, sums over the axes over which the weight is gathered; in global view, XLA inserts the sum."""
-    gradient = placement.pad(gradient)
+    gradient = pad(gradient, placement)
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
     for dim in reversed(range(gradient.ndim)):
@@ -65,7 +65,7 @@ def kept_whole(parameter: Any) -> Any:
 def own_part(weight: jax.Array, placement: Placement) -> jax.Array:
     """Returns the part of a gathered weight that this rank stores; in global view, the weight in its stored
     partition."""
-    weight = placement.pad(weight)
+    weight = pad(weight, placement)
     if current_view() == "global":
         return lax.with_sharding_constraint(weight, placement.stored)
     for dim in range(weight.ndim):

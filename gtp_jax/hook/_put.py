@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import layout
 from ..mesh import axes_of, degree, legacy_mesh
-from ..variables import make_padded
+from ..variables import PaddedParam, make_padded
 from ._moments import place_if_it_fits
 from ._path import WeightPaths
 from ._placement import Placement
@@ -33,9 +33,10 @@ def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None
         own: whether the variable is within one of gtp_jax's own layers.
     """
     if placement is not None:
-        if placement.padded is not None:
-            make_padded(variable, placement.padded)
-        placement = Placement(**{**vars(placement), "kind": type(variable)})
+        padded = bool(placement.padding.size)
+        placement = Placement(**{**vars(placement), "kind": PaddedParam if padded else type(variable)})
+        if padded:
+            make_padded(variable, placement.without_whole_first)
         stored = tuple(placement.stored)
         names = WeightPaths(tuple(tuple(map(str, path)) for path in paths))
         variable.set_metadata(out_sharding=stored, placement=placement, weight_paths=names)
@@ -43,7 +44,7 @@ def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None
         # An optimizer's variables copy this metadata. With `None`, `nnx.use_eager_sharding` decides whether Flax places
         # their arrays. With `False`, Flax does not: its error for a moment of another shape than the weight would
         # replace that of `refuse_optimizer`.
-        variable.set_metadata(eager_sharding=None if placement.padded is None else False)
+        variable.set_metadata(eager_sharding=False if padded else None)
         if (mesh := legacy_mesh()) is not None:  # Flax finds no mesh in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = annotation(variable) or ()
@@ -52,7 +53,7 @@ def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None
     parts = tuple(sorted(axis for axis in axes_of(spec) if degree(axis) > 1))
     if placement is None and parts and not own and "layout" not in variable.get_metadata():  # a `gtp_jax.Param` has one
         variable.set_metadata(parted=parts)
-    if spec and not own and (placement is None or placement.padded is None):
+    if spec and not own and (placement is None or not placement.padding.size):
         _hook_first(variable, "on_create_value", place_if_it_fits)
     value = variable.get_raw_value()
     if placement is not None:
@@ -73,7 +74,7 @@ def _padded(value: Any, placement: layout.Placement) -> Any:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(placement.array_shape, value.dtype)
-    return placement.pad(value)
+    return layout.pad(value, placement)
 
 
 def on_mesh(value: Any, spec: PartitionSpec) -> Any:

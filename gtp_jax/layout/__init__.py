@@ -14,7 +14,6 @@ from ._layout import listed as listed
 from ._matrix import Matrix as Matrix
 from ._matrix import seen_as_matrix as seen_as_matrix
 from ._padding import AnyLayout as AnyLayout
-from ._padding import PaddedLayout as PaddedLayout
 from ._padding import cut as cut
 from ._padding import pad as pad
 from ._place import place as place

@@ -39,8 +39,7 @@ class ArrayLayout:
     def array_shape(self) -> tuple[int, ...]:
         """The shape of the stored array, padding included."""
         dim, more = self.matrix.padding
-        padded = None if dim is None else self.order[dim]
-        return tuple(size + more * (d == padded) for d, size in enumerate(self.shape))
+        return self.shape if dim is None else Padding(self.order[dim], more).added_to(self.shape)
 
     @property
     def tensor_dim(self) -> int | None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from ..formats import Format, codes_shape, scales_shape
 from ._layout import Layout
 from ._pad_choice import Target, choose_padding
-from ._padding import PaddedLayout
+from ._placement import Placement
 from ._storage import UNDIVIDED, UNPADDED, Padding
 
 
-def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PaddedLayout]:
-    """Returns the layouts of the arrays of codes, by their names in `QuantizedArray`, except those that are never
+def layouts_of_codes(layout: Layout, form: Format) -> dict[str, Placement]:
+    """Returns the placements of the arrays of codes, by their names in `QuantizedArray`, except those that are never
     padded: amaxes, and the scales of blocks that shards may cut.
 
     Args:
@@ -21,12 +21,14 @@ def layouts_of_codes(layout: Layout, form: Format) -> dict[str, PaddedLayout]:
         form: the format of the codes.
     """
     lead, logical, stored = layout.shape[:-2], layout.matrix_of(layout.shape), layout.matrix_of(layout.array_shape)
-    found = {}
+    used, degrees, found = layout.gathered.matrix_spec, tuple(layout.degrees.items()), {}
     for name, shape_of in (("codes", codes_shape), ("scales", scales_shape)):
         own, padded = shape_of(form, logical, False), shape_of(form, stored, False)
         whole = name == "scales" and form.cut_by_shards
         if own is not None and padded is not None and not whole:
-            found[name] = PaddedLayout((*lead, *own), (*lead, *padded), layout.matrix_spec)
+            sizes = enumerate(zip(own, padded, strict=True), len(lead))
+            (padding,) = [Padding(dim, wide - size) for dim, (size, wide) in sizes if wide != size] or [UNPADDED]
+            found[name] = Placement(layout.matrix_spec, used, degrees, (*lead, *own), padding)
     return found
 
 

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ._array import ArrayLayout
 from ._layout import Layout
+from ._placement import Placement
 
-
-@dataclasses.dataclass(frozen=True)
-class PaddedLayout:
-    """How an array is stored: a parameter of a module that gtp_jax did not write, or the codes of a frozen weight, or
-    their scales.
-
-    Attributes:
-        shape: the logical shape, without a leading dimension that is neither sharded nor padded: a loop may slice it.
-        array_shape: the shape of the stored array, padding included, without that dimension too.
-        spec: the partition spec of the stored array, without that dimension too.
-        ahead: the size of that dimension, in a tuple; empty if there is none.
-    """
-
-    shape: tuple[int, ...]
-    array_shape: tuple[int, ...]
-    spec: PartitionSpec
-    ahead: tuple[int, ...] = ()
-
-
-AnyLayout = Layout | ArrayLayout | PaddedLayout
+AnyLayout = Layout | ArrayLayout | Placement
 
 
 def pad(array: Any, layout: AnyLayout) -> Any:

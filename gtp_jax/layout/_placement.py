@@ -7,19 +7,16 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..mesh import axes_by_dim
-from ._padding import PaddedLayout
 from ._storage import UNPADDED, Padding
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a weight is partitioned in storage, and after its gather.
+    """How an array is partitioned in storage, and after its gather: a weight of a module that gtp_jax did not write, or
+    the codes of a frozen weight, or their scales.
 
     Attributes:
         stored: the partition of the stored array.
@@ -42,19 +39,14 @@ class Placement:
         return len(self.shape)
 
     @property
-    def array_shape(self) -> tuple[int, ...]:
-        """The shape of the stored array, padding included."""
-        return self._with(self.shape, self.padding.size)
+    def spec(self) -> PartitionSpec:
+        """The partition of the stored array."""
+        return self.stored
 
     @property
-    def padded(self) -> PaddedLayout | None:
-        """The layout of the stored array; `None` if it is not padded. The layout leaves out a first dimension that no
-        axis divides, because a loop may run over it."""
-        if not self.padding.size:
-            return None
-        first = 0 if self.axes(0) else 1
-        spec = PartitionSpec(*tuple(self.stored)[first:])
-        return PaddedLayout(self.shape[first:], self.array_shape[first:], spec, self.shape[:first])
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, padding included."""
+        return self.padding.added_to(self.shape)
 
     @property
     def gathered(self) -> bool:
@@ -92,26 +84,12 @@ class Placement:
 
     def without_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the logical shape, given that of the stored array."""
-        return self._with(shape, -self.padding.size)
+        return self.padding.removed_from(shape)
 
     def with_padding(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the stored array, given the logical shape. Also converts the shape of a part of the
         weight that is whole in the padded dimension."""
-        return self._with(shape, self.padding.size)
-
-    def cut(self, array: jax.Array) -> jax.Array:
-        """Returns a gathered array without its padding."""
-        dim = self.padding.dim
-        return array if dim is None else lax.slice_in_dim(array, 0, self.shape[dim], axis=dim)
-
-    def pad(self, array: jax.Array) -> jax.Array:
-        """Adds the padding of the stored array to an array of the logical shape, and returns the result."""
-        if self.padding.dim is None:
-            return array
-        return jnp.pad(array, [(0, self.padding.size if dim == self.padding.dim else 0) for dim in range(self.ndim)])
-
-    def _with(self, shape: Sequence[int], more: int) -> tuple[int, ...]:
-        return tuple(size + more * (dim == self.padding.dim) for dim, size in enumerate(shape))
+        return self.padding.added_to(shape)
 
     @property
     def without_first(self) -> Self:
@@ -119,6 +97,12 @@ class Placement:
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
         padding = self.padding if self.padding.dim is None else Padding(self.padding.dim - 1, self.padding.size)
         return dataclasses.replace(self, stored=stored, used=used, shape=self.shape[1:], padding=padding)
+
+    @property
+    def without_whole_first(self) -> Self:
+        """The placement of a slice without the first dimension if no axis divides that dimension, because a loop may
+        then run over it; otherwise this placement."""
+        return self if self.axes(0) else self.without_first
 
 
 def shards_of(placement: Placement) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -43,6 +44,14 @@ class Padding(NamedTuple):
 
     dim: int | None = None
     size: int = 0
+
+    def added_to(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of an array with the zeros, given that without them."""
+        return tuple(size + self.size * (dim == self.dim) for dim, size in enumerate(shape))
+
+    def removed_from(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of an array without the zeros, given that with them."""
+        return tuple(size - self.size * (dim == self.dim) for dim, size in enumerate(shape))
 
 
 UNPADDED = Padding()
@@ -96,7 +105,7 @@ class Storage:
     @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of the stored array, padding included."""
-        return tuple(size + self.padding.size * (dim == self.padding.dim) for dim, size in enumerate(self.shape))
+        return self.padding.added_to(self.shape)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax import lax
 
 from ..formats import Format, QuantizedArray, Tiled
 from ..hook import Coded, decide, paths_of, placement_of
-from ..layout import Layout, PaddedLayout, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
+from ..layout import Layout, Placement, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..variables import RefuseLinen, logical_shape, padded_layout
@@ -71,7 +71,7 @@ class Frozen(GatheredOnUse):
         )
 
 
-def padded_codes(variable: nnx.Variable) -> dict[str, PaddedLayout]:
+def padded_codes(variable: nnx.Variable) -> dict[str, Placement]:
     """Returns the layouts of the arrays of a weight that is stored as padded codes, by their names in `QuantizedArray`;
     empty for any other variable."""
     metadata = variable.get_metadata()
@@ -81,7 +81,7 @@ def padded_codes(variable: nnx.Variable) -> dict[str, PaddedLayout]:
     return layouts_of_codes(layout, frozen.wire.format if isinstance(frozen.wire, Tiled) else frozen.wire)
 
 
-def _logical(array: Any, layout: PaddedLayout) -> Any:
+def _logical(array: Any, layout: Placement) -> Any:
     """Returns an array without its padding. An abstract array loses its sharding, because JAX cannot shard the logical
     shape unevenly."""
     if isinstance(array, jax.ShapeDtypeStruct):

@@ -44,7 +44,7 @@ class ModelDef:
             of adapters' dropout. For a weight stored as codes, those of its codes and scales.
         update_rules: the update rules of parameters that the optimizer does not update, by path.
         padded: the layouts of the stored arrays of parameters and frozen weights that are padded, by path. A weight
-            that is frozen as codes has a `PaddedLayout` for each of its arrays.
+            that is frozen as codes has a `Placement` for each of its arrays.
         layer_counts: the number of layers that each parameter holds along its first dimension, by path; 0 outside a
             `Stack`.
         largest_unit: for the largest unit of `gtp_jax.shard` (a module whose weights are gathered together), an

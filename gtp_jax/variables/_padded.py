@@ -10,7 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..layout import AnyLayout, PaddedLayout, cut, pad
+from ..layout import AnyLayout, Placement, cut, pad
 from ..mesh import current_view, stacked_spec
 
 
@@ -18,7 +18,8 @@ class Padded(nnx.Variable):
     """Provides the methods of variables that may hold a padded array; see `gtp_jax.layout.Storage`.
 
     The layout of the array is in the metadata, under one of three keys: "array" or "layout", for a weight of gtp_jax's
-    own layers; "padded", for a weight of another module (`PaddedLayout`).
+    own layers; "padded", for a weight of another module: its placement, without a first dimension that a loop may
+    slice.
 
     `param[...]`, `param.shape` and `get_value` show the logical array. `param[...] = array`, `set_value` and
     `nnx.update` accept an array of logical shape, and pad it. `nnx.state` and `get_raw_value` return the stored array,
@@ -56,7 +57,7 @@ class Padded(nnx.Variable):
         layout = padded_layout(self)
         # only `nnx.update` passes options, and only if it is given an array
         if options and layout is not None and current_view() != "local" and _has_shape(value, layout.array_shape):
-            raise _not_updated(layout)
+            raise _not_updated(self.get_metadata())
         super().set_raw_value(_stored(value, padded_layout(self)), **options)
 
     def update_from_state(self, variable_state: Any) -> None:
@@ -88,7 +89,7 @@ class _RefuseOptimizer:
         layout = _of_metadata(variable.get_metadata())
         shapes = () if layout is None else (layout.shape, layout.array_shape)
         if layout is not None and isinstance(variable, nnx.OptState) and any(_has_shape(value, own) for own in shapes):
-            raise _not_updated(layout)
+            raise _not_updated(variable.get_metadata())
         return value
 
 
@@ -107,21 +108,20 @@ class RefuseLinen:
         Raises:
             ValueError: always.
         """
-        layout = _of_metadata(metadata) or metadata["layout"]  # padded codes keep it here
         raise ValueError(
-            f"{_padded_to(layout)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` outside "
-            "of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."
+            f"{_padded_to(metadata)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` "
+            "outside of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."
         )
 
 
-def _padded_to(layout: AnyLayout) -> str:
-    ahead = layout.ahead if isinstance(layout, PaddedLayout) else ()
-    return f"a weight of shape {(*ahead, *layout.shape)} is stored padded to {(*ahead, *layout.array_shape)}"
+def _padded_to(metadata: dict[str, Any]) -> str:
+    layout = metadata.get("placement") or _of_metadata(metadata) or metadata["layout"]  # the last is of padded codes
+    return f"a weight of shape {layout.shape} is stored padded to {layout.array_shape}"
 
 
-def _not_updated(layout: AnyLayout) -> ValueError:
+def _not_updated(metadata: dict[str, Any]) -> ValueError:
     return ValueError(
-        f"{_padded_to(layout)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
+        f"{_padded_to(metadata)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
         "padding. Train with `gtp_jax.TrainState` and `train_step`; pass `nnx.update` an array of the weight's own "
         "shape; or create the model outside of `gtp_jax.even_shares()`."
     )
@@ -131,15 +131,15 @@ class PaddedParam(Padded, nnx.Param):
     """A parameter that is stored padded."""
 
 
-def make_padded(param: nnx.Variable, layout: PaddedLayout) -> None:
+def make_padded(param: nnx.Variable, placement: Placement) -> None:
     """Declares that a parameter is stored padded: changes its class and metadata, but not its value.
 
     Args:
         param: a parameter of the class `nnx.Param` or `PaddedParam`.
-        layout: how it is stored.
+        placement: how it is stored, without a first dimension that a loop may slice.
     """
     object.__setattr__(param, "__class__", PaddedParam)
-    param.set_metadata(padded=layout, on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+    param.set_metadata(padded=placement, on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
 
 
 def padded_layout(variable: nnx.Variable) -> AnyLayout | None:
