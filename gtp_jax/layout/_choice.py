@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..mesh import current_roles, degree, degrees
 from ._even_shares import shares_are_even
@@ -153,7 +153,7 @@ def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     taken = (*first.axes, *first.experts.axes)
     axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
     shapes = [layout.shard_shape for layout in layouts]
-    for chosen in axes_choices(axes, None):
+    for chosen in axes_choices(axes):
         ranks = degrees(chosen)
         dim, paddings = _dim_divided(shapes, ranks, first.rows, first.cols), [layout.padding for layout in layouts]
         if dim is None and shares_are_even() and chosen == axes:
@@ -199,17 +199,22 @@ def _padded_further(layouts: Sequence[Layout], copies: int) -> tuple[int | None,
     return choose_padding([layout.shape for layout in layouts], preferred, list(equal.values()))
 
 
-def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
-    """Returns the combinations of axes that a gather may run over, those with the most ranks first, down to no axes.
+def axes_choices(
+    axes: tuple[str, ...], tensor: str | None = None, *, preferred: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
+    """Returns the combinations of axes that may divide a weight, those with the most ranks first, down to no axes. Of
+    two with equally many ranks, the one with more of the preferred axes comes first.
 
     Args:
         axes: the axes to choose from.
         tensor: the tensor axis, if it divides a weight unevenly and may shard its storage as the other axes do.
+        preferred: the preferred axes; by default all.
     """
     some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
     if tensor is not None and tensor not in axes:
         some += [(tensor, *chosen) for chosen in some]
-    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
+    liked = {*axes, tensor} if preferred is None else set(preferred)
+    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(liked.intersection(chosen))))
 
 
 def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str], *, can_pad: bool = False) -> None:

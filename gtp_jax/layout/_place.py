@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, axes_by_dim, axes_of, degree, degrees, spec_by_dim
-from ._choice import BLOCK, BLOCK_ROWS
+from ._choice import BLOCK, BLOCK_ROWS, axes_choices
 from ._even_shares import shares_are_even
 from ._matrix import features_in
 from ._pad_choice import Target, choose_padding
@@ -27,7 +26,7 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     1. All axes shard one dimension.
     2. The axes of `weights` shard one dimension, and those of `optimizer` another.
     3. All axes shard one dimension, which is padded. This requires `can_pad` and `even_shares`.
-    4. Some of the axes shard one dimension; `_fewer` says which are tried first.
+    4. Some of the axes shard one dimension; `axes_choices` says which are tried first.
 
     If none is possible, the weight is stored as `used`. It has a placement nevertheless, so that a recipe can quantize
     it as on a larger mesh.
@@ -49,7 +48,7 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
         axes = axes_by_dim(used, len(shape))
         axes[padding.dim] = all_axes
         return placed(spec_by_dim(axes), used, shape, padding)
-    for axes in _fewer(all_axes, weights):
+    for axes in axes_choices(all_axes, preferred=weights):
         if (stored := _divided(shape, used, (axes,))) is not None:
             return placed(stored, used, shape)
     return None
@@ -95,13 +94,6 @@ def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple
         dim = max(dims, key=lambda dim: (not divided[dim], dim in starts, local[dim], -dim))  # unsharded ones first
         divided[dim] = (*divided[dim], *axes)
     return spec_by_dim(divided)
-
-
-def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Returns all subsets of `axes`, sorted by their number of ranks, largest first. Of two subsets with equally many
-    ranks, the one with more axes of `weights` comes first."""
-    some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
-    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(set(chosen) & set(weights))))
 
 
 def _above_one(axes: Iterable[str]) -> tuple[str, ...]:
