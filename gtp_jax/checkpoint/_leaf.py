@@ -13,7 +13,7 @@ import tensorstore as ts
 from .._foreign import brief
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
-from ..layout import layouts_of_codes
+from ..layout import cut_shape, is_padded, layouts_of_codes, padded_shape
 from ..mesh import Path, of_parameter, with_paths
 from ._logical import LogicalArray
 
@@ -171,10 +171,9 @@ def _leaf(path: Path, array: Any, layout: Any) -> Leaf:
 
 def _logical(shape: tuple[int, ...], layout: Any) -> tuple[int, ...] | None:
     """Returns the logical shape of an array of this shape if it is padded as a layout says; otherwise `None`."""
-    ahead = 0 if layout is None else len(shape) - len(layout.shape)
-    if layout is None or layout.array_shape == layout.shape or shape[ahead:] != layout.array_shape:
+    if layout is None or not is_padded(layout) or padded_shape(shape, layout) != shape:
         return None
-    return (*shape[:ahead], *layout.shape)
+    return cut_shape(shape, layout)
 
 
 def _above(name: str) -> Iterator[str]:

@@ -72,8 +72,6 @@ def _padded(value: Any, placement: layout.Placement) -> Any:
     """Pads an array of the logical shape to the stored shape; returns any other value unchanged."""
     if not placement.padding.size or getattr(value, "shape", None) != placement.shape:
         return value
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(placement.array_shape, value.dtype)
     return layout.pad(value, placement)
 
 

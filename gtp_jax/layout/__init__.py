@@ -15,7 +15,10 @@ from ._matrix import Matrix as Matrix
 from ._matrix import seen_as_matrix as seen_as_matrix
 from ._padding import AnyLayout as AnyLayout
 from ._padding import cut as cut
+from ._padding import cut_shape as cut_shape
+from ._padding import is_padded as is_padded
 from ._padding import pad as pad
+from ._padding import padded_shape as padded_shape
 from ._place import place as place
 from ._place import placed as placed
 from ._placement import Placement as Placement

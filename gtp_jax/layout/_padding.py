@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,17 +16,39 @@ from ._placement import Placement
 AnyLayout = Layout | ArrayLayout | Placement
 
 
+def is_padded(layout: AnyLayout) -> bool:
+    """Returns whether the stored array is larger than the logical one."""
+    return layout.array_shape != layout.shape
+
+
+def padded_shape(shape: Sequence[int], layout: AnyLayout) -> tuple[int, ...]:
+    """Returns the shape of the stored array, given that of either array, with or without leading dimensions of a
+    stack."""
+    return (*shape[: len(shape) - len(layout.shape)], *layout.array_shape)
+
+
+def cut_shape(shape: Sequence[int], layout: AnyLayout) -> tuple[int, ...]:
+    """Returns the shape of the logical array, given that of either array, with or without leading dimensions of a
+    stack."""
+    return (*shape[: len(shape) - len(layout.shape)], *layout.shape)
+
+
 def pad(array: Any, layout: AnyLayout) -> Any:
     """Returns an array as it is stored, given the logical one, with or without leading dimensions of a stack. An array
-    on the host stays there."""
+    on the host stays there. If an abstract array is padded, the result has no sharding."""
+    if not is_padded(layout):
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(padded_shape(array.shape, layout), array.dtype)
     more = [stored - size for stored, size in zip(layout.array_shape, layout.shape, strict=True)]
     ahead = [(0, 0)] * (array.ndim - len(more))
     pad = np.pad if isinstance(array, np.ndarray) else jnp.pad
-    return pad(array, [*ahead, *((0, size) for size in more)]) if any(more) else array
+    return pad(array, [*ahead, *((0, size) for size in more)])
 
 
-def cut(array: jax.Array, layout: AnyLayout) -> jax.Array:
-    """Returns the logical array, given the stored one, with or without leading dimensions of a stack."""
-    if layout.array_shape == layout.shape:
-        return array
-    return array[(..., *(slice(size) for size in layout.shape))]
+def cut(array: Any, layout: AnyLayout) -> Any:
+    """Returns the logical array, given the stored one, with or without leading dimensions of a stack. For an abstract
+    array, the result has no sharding, because JAX has no uneven ones."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(cut_shape(array.shape, layout), array.dtype)
+    return array[(..., *(slice(size) for size in layout.shape))] if is_padded(layout) else array

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import join_split
-from ..layout import ArrayLayout, cut, layout_of_array, pad
+from ..layout import ArrayLayout, cut, is_padded, layout_of_array, pad
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
 from ..variables import Padded, PaddedParam
 from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
@@ -170,7 +170,7 @@ def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_red
     value = kernel.get_value()
     found = array_metadata(value, None, dtype, grad_reduce)
     array = found["array"]
-    kind = nnx.Param if array.array_shape == array.shape else PaddedParam
+    kind = PaddedParam if is_padded(array) else nnx.Param
     return placed_once(kind(pad(value, array), **found))
 
 

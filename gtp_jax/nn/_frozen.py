@@ -13,7 +13,7 @@ from jax import lax
 
 from ..formats import Format, QuantizedArray, Tiled
 from ..hook import Coded, decide, paths_of, placement_of
-from ..layout import Layout, Placement, cut, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
+from ..layout import Layout, Placement, cut, is_padded, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..variables import RefuseLinen, logical_shape, padded_layout
@@ -57,7 +57,7 @@ class Frozen(GatheredOnUse):
         value = super().get_value(**index)
         if current_view() == "local" or not (padded := padded_codes(self)):
             return value
-        return dataclasses.replace(value, **{name: _logical(getattr(value, name), own) for name, own in padded.items()})
+        return dataclasses.replace(value, **{name: cut(getattr(value, name), own) for name, own in padded.items()})
 
     def set_value(self, value: Any, **index: Any) -> None:
         """Raises an error, because a frozen weight cannot be set.
@@ -76,17 +76,9 @@ def padded_codes(variable: nnx.Variable) -> dict[str, Placement]:
     empty for any other variable."""
     metadata = variable.get_metadata()
     layout, frozen = metadata.get("layout"), metadata.get("frozen")
-    if layout is None or layout.array_shape == layout.shape or frozen is None or frozen.wire is None:
+    if layout is None or not is_padded(layout) or frozen is None or frozen.wire is None:
         return {}
     return layouts_of_codes(layout, frozen.wire.format if isinstance(frozen.wire, Tiled) else frozen.wire)
-
-
-def _logical(array: Any, layout: Placement) -> Any:
-    """Returns an array without its padding. An abstract array loses its sharding, because JAX cannot shard the logical
-    shape unevenly."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((*array.shape[: array.ndim - len(layout.shape)], *layout.shape), array.dtype)
-    return cut(array, layout)
 
 
 def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: Any = nnx.LoRAParam) -> M:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..formats import QuantizedArray
-from ..layout import Layout
+from ..layout import Layout, is_padded
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._cache import Cache
@@ -135,9 +135,9 @@ def check_shape(variable: Leaf, owner: str) -> None:
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Set an array of "
             "the weight's own shape, which is the logical one on every mesh: `kernel.set_value(array)`. "
             + (
-                f"On a mesh, partition the array first as {spec}: `set_value` stores it as it is."
-                if layout.array_shape == layout.shape
-                else "This also pads and shards it."
+                "This also pads and shards it."
+                if is_padded(layout)
+                else f"On a mesh, partition the array first as {spec}: `set_value` stores it as it is."
             )
         )
 

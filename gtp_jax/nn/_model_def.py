@@ -11,7 +11,7 @@ from flax import nnx
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
 from ..hook import largest_unit
-from ..layout import AnyLayout, Layout
+from ..layout import AnyLayout, Layout, cut_shape
 from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
 from ..variables import padded_layout
 from ._frozen import Frozen, padded_codes
@@ -77,12 +77,10 @@ class ModelDef:
 
     def logical_shapes(self, params: Tree) -> dict[Path, tuple[int, ...]]:
         """Returns the shape of each parameter without padding, by path. Leading dimensions of layers are included."""
-        found = {}
-        for path, leaf in with_paths(params):
-            layout = self.padded.get(path)
-            own = () if layout is None else layout.shape
-            found[path] = (*leaf.shape[: leaf.ndim - len(own)], *own)
-        return found
+        return {
+            path: cut_shape(leaf.shape, self.padded[path]) if path in self.padded else leaf.shape
+            for path, leaf in with_paths(params)
+        }
 
     def model(self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None) -> Any:
         """Returns the model with the given arrays.

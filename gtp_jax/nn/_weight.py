@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
 from ..formats import Operands, Tiled
-from ..layout import ArrayLayout, Layout, pad
+from ..layout import ArrayLayout, Layout, is_padded, pad
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
 from ..recipes import Recipe, current_recipe
@@ -49,7 +49,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
     """Makes a weight that is gathered where it is used. On every mesh, `init` computes the values of the logical
     array."""
-    kind = nnx.Param if layout.array_shape == layout.shape else PaddedParam
+    kind = PaddedParam if is_padded(layout) else nnx.Param
     return _sharded(pad(init(key, layout.shape, dtype), layout), layout.spec, kind, layout=layout)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from ..layout import cut_shape, padded_shape
 from ..mesh import Path, with_paths
 from ..nn import ModelDef, Split, abstract_model, split_model
 from ._layouts import LeafSpecs
@@ -76,9 +77,7 @@ def _leaf_specs(
 def _shape(model_def: ModelDef, path: Path, shape: tuple[int, ...], *, stored: bool) -> tuple[int, ...]:
     """Returns the shape of the array at a path as it is stored, or its logical shape, given either of them."""
     layout = model_def.padded.get(path)
-    if layout is None:
-        return shape
-    return (*shape[: len(shape) - len(layout.shape)], *(layout.array_shape if stored else layout.shape))
+    return shape if layout is None else (padded_shape if stored else cut_shape)(shape, layout)
 
 
 def check_parameters_only(model_def: ModelDef) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ..layout import AnyLayout, cut, pad
+from ..layout import AnyLayout, cut, cut_shape, pad, padded_shape
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import ModelDef
 
@@ -130,7 +130,6 @@ def paddings(model_def: ModelDef, stored: Tree) -> Paddings:
     known = []
     for path, leaf in with_paths(stored):
         if (layout := model_def.padded.get(path)) is not None:
-            ahead = leaf.shape[: leaf.ndim - len(layout.shape)]
-            one = Padded(layout, (*ahead, *layout.shape), (*ahead, *layout.array_shape), specs[path])
-            known.append((path, one))
+            shapes = cut_shape(leaf.shape, layout), padded_shape(leaf.shape, layout)
+            known.append((path, Padded(layout, *shapes, specs[path])))
     return Paddings(tuple(known))

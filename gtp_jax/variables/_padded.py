@@ -10,7 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..layout import AnyLayout, Placement, cut, pad
+from ..layout import AnyLayout, Placement, cut, cut_shape, is_padded, pad
 from ..mesh import current_view, stacked_spec
 
 
@@ -33,8 +33,8 @@ class Padded(nnx.Variable):
         layout, value = padded_layout(self), self.get_raw_value()
         if layout is None or not _has_shape(value, layout.array_shape):
             return super().get_value(**index)
-        if isinstance(value, jax.ShapeDtypeStruct):  # abstract; without a sharding, because JAX has no uneven ones
-            return jax.ShapeDtypeStruct(logical_shape(self), value.dtype)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return cut(value, layout)
         whole = cut(super().get_value(), layout)
         at = index.get("index", ...)
         return whole if at is ... else whole[at]
@@ -156,12 +156,12 @@ def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
     layout, shape = padded_layout(variable), tuple(variable.get_raw_value().shape)
     if layout is None or not _has_shape(variable.get_raw_value(), layout.array_shape):
         return shape
-    return (*shape[: len(shape) - len(layout.shape)], *layout.shape)
+    return cut_shape(shape, layout)
 
 
 def _of_metadata(metadata: dict[str, Any]) -> AnyLayout | None:
     layout = metadata.get("array") or metadata.get("layout") or metadata.get("padded")
-    if layout is None or layout.array_shape == layout.shape:
+    if layout is None or not is_padded(layout):
         return None
     return None if getattr(metadata.get("frozen"), "wire", None) else layout  # of codes, see `padded_codes`
 
