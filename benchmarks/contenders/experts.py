@@ -108,7 +108,7 @@ def _flags() -> argparse.ArgumentParser:
 
 def _measure(rows: list[Row], args: argparse.Namespace, results: dict[str, Any]) -> None:
     jax = start_jax(args)
-    from gtp_jax.hlo import step_flops
+    from gtp_jax.hlo import collectives, step_flops
 
     results["jax"] = jax.__version__
     results["device"] = args.target or jax.devices()[0].device_kind
@@ -126,8 +126,9 @@ def _measure(rows: list[Row], args: argparse.Namespace, results: dict[str, Any])
     if args.target:
         for row in rows:
             if not row.failure:
-                text = str(programs[row.name].step.as_text())
-                print(f"{row.name}: ragged-all-to-all {text.count(' ragged-all-to-all')}", flush=True)
+                found = collectives(str(programs[row.name].step.as_text()))
+                count = sum(len(c.results) * c.times for c in found if c.kind == "ragged-all-to-all")
+                print(f"{row.name}: ragged-all-to-all {count}", flush=True)
         return
     meshes = list(dict.fromkeys(p.degrees for p in programs.values()))
     state = held = batch = None

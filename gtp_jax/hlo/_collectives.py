@@ -34,7 +34,8 @@ _RING_PASSES = {"all-reduce": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program. A combined collective is one record with several shapes.
+    """One collective of a program. A collective that XLA has combined from several is one record with several shapes.
+    On GPUs, XLA may also join the operands of all-reduces end to end, so that only the sum of their sizes is left.
 
     Attributes:
         name: the name of the instruction that launches it.
@@ -70,14 +71,20 @@ class Collective:
         return len(self.groups[0])
 
     @property
+    def sent(self) -> tuple[Shape, ...]:
+        """The shapes of the operands that hold what is sent: of a ragged all-to-all the first one, because the second
+        is where it writes, and the others say where runs of rows begin and how long they are; of other kinds, all."""
+        return self.operands[:1] if self.kind == "ragged-all-to-all" else self.operands
+
+    @property
     def dtype(self) -> str:
         """The element type on the wire; several types are joined by `+`."""
-        return "+".join(sorted({shape.dtype for shape in self.operands}))
+        return "+".join(sorted({shape.dtype for shape in self.sent}))
 
     @property
     def operand_bytes(self) -> int:
-        """The size of the operands on one device, in bytes per run."""
-        return sum(shape.bytes for shape in self.operands)
+        """The size of what is sent, as it is on one device, in bytes per run."""
+        return sum(shape.bytes for shape in self.sent)
 
     @property
     def result_bytes(self) -> int:

@@ -116,23 +116,65 @@ def test_table_counts_those_alike_together():
     assert hlo.table([]) == "no collectives"
 
 
+# As XLA prints them: the types of what is combined, in a tuple, and for the start of an asynchronous one in two.
+PARTS = "bf16[16,8]{1,0}", "bf16[16,4]{1,0}", "f32[16,2]{1,0:S(7)}"
+WHOLE = "bf16[32,8]{1,0}", "bf16[32,4]{1,0}", "/*index=2*/f32[32,2]{1,0}"
+COMBINED = {"all-gather": (PARTS, WHOLE), "reduce-scatter": (WHOLE, PARTS), "collective-permute": (PARTS, PARTS)}
+BYTES = {PARTS: 16 * (2 * 8 + 2 * 4 + 4 * 2), WHOLE: 32 * (2 * 8 + 2 * 4 + 4 * 2)}
+
+
+@pytest.mark.parametrize("form", ["synchronous", "start and done", "start alone"])
+@pytest.mark.parametrize("kind", COMBINED)
+def test_a_combined_collective_counts_every_array_with_its_bytes_and_dtype(kind, form):
+    operands, results = COMBINED[kind]
+    made = [f"%o{i} = {shape} bitcast(%x)" for i, shape in enumerate(operands)]
+    into, out = f"({', '.join(operands)})", f"({', '.join(results)})"
+    groups = "source_target_pairs={{0,1},{1,0}}" if kind == "collective-permute" else "replica_groups={{0,1}}"
+    arguments = f"(%o0, %o1, /*index=2*/%o2), channel_id=1, {groups}, dimensions={{0}}"
+    launch = {"synchronous": f"%c = {out} {kind}{arguments}"}.get(form, f"%c = ({into}, {out}) {kind}-start{arguments}")
+    wait = [f"%d = {out} {kind}-done(%c)"] if form == "start and done" else []
+    (found,) = collectives_of(*made, launch, *wait, ranks=2)
+    for shapes, printed in ((found.operands, operands), (found.results, results)):
+        rows = 16 if printed is PARTS else 32
+        assert [str(shape) for shape in shapes] == [f"bf16[{rows},8]", f"bf16[{rows},4]", f"f32[{rows},2]"]
+    assert (found.operand_bytes, found.result_bytes) == (BYTES[operands], BYTES[results])
+    assert found.wire_bytes == BYTES[PARTS] and found.dtype == "bf16+f32"
+    assert found.asynchronous == (form != "synchronous") and found.times == 1
+
+
+def test_of_a_ragged_all_to_all_rows_count_once_and_where_they_begin_does_not():
+    types = ["bf16[32,8]{1,0}", "bf16[64,8]{1,0:S(7)}", *["s64[2]{0}"] * 4]
+    made = [f"%o{i} = {shape} bitcast(%x)" for i, shape in enumerate(types)]
+    arguments = f"({', '.join(f'%o{i}' for i in range(6))}), replica_groups={{{{0,1}}}}"
+    launch = f"%c = (({', '.join(types)}), {types[1]}) ragged-all-to-all-start{arguments}"
+    (found,) = collectives_of(*made, launch, f"%d = {types[1]} ragged-all-to-all-done(%c)", ranks=2)
+    assert len(found.operands) == 6 and found.dtype == "bf16"
+    assert (found.operand_bytes, found.result_bytes) == (2 * 32 * 8, 2 * 64 * 8)
+    assert found.wire_bytes == 2 * 64 * 8 // 2  # at worst, half of all rows that there is room for
+
+
 @pytest.mark.full
 @needs_target
 def test_combined_collective_is_one_record_with_every_shape():
     mesh = h200_mesh()
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=P("gtp"), out_specs=(P("gtp"), P("gtp")), check_vma=False)
-    def run(x):
-        whole = lax.all_gather(x, "gtp", tiled=True)
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("gtp"), out_specs=P("gtp"), check_vma=False)
+    def run(x, y):
+        whole, other = lax.all_gather(x, "gtp", tiled=True), lax.all_gather(y, "gtp", tiled=True)
         scatter = partial(lax.psum_scatter, axis_name="gtp", tiled=True)
-        return scatter(whole * 2), scatter(jnp.pad(whole, ((0, 0), (0, 24))) + 1)
+        return scatter(whole * 2), scatter(jnp.pad(whole, ((0, 0), (0, 24))) + 1), scatter(other * 3)
 
-    found = hlo.collectives(compiled_text(run.lower(array(mesh, (64, 40), P("gtp")))))
-    (combined,) = [c for c in found if c.kind == "reduce-scatter"]
+    shapes = array(mesh, (64, 40), P("gtp")), array(mesh, (64, 8), P("gtp"), jnp.float32)
+    found = hlo.collectives(compiled_text(run.lower(*shapes)))
+    (gather,) = [c for c in found if c.kind == "all-gather"]
+    assert sorted(map(str, gather.results)) == ["bf16[64,40]", "f32[64,8]"] and gather.dtype == "bf16+f32"
+    assert gather.result_bytes == 8 * gather.operand_bytes == 64 * (2 * 40 + 4 * 8)
+    combined, alone = sorted((c for c in found if c.kind == "reduce-scatter"), key=lambda c: c.dtype)
     assert sorted(s.dims for s in combined.operands) == [(64, 40), (64, 64)]
     assert sorted(s.dims for s in combined.results) == [(8, 40), (8, 64)]
     assert combined.operand_bytes == 8 * combined.result_bytes == 2 * 64 * (40 + 64)
+    assert alone.operand_bytes == 8 * alone.result_bytes == 4 * 64 * 8 and alone.dtype == "f32"
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Mutants of generation, conversion, data, checkpoints and runs."""
+"""Mutants of generation, conversion, data, checkpoints, runs and compiled programs that are read."""
 
 from __future__ import annotations
 
@@ -168,5 +168,21 @@ MUTANTS = (
         """return f"{self.path.rpartition('kernel')[0]}{self.layer}.{self.expert}\"""",
         """return f"{self.path.rpartition('kernel')[0]}{self.layer}\"""",
         ("tests/convert/test_experts_round_trip.py::test_weights_that_share_a_scale_are_of_one_expert",),
+    ),
+    Mutant(
+        "a combined collective counts its first array alone",
+        "operands=tuple(shape for name in inner.operands for shape in scope[name].shapes)",
+        "operands=tuple(shape for name in inner.operands[:1] for shape in scope[name].shapes)",
+        (
+            "tests/hlo/test_collectives_counts.py::test_a_combined_collective_counts_every_array_with_its_bytes_and_dtype",
+        ),
+    ),
+    Mutant(
+        "where a ragged all-to-all writes counts as sent",
+        'return self.operands[:1] if self.kind == "ragged-all-to-all" else self.operands',
+        "return self.operands",
+        (
+            "tests/hlo/test_collectives_counts.py::test_of_a_ragged_all_to_all_rows_count_once_and_where_they_begin_does_not",
+        ),
     ),
 )
