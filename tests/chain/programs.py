@@ -33,9 +33,9 @@ def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatche
 
 
 def counted(found: list[hlo.Collective]) -> Counter:
-    """Times that each (pass, whole shape) moves."""
+    """Times that each (pass, whole shape) moves, also if XLA has combined several into one collective."""
     count: Counter = Counter()
     for c in found:
-        (whole,) = c.results if c.kind == "all-gather" else c.operands
-        count[c.direction, whole.dims] += c.times
+        for whole in c.results if c.kind == "all-gather" else c.operands:
+            count[c.direction, whole.dims] += c.times
     return count

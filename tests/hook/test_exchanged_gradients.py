@@ -19,6 +19,7 @@ from ..hlo.programs import needs_target
 from .programs import HIDDEN, LAYERS, WIDTH, compiled
 from .recipes import ALL_MESHES, BATCH, Dense, assert_near, flat, trained
 from .steps import MESHES, scope
+from .test_overlap_h200 import TABLE, elements
 
 SIZES = dict(hidden=192)
 CASES = [
@@ -145,6 +146,6 @@ def test_the_matrices_of_a_block_are_sent_in_one_all_to_all_and_reduced_by_nothi
     sent = [c for c in calls if c.kind == "all-to-all"]
     assert len(sent) == LAYERS and {c.dtype for c in sent} == {"u16"}
     assert {sum(shape.elements for shape in c.operands) for c in sent} == {4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN}
-    others = [c for c in calls if c.kind in ("reduce-scatter", "all-reduce")]
-    block = {WIDTH * WIDTH, WIDTH * HIDDEN}
-    assert not [c for c in others for shape in c.operands if shape.elements in block]
+    # XLA may join arrays end to end, so that their shapes are lost: a matrix would exceed what biases and norms leave
+    others = sum(elements(c.operands) for c in calls if c.kind in ("reduce-scatter", "all-reduce"))
+    assert 0 < others - 2 * TABLE < WIDTH * WIDTH

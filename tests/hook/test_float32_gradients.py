@@ -17,7 +17,7 @@ from gtp_jax import hlo
 from .programs import compiled
 from .recipes import ALL_MESHES, BATCH, MATMULS, Dense, flat
 from .steps import scope
-from .test_overlap_h200 import ELEMENTS, TABLE, elements
+from .test_overlap_h200 import ELEMENTS, TABLE
 
 BF16 = jnp.bfloat16
 
@@ -256,6 +256,6 @@ def test_second_derivatives_are_those_without_a_slot():
 def test_each_matrix_is_reduced_once_and_in_float32():
     scattered = hlo.launch_order(compiled(grad_reduce="float32")[0]).collectives("reduce-scatter")
     sizes = {"f32": 0, "bf16": 0}
-    for e in scattered:
-        sizes[e.collective.dtype] += elements(e.collective.operands)
+    for shape in (shape for e in scattered for shape in e.collective.operands):
+        sizes[shape.dtype] += shape.elements
     assert sizes == {"f32": ELEMENTS - TABLE, "bf16": TABLE}  # the table is looked up, which is no product

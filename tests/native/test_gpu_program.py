@@ -38,6 +38,5 @@ def test_a_packed_gather_calls_one_kernel_on_each_side_and_says_how_long_it_take
     assert [name for name, _ in calls] == ["gtp_pack", "gtp_unpack"]
     # 256 x 1024 of bfloat16 and 0.504 bytes each; eight times that, at 4000 bytes a nanosecond, and a launch each
     assert [round(int(ns), -1) for _, ns in calls] == [2160, 3310]
-    gathers = re.findall(r"(\w+)\[8,\d+\]\S* all-gather", text)
-    assert set(gathers) <= {"u8"}
-    assert f"u8[8,{PLAN.bytes(NVFP4)}]" in text
+    (gather,) = hlo.collectives(text)
+    assert gather.kind == "all-gather" and [str(s) for s in gather.results] == [f"u8[8,{PLAN.bytes(NVFP4)}]"]
