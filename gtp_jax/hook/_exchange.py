@@ -20,11 +20,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..formats import Format
+from ..layout import Matrix, seen_as_matrix
 from ..mesh import current_view, degrees
 from ..recipes import Recipe
 from ..weights import ModulePath, WeightGroup, on_ranks, scatter
 from ._codes import rule_of
-from ._matrix import Matrix, logical_shape, seen_as_matrix
+from ._matrix import logical_shape
 from ._path import paths_of
 from ._placement import Placement
 from ._products import widened

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..layout import Matrix, Placement
-from ..layout import seen_as_matrix as seen_as_matrix
 from ..mesh import current_view
 from ._products import Factor, Runs
 
