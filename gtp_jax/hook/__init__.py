@@ -3,7 +3,7 @@
 [Note: words of the hook]
 - unit: a module, such as a block of a transformer, that gathers its weights when it is called.
 - holder: a module that contains units. It gathers only the weights that it holds itself.
-- placement: how a weight is partitioned in storage, and after its gather.
+- placement: how a weight is partitioned in storage, and after its gather; see [Note: where weights live].
 - number of a weight: its index among the weights that one call gathers or quantizes.
 - wire: what ranks send instead of the shards of quantized weights, such as their codes.
 - slot: an array of zeros that accompanies a weight. A product that the hook computes can return the weight's gradient

@@ -1,4 +1,15 @@
-"""Layouts: how a weight is stored and used, as plain data, with the data movements that need no communication."""
+"""Layouts: how a weight is stored and used, as plain data, with the data movements that need no communication.
+
+[Note: where weights live]
+- `Layout`: a kernel of gtp_jax's own layers. Names the axes by what they do, and covers experts and uneven tp.
+- `ArrayLayout`: a `gtp_jax.Param` of any shape, with the `Layout` of the matrix as which it travels.
+- `Placement`: an array of any shape that any axes may divide: a weight of a module that gtp_jax did not write, or the
+  codes or scales of a frozen weight. Names the partitions before and after the gather.
+- `Matrix`: a `Placement` seen as a matrix, with the `Layout` of that matrix.
+
+The first three (`AnyLayout`) have a logical shape, the shape of the stored array, which may be padded, and its
+partition spec. `pad`, `cut` and the functions of shapes beside them convert between the two.
+"""
 
 from ._array import ArrayLayout as ArrayLayout
 from ._array import layout_of_array as layout_of_array

@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 _PLAIN = "tests/meaning/test_transformations.py::test_loss_and_gradients_are_those_of_plain_jax"
 _LAYOUTS = "tests/layout/test_layouts.py::test_gathered_weights_and_scattered_gradients_are_those_of_numpy"
+_PLACEMENTS = "tests/layout/test_placements.py::"
 _OVER_DP = "tests/meaning/test_weights_in_a_loss.py::test_over_dp_it_means_what_it_means_without_a_mesh"
 _VIEWS = "tests/nn/test_dense_views.py::test_module_in_global_view_equals_itself_without_a_mesh"
 _PARITY = "tests/parity/test_llama_parity.py::test_meshes_agree_with_the_plain_model"
@@ -259,5 +260,30 @@ MUTANTS = (
         "found = self._cast(jax.tree.map(lambda g: g / copies, found), self._sent_back)",
         "found = self._cast(found, self._sent_back)",
         ("tests/nonuniform/test_nonuniform_step.py::test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device",),
+    ),
+    # where weights of any shape live
+    Mutant(
+        "a matrix is padded by as many rows as the array, whose rows are shorter",
+        "Padding(starts[dim], placement.padding.size * (sizes[starts[dim]] // shape[dim]))",
+        "Padding(starts[dim], placement.padding.size)",
+        (f"{_PLACEMENTS}test_the_matrix_of_a_placement_is_stored_as_the_array_is",),
+    ),
+    Mutant(
+        "a slice of a stacked weight is padded along another dimension",
+        "Padding(self.padding.dim - 1, self.padding.size)",
+        "self.padding",
+        (f"{_PLACEMENTS}test_a_slice_is_stored_as_the_whole_is_without_its_first_dimension",),
+    ),
+    Mutant(
+        "a first dimension that ranks divide is left to a loop",
+        "return self if self.axes(0) else self.without_first",
+        "return self.without_first",
+        (f"{_PLACEMENTS}test_a_slice_is_stored_as_the_whole_is_without_its_first_dimension",),
+    ),
+    Mutant(
+        "gathered codes count as whole over tp",
+        "layout.gathered.matrix_spec, tuple(layout.degrees.items()), {}",
+        "type(layout.matrix_spec)(), tuple(layout.degrees.items()), {}",
+        (f"{_PLACEMENTS}test_codes_are_stored_in_equal_shards_of_whole_blocks_and_used_without_padding",),
     ),
 )
