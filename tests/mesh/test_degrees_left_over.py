@@ -67,6 +67,8 @@ def test_virtual_devices_are_the_usual_number_or_what_the_degrees_need():
 def test_the_flag_for_replicas_is_a_role_of_no_axes():
     assert Parallelism(dp=2).roles == Roles() and Roles().over_optimizer == ("dp",)
     assert Parallelism(dp=2, shard_optimizer=False).roles.over_optimizer == ()
+    roles = Parallelism(gtp=2, ep=2).roles
+    assert roles.weights == ("gtp", "ep") and set(roles.batch) == {"dp", "gtp", "ep"} and roles.tensor == "tp"
     assert Roles(batch=("pod", "shard"), weights=("shard",)).over_optimizer == ("pod",)
 
 

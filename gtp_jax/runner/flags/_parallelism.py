@@ -38,7 +38,7 @@ class Parallelism:
     @property
     def roles(self) -> Roles:
         """The roles of the axes."""
-        roles = default_roles(() if self.ep == 1 else (EP,))
+        roles = default_roles(("dp", "gtp", "tp", *(() if self.ep == 1 else (EP,))))
         return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
