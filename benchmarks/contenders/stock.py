@@ -30,36 +30,42 @@ from gtp_jax.recipes import RECIPES
 class Block(nnx.Module):
     """Attention and a gated MLP, each with a residual connection."""
 
-    def __init__(self, work: Workload, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, work: Workload, *, joined: bool, rngs: nnx.Rngs) -> None:
         width, hidden = work.hidden_size, work.intermediate_size
         queries, keys = work.num_heads * work.head_dim, work.num_kv_heads * work.head_dim
         self.head_dim, self.rope_theta = work.head_dim, work.rope_theta
         self.norm1, self.norm2 = (_norm(work, width, rngs) for _ in range(2))
-        self.q, self.k, self.v = (_linear(width, features, rngs) for features in (queries, keys, keys))
+        self.joined, self.ends = joined, (queries, queries + keys)
+        if joined:
+            self.qkv, self.gate_up = (_linear(width, features, rngs) for features in (queries + 2 * keys, 2 * hidden))
+        else:
+            self.q, self.k, self.v = (_linear(width, features, rngs) for features in (queries, keys, keys))
+            self.gate, self.up = (_linear(width, hidden, rngs) for _ in range(2))
         self.o = _linear(queries, width, rngs)
-        self.gate, self.up = (_linear(width, hidden, rngs) for _ in range(2))
         self.down = _linear(hidden, width, rngs)
         if work.qk_norm:
             self.norm_q, self.norm_k = (_norm(work, work.head_dim, rngs) for _ in range(2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.norm1(x)
-        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q(h), self.k(h), self.v(h)))
+        parts = jnp.split(self.qkv(h), self.ends, axis=-1) if self.joined else (self.q(h), self.k(h), self.v(h))
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in parts)
         if hasattr(self, "norm_q"):
             q, k = self.norm_q(q), self.norm_k(k)
         q, k = (rope(y, theta=self.rope_theta) for y in (q, k))
         y = attention(q, k, v, causal=True)
         x = x + self.o(y.reshape(*y.shape[:2], -1))
         h = self.norm2(x)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+        gate, up = jnp.split(self.gate_up(h), 2, axis=-1) if self.joined else (self.gate(h), self.up(h))
+        return x + self.down(jax.nn.silu(gate) * up)
 
 
 class Llama(nnx.Module):
     """Embedding, blocks, norm and head."""
 
-    def __init__(self, work: Workload, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, work: Workload, *, joined: bool = False, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(work.vocab_size, work.hidden_size, dtype=jnp.bfloat16, rngs=rngs)
-        self.layers = nnx.List([Block(work, rngs=rngs) for _ in range(work.num_layers)])
+        self.layers = nnx.List([Block(work, joined=joined, rngs=rngs) for _ in range(work.num_layers)])
         self.norm = _norm(work, work.hidden_size, rngs)
         self.head = _linear(work.hidden_size, work.vocab_size, rngs)
 
@@ -93,6 +99,9 @@ def main() -> None:
         choices=sorted(RECIPES),
         help="the recipe: the formats in which weights are sent and multiplied (default: bfloat16)",
     )
+    flags.add_argument(
+        "--joined", action="store_true", help="one matrix for query, key and value, and one for gate and up"
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -109,7 +118,7 @@ def main() -> None:
         step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
 
         def sharded(rngs: nnx.Rngs) -> Llama:
-            return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat)
+            return gtp.shard(Llama(work, joined=args.joined, rngs=rngs), "layers.*", remat=args.remat)
 
         placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
         if args.target:
