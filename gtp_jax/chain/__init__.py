@@ -26,3 +26,6 @@ from ._schedule import KeepGathered as KeepGathered
 from ._schedule import Schedule as Schedule
 from ._stage import Outputs as Outputs
 from ._stage import Stage as Stage
+from ._ties import is_float as is_float
+from ._ties import is_real as is_real
+from ._ties import together as together

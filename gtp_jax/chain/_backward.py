@@ -15,7 +15,8 @@ from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._forward import Residuals
 from ._host import to_device, with_activations
-from ._stage import ByLayer, Stage, in_loop, is_mark, place, renumbered, tied_trees, together
+from ._stage import ByLayer, Stage, in_loop, is_mark, place, renumbered
+from ._ties import is_float, tied_trees, together
 
 Tree = Any
 
@@ -36,6 +37,7 @@ def backward(
     plan: Plan,
     shared: Tree = (),
     scalars: Sequence[Tree] | None = None,
+    first: int = 0,
 ) -> Gradients:
     """Returns the gradients of a chain.
 
@@ -48,19 +50,22 @@ def backward(
         plan: the same plan as in `forward`.
         shared: the same shared inputs as in `forward`, which were not saved.
         scalars: the gradients of each stage's `Outputs.scalars`; may be omitted if no layer returns scalars.
+        first: the first stage of which gradients are needed. `residuals` need not contain those before it.
 
     Returns:
         The gradients. Those of shards have the dtypes that `Stage.finish` returns. Those of shared floats are summed
         over layers in float32 or wider, and have the dtypes of the floats; those of shared integers are zeros of dtype
-        `float0`.
+        `float0`. If `first` is above 0, the gradients of stages before it, and of `x`, are `None`.
     """
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
-    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros(), {}), 0, residuals)
+    events = [event for event in plan.backward if isinstance(event, Barrier) or event.stage >= first]
+    carry, done = walk.run(events, _Carry(gradient, {}, {}, walk.zeros(), {}), 0, residuals)
     assert not carry.weights and not carry.pending and not carry.fetched, "gathered or fetched but never used"
-    stacked = [stage.stacked for stage in stages]
-    shards, params = (collect(_pieces(gradients, len(stages)), stacked) for gradients in done)
-    return Gradients(shards, params, carry.gradient, walk.of_shared(carry.shared))
+    stacked = [stage.stacked for stage in stages[first:]]
+    found = (collect(_pieces(gradients, len(stages))[first:], stacked) for gradients in done)
+    shards, params = ([*[None] * first, *own] for own in found)
+    return Gradients(shards, params, None if first else carry.gradient, walk.of_shared(carry.shared))
 
 
 class _Carry(NamedTuple):
@@ -98,7 +103,7 @@ class _Backward:
         self.regathers = {stage for (stage, _), closure in residuals.layers.items() if any(_marks(closure.args_res[0]))}
 
     def zeros(self) -> list[jax.Array]:
-        floats = [leaf for leaf in jax.tree.leaves(self.shared) if _is_float(leaf)]
+        floats = [leaf for leaf in jax.tree.leaves(self.shared) if is_float(leaf)]
         return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]
 
     def of_shared(self, sums: list[jax.Array]) -> Tree:
@@ -107,7 +112,7 @@ class _Backward:
         summed = iter(sums)
         none = jax.dtypes.float0
         return jax.tree.unflatten(
-            tree, [next(summed).astype(a.dtype) if _is_float(a) else np.zeros(a.shape, none) for a in leaves]
+            tree, [next(summed).astype(a.dtype) if is_float(a) else np.zeros(a.shape, none) for a in leaves]
         )
 
     def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: Residuals) -> tuple[_Carry, _Done]:
@@ -183,9 +188,9 @@ class _Backward:
 
     def _compute(
         self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
-    ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array], Turn]:
-        """Runs the backward pass of one layer. Returns the gradients of its input, of its weights and slots, of its
-        params, of the shared floats, and of its turn."""
+    ) -> tuple[Tree, Tree, Tree, list[jax.Array], Turn]:
+        """Runs the backward pass of one layer. Returns the gradient of its input, what `Stage.reduce` takes, and the
+        gradients of its params, of the shared floats, and of its turn."""
         stage = self.stages[number]
         shared = self.shared if stage.takes_shared else ()
         scalars, constants = (stage.of_layer(tree, layer) for tree in (self.scalars[number], stage.constants))
@@ -195,15 +200,15 @@ class _Backward:
         weights = _cut(stage, weights if any(_marks(kept)) else kept)
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
         to_weights, to_slots, params, gradient, to_shared, _, turn = closure((gradient, scalars))
-        if to_slots:  # gradients of weights with slots are zeros, which must not be kept for the reduction
-            to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
         if stage.frozen:  # gradients of frozen weights must neither be computed nor kept for the reduction
             to_weights, to_slots = (
                 {key: own for key, own in tree.items() if key not in stage.frozen} for tree in (to_weights, to_slots)
             )
-        to_weights = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, to_weights)
+        # gradients of weights with slots, for example, may be zeros, which must not be kept for the reduction
+        pending = stage.pending(to_weights, to_slots)
+        pending = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, pending)
         floats = [g for g in jax.tree.leaves(to_shared) if g.dtype != jax.dtypes.float0]
-        return gradient, (to_weights, to_slots), params, floats, turn
+        return gradient, pending, params, floats, turn
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:
@@ -242,7 +247,3 @@ def _put(residual: Tree, operands: list[Any]) -> Tree:
     values = iter(operands)
     marks = _marks(residual)
     return jax.tree.unflatten(tree, [next(values) if put else leaf for leaf, put in zip(leaves, marks, strict=True)])
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -16,7 +16,8 @@ from ._effects import effects_explained
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._host import to_host, without_activations
 from ._offloads import record_offload
-from ._stage import ByLayer, Outputs, Stage, in_loop, is_mark, place, renumbered, together
+from ._stage import ByLayer, Outputs, Stage, in_loop, is_mark, place, renumbered
+from ._ties import together
 
 Tree = Any
 

@@ -32,15 +32,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree, Shaped
 
 from ..weights import Apart
 from ._backward import backward
 from ._events import Loop
-from ._forward import forward
+from ._forward import Residuals, forward
 from ._plan import plan
 from ._schedule import Schedule
 from ._stage import Outputs, Stage
+from ._ties import mapped_with
 
 Tree = Any
 
@@ -81,28 +85,78 @@ def run(
 
     @jax.custom_vjp
     def chain(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree) -> tuple[Tree, list[Outputs]]:
-        return forward(with_arrays(shards, params, given), x, alone, shared)[:2]
+        y, outputs, _ = forward(with_arrays(shards, params, given), x, alone, shared)
+        return mapped_with((y, outputs), jax.tree.leaves((shards, params, x, shared)))
 
     def fwd(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree):
-        y, outputs, residuals = forward(with_arrays(shards, params, given), x, events, shared)
-        return (y, outputs), (shards, given, params, shared, residuals)
+        trained = _trained(bare, shards, params, x, shared)
+        shards, given, params, x, shared = jax.tree.map(lambda leaf: leaf.value, (shards, given, params, x, shared))
+        y, outputs, residuals = forward(trained.of(with_arrays(shards, params, given)), x, events, shared)
+        found = mapped_with((y, outputs), jax.tree.leaves((shards, params, x, shared)))
+        kept = Residuals(*({key: own for key, own in one.items() if key[0] >= trained.first} for one in residuals))
+        return found, (shards, given, params, shared, kept, trained)
 
     def bwd(saved: Tree, gradients: tuple[Tree, list[Outputs]]):
-        shards, given, params, shared, residuals = saved
-        gradient, outputs = gradients
+        shards, given, params, shared, residuals, trained = saved
+        gradient, outputs = jax.tree.map(_instantiated, gradients)
         scalars = [one.scalars for one in outputs]
-        computed = backward(with_arrays(shards, params, given), residuals, gradient, events, shared, scalars)
+        own = trained.of(with_arrays(shards, params, given))
+        computed = backward(own, residuals, gradient, events, shared, scalars, trained.first)
         # cast only here, so that the gradients of all layers are stacked in the dtype in which they were summed
-        of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
+        cast = lambda shard, g: None if g is None else g.astype(shard.dtype)  # noqa: E731
+        each = zip(shards, computed.shards, strict=True)
+        of_shards = [None if found is None else jax.tree.map(cast, one, found) for one, found in each]
         return of_shards, None, computed.params, computed.x, computed.shared  # gradients of gather_inputs go to shards
 
-    chain.defvjp(fwd, bwd)
+    chain.defvjp(fwd, bwd, symbolic_zeros=True)
     looped = {event.stage for event in events.forward if isinstance(event, Loop)}
     given = [
         (_joined(stage.gather_inputs) if number in looped else stage.gather_inputs, stage.constants)
         for number, stage in enumerate(stages)
     ]
     return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """The parts of a chain that are differentiated.
+
+    Attributes:
+        frozen: for each stage, the keys of the weights that are not.
+        first: the first stage for which a gradient is needed. Backward ends with it.
+    """
+
+    frozen: tuple[frozenset[Any], ...]
+    first: int
+
+    def of(self, stages: Sequence[Stage]) -> list[Stage]:
+        """Returns the stages, with these weights frozen too."""
+        each = zip(stages, self.frozen, strict=True)
+        return [dataclasses.replace(stage, frozen=stage.frozen | keys) for stage, keys in each]
+
+
+def _trained(stages: Sequence[Stage], shards: Tree, params: Tree, x: Tree, shared: Tree) -> _Trained:
+    """Returns what is differentiated, given the arguments of a chain as the rules of a `custom_vjp` receive them."""
+    frozen = [
+        frozenset(key for key, leaf in own.items() if not leaf.perturbed) if stage.trains_some else frozenset[Any]()
+        for stage, own in zip(stages, shards, strict=True)
+    ]
+    reads = [
+        (own, floats, shared if stage.takes_shared else (), () if number else x)
+        for number, (stage, own, floats) in enumerate(zip(stages, shards, params, strict=True))
+    ]
+    wanted = (number for number, own in enumerate(reads) if any(leaf.perturbed for leaf in jax.tree.leaves(own)))
+    return _Trained(tuple(frozen), next(wanted, 0))
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """Returns a gradient as an array, if JAX has passed a symbolic zero instead of it."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    dtype: Any = cotangent.dtype
+    integer = dtype == jax.dtypes.float0
+    return (np if integer else jnp).zeros(cotangent.shape, dtype)
 
 
 def _joined(inputs: Tree) -> Tree:

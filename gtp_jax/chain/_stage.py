@@ -11,6 +11,7 @@ from jax import lax
 
 from ..collectives import Turn, tied
 from ..weights import Apart
+from ._ties import together
 
 Tree = Any
 
@@ -50,8 +51,10 @@ class Stage:
         gather: a function from one layer's shards, `gather_inputs` and result of `prepare` to its gathered weights;
             integers among these have no gradient. It is differentiated only if a gradient is differentiated again, and
             only with respect to the shards.
-        reduce: a function that sums the gradients of one layer over the ranks. Its argument is a pair: the gradients of
-            the weights, except of those that have slots, and the gradients of the slots.
+        pending: a function from the gradients of one layer's weights and those of its slots to what `reduce` takes, so
+            that nothing else is kept until then. By default, a pair: the gradients of the weights, except of those that
+            have slots, and the gradients of the slots.
+        reduce: a function that sums over the ranks what `pending` returns for one layer.
         finish: a function that computes the gradient of the layer's shards from the result of `reduce`, without
             communication. It runs after the barrier that ends the reduction, if one follows it, so that XLA can write
             the result directly to where the gradients of all layers are collected. The result may have a narrower dtype
@@ -65,14 +68,15 @@ class Stage:
         first: the index of the stage's first layer in `gather_inputs`. It lets stages that are parts of one stack share
             `gather_inputs` without copying them.
         slots: a function from the weights that `apply` takes to arrays that represent some of them when gradients are
-            taken; their values are never read. If it returns any, both it and `gather` return dicts, and a weight whose
-            key has a slot has no gradient of its own.
+            taken; their values are never read. If it returns any, both it and `gather` return dicts.
         takes_shared: whether `apply` receives the chain's shared inputs; otherwise it receives `()`.
         travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
         offload: whether the activations that layers save are moved to the host's memory between the passes, except
             those of the chain's last layer.
         frozen: the keys of gathered weights that need no gradient. `reduce` does not receive their gradients. If there
             are any, `gather` returns a dict.
+        trains_some: whether `shards` and the result of `gather` are dicts with the same keys, and the weights whose
+            shards are not differentiated are `frozen` too. If so, `finish` returns `None` for these.
         source: the name of the module that the layers belong to, for `offloads_recorded`.
         name: the name of the layers' class, for errors.
         cut: a function from the result of `gather` to the weights that `apply` takes, whose gradients `reduce` takes;
@@ -84,7 +88,7 @@ class Stage:
     gather_inputs: Tree
     params: Tree
     gather: Callable[[Tree, Tree, Tree], Tree]
-    reduce: Callable[[tuple[Tree, Tree]], Tree]
+    reduce: Callable[[Tree], Tree]
     apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree, Turn], tuple[Tree, Outputs]]
     length: int = 1
     stacked: bool = False
@@ -93,10 +97,12 @@ class Stage:
     prepare: Callable[[Tree], Tree] = lambda inputs: ()
     finish: Callable[[Tree], Tree] = lambda reduced: reduced
     slots: Callable[[Tree], Tree] = lambda weights: {}
+    pending: Callable[[Tree, Tree], Tree] = lambda weights, slots: (_without(slots, weights), slots)
     takes_shared: bool = False
     travels: bool = True
     offload: bool = False
     frozen: frozenset[Any] = frozenset()
+    trains_some: bool = False
     source: str = ""
     name: str = "a layer"
     cut: Callable[[Tree], Tree] | None = None
@@ -116,13 +122,13 @@ class Stage:
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
         """Returns the result of `prepare` for a layer. `prepare` waits for the values in `after`."""
         # tied before slicing the stack, so that forward's slice is not kept for backward
-        inputs, _ = lax.optimization_barrier((self._read(layer), after))
+        inputs, _ = together(self._read(layer), after)
         return self.prepare(self.of_layer(inputs, layer, self.first))
 
     def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
         """Gathers the weights of a layer. The gather waits for the values in `after` and, if a turn is given, for the
         turn."""
-        inputs, prepared, _ = lax.optimization_barrier((self._read(layer), prepared, after))
+        inputs, prepared, _ = together(self._read(layer), prepared, after)
         if turn is not None:
             inputs, prepared = tied((inputs, prepared), turn)
         own = self.of_layer(inputs, layer, self.first)
@@ -134,24 +140,8 @@ class Stage:
         return jax.tree.map(lambda a: a.only(index) if _is_apart(a) else a, self.gather_inputs, is_leaf=_is_apart)
 
 
-def together(*trees: Tree) -> tuple[Tree, ...]:
-    """Returns the same values through an optimization barrier: none of them is available before all are."""
-    return _with_arrays(lax.optimization_barrier, trees)
-
-
-def tied_trees(tree: Tree, turn: Turn) -> Tree:
-    """Returns the same values, but not before the turn is available."""
-    return _with_arrays(lambda arrays: tied(arrays, turn), tree)
-
-
-def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
-    """Replaces the arrays of a tree with what `change` returns for them. Gradients of integers (`float0`) are not JAX
-    arrays and stay as they are."""
-    leaves, structure = jax.tree.flatten(tree)
-    real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    for i, leaf in zip(real, change([leaves[i] for i in real]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
+def _without(keys: Tree, weights: Tree) -> Tree:
+    return {key: own for key, own in weights.items() if key not in keys} if keys else weights
 
 
 def place(origin: Any, layer: int) -> Any:

@@ -10,18 +10,16 @@
   as the gradient of the slot, whose dtype and shape may differ from those of the weight.
 - walk: the sequence of calls of units in one trace, within one call of a model.
 
-[Note: tokens carry order, never values]
+[Note: a model as a chain]
 `shard` changes the class of a unit to a subclass. In this subclass, the methods named by the argument `methods` call
-this package. A call that must gather or quantize weights traces the unit's code to a jaxpr once, under the caller's
-context managers. One `custom_vjp` evaluates that jaxpr. Forward gathers the unit's weights, and saves their shards and
-codes; backward gathers the weights again, or uses those that `keep_last` has saved.
+this package (`_call`). A call that must gather or quantize weights traces the unit's code to a jaxpr once, under the
+caller's context managers (`_trace`).
 
-A token of two zeros passes from unit to unit. A unit's gather waits for the first zero, which becomes available when
-the previous unit has its input and its weights. So the gather can run while the previous unit computes. In backward,
-the token's cotangent orders the gathers and the reductions. Its first zero becomes available when the next unit has its
-weights and the gradient of its output; the unit's gather waits for it. Its second zero becomes available when the next
-unit's gradients are reduced; the unit's own reduction waits for it. If a token is lost, used twice or stale, a gather
-or a reduction may start late or early, but no value changes.
+In traced code, the outermost call of a model is recorded (`_record`): its code is traced to a jaxpr, in which each call
+of a unit is one operation. The jaxpr is split at these operations (`_split`), and they run as the stages (`_stage`) of
+a chain, as the layers of a `Stack` do: forward gathers the next unit's weights while a unit computes, and saves the
+shards; backward gathers the weights again, and reduces the gradients one unit later. Other calls (inside a scan or
+another transformation, or in code that is not traced) run as chains of one stage, which gather when they run.
 
 The weights that a recipe quantizes are quantized once per call (`_codes`), or once per step of `train_step`
 (`_quantized`; `_made` hands the codes to the calls). Ranks gather the codes (`_weights`). The hook finds products with

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
-from jax.extend.core import Jaxpr
 
 from ..chain import Remat
 from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
@@ -22,8 +21,7 @@ from ._choice import name_of, own_variables
 from ._codes import coded, moving
 from ._exchange import exchanged
 from ._float_ids import float_ids_explained
-from ._forward_mode import refused_in_forward_mode
-from ._jaxprs import custom_vjps, in_forward_mode
+from ._forward_mode import FORWARD, forward_mode_refused, of_own_code, refused_in_forward_mode
 from ._made import wires_of_call
 from ._matrix import logical_shape
 from ._movement import own_part
@@ -31,22 +29,20 @@ from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import Paths, named, path_of
 from ._placement import Placement
+from ._record import call_or_mark, can_record, recorded
+from ._recording import original
 from ._rows import divided
 from ._scope import hook_is_off
 from ._shards import on_parts, refuse_shards
 from ._sources import part_of_new_value
-from ._step import run
+from ._stage import StagedCall
 from ._trace import traced, written_while_quantized
-from ._walk import is_under_way, leave, note_weights, take, walking
+from ._walk import is_under_way, note, walking
 from ._weights import Weights, gather_once
 
 # The weights of a module, hashable: for each, its path in the module, its placement, and its paths (`paths_of`).
 Placements = tuple[tuple[ModulePath, Placement, Paths], ...]
 
-# The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
-_FORWARD = "can't apply forward-mode"
-# Words of JAX's error for a forward-mode derivative of such a function that is differentiated again.
-_NO_RULE = "rule for 'custom_lin'"
 # Words of JAX's error for a sharding constraint over a manual axis, and of the error that replaces it.
 _CONSTRAINT = "passed to with_sharding_constraint"
 _OF_LOCAL_VIEW = "but in local view each rank calls it with its own examples, and no array is sharded over these axes"
@@ -78,8 +74,7 @@ def call_unit(
         kwargs: keyword arguments.
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether to save the gathered weights for backward if no unit follows in the walk (see `run`). Has no
-            effect if the call belongs to no walk.
+        keep_last: whether to save the gathered weights for backward if no unit follows in a recorded walk.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
@@ -105,18 +100,13 @@ def call_unit(
         args, kwargs = divided((args, kwargs), axes)
     with _explained(unit):
         call = traced(method, unit, args, kwargs, axes)
-    keep_last = keep_last and is_under_way()
-    with _forward_mode_refused(unit, call.program.jaxpr) as message:
-        weights, rest, token = refused_in_forward_mode(message, (call.weights, call.rest, take(unit)))
-        made: Any = {"keys": call.keys, "wires": call.wires}
-        options: Any = {"remat": remat, "keep_last": keep_last, "axes": axes, "wide": wide}
-        options["owner"] = f"{type(unit).__name__} (of the weight {call.names[0]})"
-        outputs, token, products = run(call.program, weights, rest, token, **made, **options)
-    leave(token)
+    owner = f"{type(unit).__name__} (of the weight {call.names[0]})"
+    staged = StagedCall(call.program, remat=remat, axes=axes, wide=wide, owner=owner)
     pairs = zip(call.weights, call.program.placements, strict=True)
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
-    note_weights(call.names, shapes, products.multiplied, products.narrow)
-    return call.finish(outputs)
+    note = _noting(unit, call.names, shapes, staged)
+    refused = functools.partial(forward_mode_refused, type(unit).__name__, call.program.jaxpr)
+    return call.finish(call_or_mark(call, staged, keep_last=keep_last, note=note, refused=refused))
 
 
 @legacy_mesh_in_scope()
@@ -148,8 +138,38 @@ def call_holder(
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     if not is_under_way():
         args, kwargs = divided((args, kwargs), batch_axes(batch))
+    if can_record():
+        again = functools.partial(_call_again, method, placements, batch)
+        return recorded(again, holder, args, kwargs, batch_axes(batch))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
+
+
+def _call_again(
+    method: Callable[..., Any],
+    placements: Placements,
+    batch: tuple[str, ...],
+    holder: nnx.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return call_holder(method, holder, args, kwargs, placements, batch=batch)
+
+
+def _noting(
+    unit: nnx.Module, names: Sequence[str], shapes: Sequence[tuple[int, ...]], call: StagedCall
+) -> Callable[..., None]:
+    """Adds a record of a call, if calls are recorded. Returns a function that completes it once the call has been
+    traced, with further attributes."""
+    replace = note(original(unit))
+
+    def complete(**attributes: Any) -> None:
+        if replace is not None:
+            found = call.products()
+            paths = {field: tuple(names[i] for i in sorted(getattr(found, field))) for field in found._fields}
+            replace(weights=tuple(zip(names, shapes, strict=True)), **paths, **attributes)
+
+    return complete
 
 
 Sharded = list[tuple[nnx.Variable, Placement]]
@@ -265,49 +285,12 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
             f"`view='global'`, or leave the constraint out. JAX says: {error}"
         ) from error
     except TypeError as error:
-        if _FORWARD not in str(error):
+        if FORWARD not in str(error):
             raise
         calls = traceback.extract_tb(error.__traceback__)
         own = [call for call in calls if not call.filename.startswith(os.path.dirname(jax.__file__))][-1]
-        raise _of_own_code(owner, f"`{own.line}`, in {own.name} at {own.filename}:{own.lineno}") from error
-
-
-@contextlib.contextmanager
-def _forward_mode_refused(owner: nnx.Module, jaxpr: Jaxpr | None = None) -> Iterator[str]:
-    """Yields the message of the error for a gather that is differentiated in forward mode, and replaces JAX's errors
-    with this error. If `jaxpr` itself differentiates `jax.custom_vjp` functions in forward mode, the new error says so
-    instead, and names the backward rule of the first.
-
-    Args:
-        owner: the module whose weights are gathered.
-        jaxpr: the jaxpr of the module's own code, if that code runs in this context.
-    """
-    instead = ", or, in global view, call the model under `with gtp_jax.without_hook():`, where XLA gathers the weights"
-    if jaxpr is not None and (functions := custom_vjps(jaxpr)):
-        instead = (
-            "; `gtp_jax.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
-            f"{functions[0]}, which JAX cannot differentiate in forward mode"
-        )
-    message = (
-        f"{type(owner).__name__}, sharded by `gtp_jax.shard`, is differentiated in forward mode (`jax.jvp`, "
-        f"`jax.jacfwd`, `jax.linearize`), which its gathers do not support. Use reverse mode{instead}."
-    )
-    try:
-        yield message
-    except (NotImplementedError, TypeError) as error:
-        if not any(words in str(error) for words in (_FORWARD, _NO_RULE)):
-            raise
-        if jaxpr is not None and (rules := in_forward_mode(jaxpr)):
-            raise _of_own_code(owner, f"the one with the backward rule `{rules[0]}`") from error
-        raise TypeError(message) from error
-
-
-def _of_own_code(owner: nnx.Module, which: str) -> TypeError:
-    return TypeError(
-        f"a `jax.custom_vjp` function that {type(owner).__name__} calls is differentiated in forward mode (`jax.jvp`, "
-        f"`jax.jacfwd`), which JAX does not support: {which}. Use reverse mode, or define its derivative "
-        "with `jax.custom_jvp` instead."
-    )
+        where = f"`{own.line}`, in {own.name} at {own.filename}:{own.lineno}"
+        raise of_own_code(type(owner).__name__, where) from error
 
 
 def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
@@ -319,7 +302,7 @@ def _not_in_trace(variable: nnx.Variable, quantized: bool) -> str:
         else "use the global view"
     )
     return (
-        f"{why}, whose module is called inside a transformation (a scan, `jax.checkpoint`) into which the module was "
+        f"{why}, whose module is called inside a transformation (such as `jax.linearize`) into which the module was "
         f"not passed, so the {'quantized' if quantized else 'gathered'} weight cannot be put into its variable. Pass "
         f"the module to the transformation, as `nnx.scan` and `nnx.remat` do; or {instead}."
     )
@@ -333,8 +316,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     again, and neither do the copies that `nnx.remat` and other transformations make. If the call writes a weight that
     is not quantized, each rank keeps its part of the new value.
 
-    A variable that belongs to an outer trace cannot be set: the holder is called inside a transformation into which it
-    was not passed. In global view, the variable of an unquantized weight then keeps its shards, which XLA gathers.
+    A variable that belongs to an outer trace cannot be set, as in `jax.linearize` of code that is not traced otherwise.
+    In global view, the variable of an unquantized weight then keeps its shards, which XLA gathers.
 
     Raises:
         ValueError: if the call writes a weight that the recipe in scope quantizes; or if a variable cannot be set, and
@@ -351,7 +334,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
-    with _forward_mode_refused(owner) as message:
+    with forward_mode_refused(type(owner).__name__) as message:
         gathered = gather_once(how, refused_in_forward_mode(message, shards), wires)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}

@@ -1,10 +1,13 @@
-"""Sums the gradients of weights over ranks by exchanging them, in the format or dtype of a recipe's `grad_wire`.
+"""Sums the gradients of weights over ranks: exchanges them in the format or dtype of a recipe's `grad_wire`, or
+reduce-scatters them.
 
 [Note: one gradient per rank]
 In global view, XLA sums the gradients of all ranks as part of the product that computes them, so no array holds the
-gradient of a single rank. To exchange gradients, the hook keeps them apart: the products that it computes (`_multiply`)
-return them as the gradient of a slot, which has an additional leading dimension. This dimension has one entry per rank
-of the batch, and is sharded over the axes of the batch. In local view, each rank has its own gradient anyway.
+gradient of a single rank. There, nothing can order the sums: XLA reduces a gradient before whatever the gradient waits
+for. The next block's compute then hides less of it. Therefore, the hook keeps gradients apart, and sums them itself.
+The products that it computes (`_multiply`) return them as the gradient of a slot, which has an additional leading
+dimension. This dimension has one entry per rank of the batch, and is sharded over the axes of the batch. In local view,
+each rank has its own gradient anyway.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ..recipes import Recipe
 from ..weights import ModulePath, WeightGroup, on_ranks, scatter
 from ._codes import rule_of
 from ._matrix import logical_shape
+from ._movement import scatter as reduce
 from ._path import paths_of
 from ._placement import Placement
 from ._products import widened
@@ -34,18 +38,19 @@ from ._scope import recipe_in_scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange(Matrix):
-    """How the gradient of a weight is exchanged. Each rank divides its gradient into shards, sends each shard to the
-    rank that owns it, and sums the shards that it receives. The gradient of a weight that is gathered along two
-    dimensions of its matrix is exchanged along one of them, and reduce-scattered along the other.
+    """How the gradients that ranks have of a weight are summed. Each rank divides its gradient into shards, sends each
+    shard to the rank that owns it, and sums the shards that it receives. The gradient of a weight that is gathered
+    along two dimensions of its matrix is exchanged along one of them, and reduce-scattered along the other.
 
     Attributes:
-        wire: the format or dtype in which gradients are exchanged; they are summed in at least float32.
+        wire: the format or dtype in which gradients are exchanged; they are summed in at least float32. `None` if they
+            are reduce-scattered in their own dtype.
     """
 
-    wire: Format | np.dtype
+    wire: Format | np.dtype | None
 
     def group(self, dtype: np.dtype) -> WeightGroup:
-        """Returns the decisions about the weight's gradient as a `WeightGroup`.
+        """Returns the decisions about a gradient that is exchanged as a `WeightGroup`.
 
         Args:
             dtype: the dtype of the gradient.
@@ -102,6 +107,26 @@ def decide_exchange(
     return Exchange(wire=wire, inputs=seen.inputs, layout=seen.layout)
 
 
+def scattered(variable: Any, placement: Placement, axes: tuple[str, ...]) -> Exchange | None:
+    """Returns how the gradient of a weight is reduce-scattered by the hook in global view; `None` if XLA reduces it.
+
+    XLA reduces it if the weight is not gathered, is divided after its gather, or is not seen as a matrix; and on a mesh
+    with further axes than `axes`, over which XLA may partition what the model computes.
+
+    Args:
+        variable: the variable of the weight.
+        placement: the placement of the weight.
+        axes: the axes of the mesh that shard the batch.
+    """
+    others = set(jax.sharding.get_abstract_mesh().axis_names).difference(axes)
+    if current_view() != "global" or not placement.gathered or degrees(tuple(others)) > 1:
+        return None
+    seen = seen_as_matrix(logical_shape(variable.get_raw_value(), placement), placement)
+    if isinstance(seen, str) or seen.layout.tensor.ranks > 1:
+        return None
+    return Exchange(wire=None, inputs=seen.inputs, layout=seen.layout)
+
+
 def exchange(
     gradients: Mapping[int, jax.Array],
     weights: Sequence[Exchange | None],
@@ -138,13 +163,14 @@ def _of_rank(
 ) -> dict[int, jax.Array]:
     """Sums each gradient over the axes over which its weight is gathered, and returns the sums for this rank's shards.
     Must be called inside a `shard_map`."""
+    found = {i: reduce(gradients[i], placements[i]) for i, one in weights.items() if one.wire is None}
+    weights = {i: one for i, one in weights.items() if i not in found}
     groups: dict[ModulePath, WeightGroup] = {(i,): one.group(gradients[i].dtype) for i, one in weights.items()}
     matrices = {i: one.to_matrix(gradients[i]) for i, one in weights.items()}
     fused: dict[ModulePath, jax.Array] = {
         (i,): matrices[i] if one.layout.rows == 0 else matrices[i].T for i, one in weights.items()
     }
     shards = scatter(groups, fused)
-    found = {}
     for i in weights:
         whole = placements[i].with_padding(gradients[i].shape)
         sizes = [size // degrees(placements[i].gathered_axes(dim)) for dim, size in enumerate(whole)]

@@ -24,6 +24,7 @@ from flax import nnx
 from ..weights import Beside, CallKeys, Stored, Stretch, Wire, key_for
 from ._codes import Coded
 from ._placement import placement_of
+from ._recording import original_array
 
 
 def with_made[M: nnx.Module](model: M, codes: Sequence[Stretch], key: jax.Array | None) -> M:
@@ -87,4 +88,4 @@ def _renamed(wire: Any, numbers: Sequence[int]) -> Wire:
 
 def _made(variable: Any) -> Stored | None:
     made = variable.get_metadata().get("made")
-    return None if made is None else made.of(variable.get_raw_value())
+    return None if made is None else made.of(original_array(variable.get_raw_value()))

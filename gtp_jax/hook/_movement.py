@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,14 +13,13 @@ from jax.sharding import PartitionSpec
 from ..collectives import all_gather, reduce_scatter
 from ..layout import Placement, cut, pad
 from ..mesh import current_view, degrees
+from ..weights import on_ranks
 
 
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:
     """Returns the gathered weight, without padding.
 
-    In global view, XLA inserts the gather between two sharding constraints. The first constraint, to the stored
-    partition, keeps the gather after the arrays that the shard waits for ([Note: ties that hold]). Without this
-    constraint, XLA could gather before the wait, and merge the gathers of forward and backward.
+    In global view, XLA inserts the gather between two sharding constraints.
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
@@ -28,6 +28,19 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
         if axes := placement.gathered_axes(dim):
             shard = all_gather(shard, axes, dim=dim)
     return cut(shard, placement)
+
+
+def gather_on_ranks(shards: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
+    """Returns what `gather` returns for each shard. In global view, every rank gathers explicitly, so that XLA cannot
+    do it elsewhere than where the program says. The result has no derivative."""
+    if current_view() != "global" or not shards:
+        return [gather(shard, placement) for shard, placement in zip(shards, placements, strict=True)]
+
+    def of_ranks(shards: list[jax.Array]) -> list[jax.Array]:
+        return [gather(shard, placement) for shard, placement in zip(shards, placements, strict=True)]
+
+    into, out = [one.stored for one in placements], [one.used for one in placements]
+    return on_ranks(of_ranks, (into,), out)(list(shards))
 
 
 def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:

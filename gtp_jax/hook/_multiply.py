@@ -84,7 +84,7 @@ def product(
             assert isinstance(weight, SlottedWeight)
             weight = SlottedWeight(weight.values, weight.slot[0])
         if operands is None:
-            y = linear(x, weight)
+            y = linear(x, weight, factor.precision)
         elif operands.weight.block is None:
             y = linear_fp8(x, weight, operands.gradient, keep_codes=operands.keep_codes)
         elif operands.weight == FP8_BLOCKS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,24 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
-        value: any pytree, whose leaves may be nodes. What two of them share, they share in the rebuilt value too.
+        value: any pytree, whose leaves may be nodes, or instances of dataclasses that contain nodes or arrays. What two
+            nodes share, they share in the rebuilt value too.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
             node, whose arrays are left out. If a module or another `nnx.Pytree` is not replaced itself, the nodes
             within it are not replaced either.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
+    if any(map(_is_record, leaves)):
+        fields = [vars(leaf) if _is_record(leaf) else leaf for leaf in leaves]
+        arrays, rebuild = taken_apart(fields, known)
+        kinds = [leaf if _is_record(leaf) else None for leaf in leaves]
+        bare = [kind if kind is None else _with_fields(kind, {}) for kind in kinds]
+
+        def with_records(found: Sequence[Any]) -> Any:
+            each = zip(bare, rebuild(found), strict=True)
+            return jax.tree.unflatten(tree, [own if kind is None else _with_fields(kind, own) for kind, own in each])
+
+        return arrays, with_records
     kept = [known.get(id(leaf), None if is_node(leaf) or is_array(leaf) else leaf) for leaf in leaves]
     at_nodes = [i for i, leaf in enumerate(leaves) if is_node(leaf) and id(leaf) not in known]
     at_arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf) and id(leaf) not in known]
@@ -69,6 +82,20 @@ def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
 def is_dynamic(value: Any) -> bool:
     """Returns whether a value is a JAX or NumPy array."""
     return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_record(leaf: Any) -> bool:
+    """Returns whether a leaf is an instance of a dataclass, which JAX does not take apart, with nodes or arrays."""
+    if is_node(leaf) or isinstance(leaf, type) or not (dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__")):
+        return False
+    return any(is_node(one) or is_array(one) or _is_record(one) for one in jax.tree.leaves(vars(leaf), is_leaf=is_node))
+
+
+def _with_fields(record: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns a copy of an instance of a dataclass with these attributes, and no others."""
+    found = object.__new__(type(record))
+    found.__dict__.update(fields)
+    return found
 
 
 def _constant(value: Any) -> Rebuild:

@@ -53,11 +53,13 @@ class Factor(NamedTuple):
         number: the weight's number, its index among the weights of the call.
         contracted: the runs of the contracted dimensions, with contiguous runs joined; `None` if unknown.
         kept: the runs of the other dimensions, with contiguous runs joined; `None` if unknown.
+        precision: the precision that the model's code asks for, as in `jax.lax.dot_general`.
     """
 
     number: int
     contracted: Runs | None
     kept: Runs | None
+    precision: Any = None
 
 
 # For each of several arrays (the inputs or outputs of a jaxpr, or the operands of an operation), how it is a view of a
@@ -107,9 +109,18 @@ def widened(dtype: Any) -> np.dtype:
 
 
 def evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply, used: set[int]
 ) -> tuple[list[Any], Views]:
     """Evaluates a jaxpr, and lets `multiply` compute the products with weights that are found in it.
+
+    Args:
+        jaxpr: the jaxpr.
+        consts: its constants.
+        inputs: its inputs.
+        views: for each input, how it is a view of a weight, or `None`.
+        multiply: the function that may compute products.
+        used: a set to which the numbers of the weights are added that an operation reads other than to make a view, or
+            in a product that `multiply` computes.
 
     Returns:
         The outputs, and, for each output, how it is a view of a weight, or `None`. A view of a weight with a slot has a
@@ -132,8 +143,10 @@ def evaluate(
             found, own = _product(eqn, read, own, multiply), []
         elif name in _NESTED and any(one is not None for one in own):
             inner = eqn.params["jaxpr"]
-            found, own = evaluate(inner.jaxpr, inner.consts, read, own, multiply)
+            found, own = evaluate(inner.jaxpr, inner.consts, read, own, multiply, used)
         if found is None:
+            if name not in _VIEWS:
+                used.update(one.number for v in eqn.invars if (one := view(v)) is not None)
             variables = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
             alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
             found = eval_jaxpr(alone, [], *(values_of(value(v)) for v in variables))
@@ -177,7 +190,8 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
 
     seen = views[at]
     assert seen is not None
-    y = multiply(Factor(seen.number, _joined(seen, of_w), _joined(seen, cols)), in_matrices, x, w)
+    factor = Factor(seen.number, _joined(seen, of_w), _joined(seen, cols), eqn.params["precision"])
+    y = multiply(factor, in_matrices, x, w)
     return None if y is None else [y]
 
 

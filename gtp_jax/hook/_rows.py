@@ -9,6 +9,7 @@ For a batch that is divided already, the compiled program is the same as before.
 
 from __future__ import annotations
 
+import contextvars
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..mesh import degrees
+from ._recording import current_recording
 
 Tree = Any
 
@@ -43,12 +45,31 @@ def divided(arguments: Tree, axes: tuple[str, ...]) -> Tree:
     mesh = jax.sharding.get_abstract_mesh()
     if degrees(axes) == 1 or mesh.manual_axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return arguments
-    leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
-    examples = next((x.shape[0] for x in leaves if _is_array(x)), 1)
+    leaves, structure = _leaves(arguments)
+    examples = _examples(leaves)
     if examples % degrees(axes):
         return arguments
     found = [_held(x, axes) if _is_array(x) and x.shape[0] == examples else x for x in leaves]
     return jax.tree.unflatten(structure, found)
+
+
+def divisible_examples(arguments: Tree, axes: tuple[str, ...]) -> int:
+    """Returns the number of examples that a call receives, if `axes` divide them: the size of the first dimension of
+    the first array that is not a scalar. Returns 0 if they do not, if that array is not traced, or if it is mapped by a
+    `jax.vmap`, under which that dimension is another."""
+    first = next((x for x in _leaves(arguments)[0] if _is_array(x)), None)
+    found = current_recording()
+    if first is None or first.shape[0] % degrees(axes):
+        return 0
+    return 0 if (is_mapped(arguments) if found is None else found.mapped) else first.shape[0]
+
+
+def _leaves(arguments: Tree) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
+
+
+def _examples(leaves: list[Any]) -> int:
+    return next((x.shape[0] for x in leaves if _is_array(x)), 1)
 
 
 def _is_array(x: Any) -> bool:
@@ -62,6 +83,34 @@ def _held(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(axes, *others))
     return _divided.bind(x, sharding=sharding)
 
+
+def is_mapped(arguments: Tree) -> bool:
+    """Returns whether the first array among the arguments of a call that is not a scalar is mapped by a `jax.vmap`. One
+    around a jit in which the array is traced does not count."""
+    found: list[bool] = []
+    mark = _maps.set(found)
+    try:
+        for x in [x for x in _leaves(arguments)[0] if _is_array(x)][:1]:
+            _probe.bind(x)
+    finally:
+        _maps.reset(mark)
+    return bool(found)
+
+
+def _note_map(operands: Any, dims: Any) -> tuple[jax.Array, int]:
+    if (found := _maps.get()) is not None:
+        found.append(True)
+    return operands[0], dims[0]
+
+
+# Returns its operand. Its batching rule adds an entry to the list in `_maps`.
+_probe = Primitive("gtp_probe")
+_maps: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("gtp_jax_maps", default=None)
+_probe.def_impl(lambda x: x)
+_probe.def_abstract_eval(lambda x: x)
+ad.deflinear2(_probe, lambda cotangent, x: [cotangent])
+batching.primitive_batchers[_probe] = _note_map
+mlir.register_lowering(_probe, mlir.lower_fun(lambda x: x, multiple_results=False))
 
 _divided.def_impl(lambda x, *, sharding: x)
 _divided.def_abstract_eval(lambda x, *, sharding: x)

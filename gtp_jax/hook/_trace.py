@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,19 +13,20 @@ from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
+from ..chain import is_float
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
-from ._exchange import Exchange, exchanged
+from ._exchange import Exchange, exchanged, scattered
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
 from ._path import path_of
 from ._placement import Placement
 from ._products import Multiply, Views, evaluate, values_of
+from ._rows import divisible_examples
 from ._scope import within_unit
 from ._shards import on_parts
 from ._sources import Sources
-from ._ties import is_float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Program:
         placements: the placements of the weights.
         coded: how each weight is quantized for its gather; `None` for a weight that the recipe in scope does not
             quantize.
-        exchanged: how each weight's gradient is exchanged; `None` for a weight whose gradient is not exchanged.
+        exchanged: how the gradients that ranks have of each weight are summed by the hook; `None` for a weight whose
+            gradient XLA sums.
+        examples: the number of examples of the call; 0 if it is unknown (`divisible_examples`).
         arguments: the start and end of the call's arguments among the other arrays (`Traced.rest`). Before the
             arguments come the other arrays of the unit and of the nodes among the arguments: the values of variables
             that are neither gathered nor quantized, and arrays that are attributes. After them come the traced
@@ -50,10 +54,17 @@ class Program:
     placements: tuple[Placement, ...]
     coded: tuple[Coded | None, ...]
     exchanged: tuple[Exchange | None, ...]
+    examples: int
     arguments: tuple[int, int]
 
     def evaluate(
-        self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any], views: Views, multiply: Multiply | None
+        self,
+        jaxpr: Jaxpr,
+        weights: Sequence[Any],
+        rest: Sequence[Any],
+        views: Views,
+        multiply: Multiply | None,
+        used: set[int],
     ) -> list[Any]:
         """Evaluates `jaxpr`, which has the same constants as the program's own jaxpr, and returns its outputs.
 
@@ -65,14 +76,20 @@ class Program:
             views: for each of `weights`, how it is a view of a weight; `None` if it is not.
             multiply: the function that computes products with weights. `None` computes them as the jaxpr does, and is
                 allowed only if no weight has a slot.
+            used: a set to which the numbers of the weights are added that the jaxpr uses in another way than in
+                products that `multiply` computes.
         """
-        end = self.arguments[1]
-        captured = iter(rest[end:])
-        consts = [next(captured) if const is _CAPTURED else const for const in self.consts]
+        end, consts = self.arguments[1], self.constants(rest)
         if multiply is None:
             return eval_jaxpr(jaxpr, consts, *weights, *rest[:end])
-        found, _ = evaluate(jaxpr, consts, (*weights, *rest[:end]), (*views, *[None] * end), multiply)
+        found, given = evaluate(jaxpr, consts, (*weights, *rest[:end]), (*views, *[None] * end), multiply, used)
+        used.update(view.number for view in given if view is not None)
         return [values_of(one) for one in found]
+
+    def constants(self, rest: Sequence[Any]) -> list[Any]:
+        """Returns the constants of the jaxpr, given the other arrays, traced constants included; see `arguments`."""
+        captured = iter(rest[self.arguments[1] :])
+        return [next(captured) if const is _CAPTURED else const for const in self.consts]
 
 
 class Traced(NamedTuple):
@@ -102,7 +119,14 @@ class Traced(NamedTuple):
 _CAPTURED = object()  # marks a constant that is traced
 
 
-def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Traced:
+def traced(
+    original: Callable[..., Any],
+    unit: nnx.Module,
+    args: Any,
+    kwargs: Any,
+    axes: tuple[str, ...],
+    within: Callable[[Mapping[int, Any], Mapping[int, Any]], contextlib.AbstractContextManager[None]] | None = None,
+) -> Traced:
     """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among the arguments.
 
     Args:
@@ -111,6 +135,9 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         args: positional arguments.
         kwargs: keyword arguments.
         axes: the axes of the mesh that shard the batch.
+        within: for the method of a model, which gathers no weights and is called with shards: a function that returns
+            the context for its code, given the originals of the copies and of the traced arrays, by `id`. Only arrays
+            that are traced are inputs then.
 
     Raises:
         ValueError: if the call writes a weight that the recipe in scope quantizes, if that recipe asks for something
@@ -122,10 +149,12 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     leaves, structure = variables_of(state)
     values, of_values = jax.tree.flatten([value_of(leaf) for leaf in leaves])
     owners = [leaf for leaf in leaves for _ in jax.tree.leaves(value_of(leaf))]
-    placements = [moving(owner) if is_dynamic(value) else None for owner, value in zip(owners, values, strict=True)]
+    is_input = is_dynamic if within is None else _is_traced
+    moves = within is None
+    placements = [moving(v) if moves and is_dynamic(value) else None for v, value in zip(owners, values, strict=True)]
     at_weights = [i for i, placement in enumerate(placements) if placement is not None]
-    at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
-    at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
+    at_others = [i for i, value in enumerate(values) if is_input(value) and placements[i] is None]
+    at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf) and (moves or _is_traced(leaf))]
     # The copies of these variables hold gathered weights, which have no padding, so they lose the entry `padded` of
     # their metadata. In local view, they also lose the entry `placement`, by which `refuse_read` recognizes shards.
     padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
@@ -150,18 +179,20 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         given = [next(own) if is_node(leaf) else leaf for leaf in given]
         args, kwargs = jax.tree.unflatten(tree, given)
         before = _Before(originals, _graph_of(merged))
-        with within_unit():
+        given_as = {id(new): values[i] for i, new in zip(at_others, others, strict=True)}
+        with within_unit() if within is None else within(before.known, given_as):
             result = original(merged[0], *args, **kwargs)
         attributes = before.attributes()  # taken apart with the result, because both may contain one new node
         arrays, rebuild = before.taken_apart((result, [value for _, _, value in attributes]))
         bare = [(owner, name, value is _DELETED) for owner, name, value in attributes]
-        written, write, found = before.writes({id(a): i for i, a in enumerate((*weights, *others, *arguments))})
+        inputs = {id(a): i for i, a in enumerate((*weights, *others, *arguments))}
+        written, write, found = before.writes(inputs, gathered=moves)
         set_anew[:] = [dataclasses.replace(one, start=len(arrays) + one.start) for one in found]
         finish.append(functools.partial(_finish, rebuild, bare, write, len(arrays)))
         return [*arrays, *written]
 
     weights = [values[i] for i in at_weights]
-    others = [kept_whole(values[i]) if _is_whole(owners[i]) else values[i] for i in at_others]
+    others = [kept_whole(values[i]) if moves and _is_whole(owners[i]) else values[i] for i in at_others]
     arguments = [flat[i] for i in at_arguments]
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
@@ -173,8 +204,12 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
             raise ValueError(written_while_quantized(path_of(owners[at_weights[weight]]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
-    sums = tuple(exchanged(owners[i], placement, axes) for i, placement in zip(at_weights, known, strict=True))
-    program = Program(closed.jaxpr, consts, known, formats, sums, (len(others), len(others) + len(arguments)))
+    examples = divisible_examples((args, kwargs), axes) if known else 0
+    ways = (exchanged, scattered) if examples else (exchanged,)
+    each = zip(at_weights, known, strict=True)
+    sums = tuple(next(filter(None, (way(owners[i], own, axes) for way in ways)), None) for i, own in each)
+    counts = len(others), len(others) + len(arguments)
+    program = Program(closed.jaxpr, consts, known, formats, sums, examples, counts)
     names = tuple(".".join(path_of(owners[i])) for i in at_weights)
     keys = [keys_of_call(owners[i]) for i in at_weights]
     wires = wires_of_call([owners[i] for i in at_weights], formats)
@@ -198,6 +233,10 @@ def _finish(
         else:
             setattr(owner, name, value)
     return result
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tracer)
 
 
 _DELETED = object()  # the value that represents an attribute which a call has deleted
@@ -250,11 +289,14 @@ class _Before:
     Args:
         originals: the nodes and variables that were copied.
         copies: their copies, in the same order.
+
+    Attributes:
+        known: the originals, by the `id`s of their copies.
     """
 
     def __init__(self, originals: list[Any], copies: list[Any]) -> None:
         self._pairs = list(zip(originals, copies, strict=True))
-        self._known = {id(copy): original for original, copy in self._pairs}
+        self.known = {id(copy): original for original, copy in self._pairs}
         self._attributes = {id(copy): dict(vars(copy)) for copy in copies if not isinstance(copy, nnx.Variable)}
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
@@ -265,7 +307,7 @@ class _Before:
         contains the originals instead. Copies within a module or other `nnx.Pytree` that is not a copy itself are
         rebuilt like the rest of it.
         """
-        return taken_apart(value, self._known)
+        return taken_apart(value, self.known)
 
     def attributes(self) -> list[tuple[Any, str, Any]]:
         """Returns the attributes that the call has set to another value or deleted: the original node, the name, and
@@ -281,12 +323,13 @@ class _Before:
             found += [(original, name, _DELETED) for name in before if name not in now]
         return found
 
-    def writes(self, inputs: Mapping[int, int]) -> tuple[list[Any], _Repeat, list[_SetAnew]]:
+    def writes(self, inputs: Mapping[int, int], *, gathered: bool) -> tuple[list[Any], _Repeat, list[_SetAnew]]:
         """Finds the variables that the call has set to another value. A value that the call has changed in place does
         not count.
 
         Args:
             inputs: the indices of the jaxpr's inputs, by the `id`s of the arrays.
+            gathered: whether the copies of sharded weights hold gathered weights, of which each rank keeps its part.
 
         Returns:
             The JAX arrays that the call has written; a function that repeats the writes on the originals; and the
@@ -312,7 +355,9 @@ class _Before:
             start = 0
             for original, count, rebuild in rebuilds:
                 if id(original) not in unwritten:
-                    _write(original, rebuild(found[start : start + count]))
+                    value = rebuild(found[start : start + count])
+                    placement = moving(original) if gathered else None
+                    original.set_raw_value(value if placement is None else own_part(value, placement))
                 start += count
 
         return arrays, write_all, set_anew
@@ -325,11 +370,6 @@ def written_while_quantized(path: Sequence[str], owner: str) -> str:
         f"a call of {owner} writes the weight {name}, which the recipe in scope quantizes: the values of its codes "
         f"could replace the weight. Write the weight outside of the call, or add {name!r} to the recipe's `exclude`."
     )
-
-
-def _write(variable: nnx.Variable, value: Any) -> None:
-    placement = moving(variable)
-    variable.set_raw_value(value if placement is None else own_part(value, placement))
 
 
 def _differs(now: Any, before: Any) -> bool:

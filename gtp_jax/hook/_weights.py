@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..chain import together
 from ..mesh import current_view
 from ..weights import Wire, straight_through
 from ._codes import Coded, decode, encode
 from ._exchange import Exchange, exchange
-from ._movement import gather, scatter
+from ._movement import gather, gather_on_ranks, scatter
 from ._parts import cast
 from ._placement import Placement
-from ._ties import after, shared, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Weights:
     Attributes:
         placements: the placement of each weight.
         coded: how each weight is quantized for its gather; `None` for a weight that is not quantized.
-        exchanged: how the gradient of each weight is exchanged; `None` for a weight whose gradient is not exchanged.
+        exchanged: how the gradients that ranks have of each weight are summed by the hook; `None` for a weight whose
+            gradient XLA sums.
         casts: the dtype in which each weight is gathered or decoded; `None` for the weight's own dtype.
     """
 
@@ -53,29 +54,30 @@ class Weights:
         plain = self._plain
         found = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
         made = [n for n, i in enumerate(plain) if self.casts[i] is not None]
-        for n, one in zip(made, together([found[n] for n in made]), strict=True):
+        for n, one in zip(made, together([found[n] for n in made])[0], strict=True):
             found[n] = one
         return found
 
-    def gather(
-        self, zero: jax.Array | None, shards: Sequence[Any], sent: Sequence[Any], wires: Sequence[Wire]
-    ) -> list[jax.Array]:
-        """Returns the gathered weights. Their derivatives with respect to the shards are those of weights that are not
-        quantized.
+    def gather(self, shards: Sequence[Any], sent: Sequence[Any], wires: Sequence[Wire]) -> list[jax.Array]:
+        """Returns the gathered weights. Their derivatives with respect to the shards are those of weights that are
+        gathered as they are. Second derivatives need this, because they differentiate the gather.
 
         Args:
-            zero: the zero that the gathers wait for; `None` if they wait for nothing.
             shards: the shards of the weights.
             sent: what `sent` returned.
             wires: what `encode` returned.
         """
-        plain, codes, tree = self._plain, *jax.tree.flatten(tuple(wires))
-        if zero is not None:
-            ready = after(shared(zero), [*sent, *codes])
-            sent, codes = ready[: len(sent)], ready[len(sent) :]
-        found = {i: gather(shard, self.placements[i]) for i, shard in zip(plain, sent, strict=True)}
-        if codes:
-            found |= self._decoded(shards, jax.tree.unflatten(tree, codes))
+        dtypes = self._dtypes(shards)
+        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so that the rule holds no arrays
+
+        def make(given: tuple[Sequence[Any], tuple[Wire, ...]]) -> dict[int, jax.Array]:
+            sent, wires = given
+            placements = [self.placements[i] for i in self._plain]
+            found = dict(zip(self._plain, gather_on_ranks(sent, placements), strict=True))
+            return found | (decode(wires, like, self.coded, dtypes, self.placements) if wires else {})
+
+        moved = lambda i, own: gather(own.astype(dtypes[i]), self.placements[i])  # noqa: E731
+        found = straight_through(dict(enumerate(shards)), (list(sent), tuple(wires)), make, moved)
         return [found[i] for i in range(len(shards))]
 
     def reduce(
@@ -85,8 +87,8 @@ class Weights:
 
         Args:
             gradients: the gradients of gathered weights, by number.
-            apart: in global view, further gradients of some of these weights, kept apart by rank. They are exchanged,
-                and then added to the others; see [Note: one gradient per rank].
+            apart: in global view, the gradients of weights, or a part of them, kept apart by rank. They are summed over
+                ranks, and then added to those in `gradients`; see [Note: one gradient per rank].
             axes: the axes of the mesh that shard the batch.
         """
         sent = apart if current_view() == "global" else gradients
@@ -96,19 +98,6 @@ class Weights:
                 own = scatter(gradient, self.placements[i])
                 found[i] = own if i not in found else own.astype(found[i].dtype) + found[i]
         return found
-
-    def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        """Gathers and decodes the quantized weights, and returns them by number. Their derivatives with respect to the
-        shards are taken as if the weights were not quantized. Second derivatives need this, because they differentiate
-        the gather of the codes, through which no derivative flows."""
-        dtypes = self._dtypes(shards)
-        like = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]  # so that the rule holds no arrays
-        return straight_through(
-            {i: shards[i] for i, coded in enumerate(self.coded) if coded is not None},
-            wires,
-            lambda wires: decode(wires, like, self.coded, dtypes, self.placements),
-            lambda i, own: gather(own.astype(dtypes[i]), self.placements[i]),
-        )
 
     @property
     def _plain(self) -> list[int]:
@@ -132,7 +121,7 @@ def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -
 
     @jax.custom_vjp
     def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
-        return weights.gather(None, shards, weights.sent(shards), jax.tree.unflatten(tree, codes))
+        return weights.gather(shards, weights.sent(shards), jax.tree.unflatten(tree, codes))
 
     def forward(shards: list[Any], codes: list[Any]) -> tuple[list[jax.Array], None]:
         return apply(shards, codes), None

@@ -27,7 +27,8 @@ def elements(shapes, dtype=""):
 def test_each_matrix_is_gathered_once_in_each_pass_and_reduced_once_under_matmuls(mesh):
     program = hlo.launch_order(compiled(degrees=mesh)[0])
     gathers, scatters = program.collectives("all-gather"), program.collectives("reduce-scatter")
-    assert len(gathers) == 2 * LAYERS + 2  # one gather for all weights of a block
+    # one gather for all weights of a block; the table and the first block, which wait for nothing, share one
+    assert len(gathers) == 2 * LAYERS + 1
     gathered = {"forward": 0, "backward": 0}
     for e in gathers:
         gathered[e.direction] += elements(e.collective.results)
@@ -42,7 +43,8 @@ def test_each_matrix_is_gathered_once_in_each_pass_and_reduced_once_under_matmul
     # no computation precedes the embedding and the first block, or follows their gradients
     assert not bare & {e.name for e in gathers[2:]}
     assert len(scatters) > LAYERS  # none has more bytes than the gradients of one unit
-    assert not bare & {e.name for e in scatters[: len(scatters) // 2]}
+    # those of one unit, and of what comes before the blocks, may end after all matmuls
+    assert len(bare & {e.name for e in scatters[:-3]}) <= 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """However a model calls its blocks, its loss, gradients and steps are those of the model without a mesh."""
 
+import dataclasses
 import functools
 import gc
 
@@ -12,8 +13,7 @@ from flax import nnx
 from selection import others_full
 
 import gtp_jax as gtp
-from gtp_jax import hook
-from gtp_jax.hook import _call, _walk
+from gtp_jax import hlo, hook
 
 from .models import DEPTH, F64, GPT2, WAYS, WIDTH, WITHOUT_DROPOUT, Attention, Block, Few, mean_of, tokens
 from .steps import MESHES, PLAIN, assert_equal, scope, together, train
@@ -115,30 +115,47 @@ class Hidden(nnx.Module):
         return hidden
 
 
-# Given the tokens left so far, the last of which is the right one, return the token that a block takes.
-TAKEN = {
-    "stale": lambda left: left[min(1, len(left) - 1)],
-    "doubled": lambda left: left[(len(left) - 1) // 2 * 2],
-    "lost": lambda left: _walk.Token(jnp.zeros(()), jnp.zeros(())),
-}
-
-
-@pytest.mark.parametrize("how", others_full(TAKEN, ["stale"]))
-def test_a_hand_over_between_blocks_that_is_lost_doubled_or_stale_changes_no_number(how, x64, monkeypatch):
-    left = []
-
-    def take(unit):
-        left.append(_walk.take(unit))
-        return TAKEN[how](left)
-
+def test_a_loss_of_the_outputs_of_several_blocks_has_the_gradients_of_one_device(x64):
     def loss(model, x):
         hidden = model(x)
         return jnp.sin(3 * hidden[-1]).mean() + (hidden[1] ** 2).mean()
 
-    monkeypatch.setattr(_call, "take", take)
     x = np.random.default_rng(0).normal(size=(8, WIDTH))
     assert_equal(*together(Hidden, loss, x, MESHES["gtp 8"], blocks="blocks.*"))
-    assert len(left) == 4  # one program served all steps
+
+
+@dataclasses.dataclass
+class Output:
+    """What JAX does not take apart."""
+
+    hidden: jax.Array
+    title: str = "hidden"
+
+
+class Titled(nnx.Sequential):
+    def __call__(self, x):
+        return Output(super().__call__(x))
+
+
+def test_a_model_may_return_a_dataclass_that_jax_does_not_know(x64):
+    x = np.random.default_rng(0).normal(size=(8, WIDTH))
+    make = lambda: Titled(*[nnx.Linear(WIDTH, WIDTH, **F64, rngs=nnx.Rngs(i)) for i in range(2)])  # noqa: E731
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), nnx.Linear, min_size=64)
+        found = nnx.jit(lambda model, x: {model(x).title: model(x).hidden})(model, x)
+    np.testing.assert_allclose(found["hidden"], make()(x).hidden, rtol=1e-12)
+
+
+def test_backward_ends_at_the_first_block_that_is_trained():
+    x = jnp.ones((8, WIDTH))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(nnx.Sequential(*[nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(4)]), min_size=64)
+        trained = nnx.All(nnx.Param, lambda path, _: "2" in map(str, path))
+        graph, own, rest = nnx.split(model, trained, ...)
+        loss = lambda own, rest, x: jnp.sin(nnx.merge(graph, own, rest)(x)).mean()  # noqa: E731
+        text = jax.jit(jax.grad(loss)).lower(own, rest, x).compile().as_text()
+    kinds = [call.kind for call in hlo.collectives(text)]
+    assert kinds.count("reduce-scatter") == 1 and kinds.count("all-gather") == 4  # all in forward
 
 
 def test_every_unit_but_the_first_is_prefetched_in_an_ordinary_call(x64):

@@ -24,7 +24,6 @@ BATCH = np.eye(WIDTH, dtype=np.float32)  # an example for each feature, so that 
 # which is half of its spacing.
 FACTORS = [1.0] * 8 + [256.0] + [1.0] * 8
 KERNELS = np.asarray([factor * np.eye(WIDTH) for factor in FACTORS], np.float32)
-ROUNDING = 2.0**-8  # the largest relative error of one rounding to bfloat16
 
 
 class Block(nnx.Module):
@@ -103,13 +102,6 @@ def test_a_stack_sums_gradients_of_shared_inputs_in_float32(degrees, view, unrol
 @pytest.mark.parametrize(
     ("degrees", "view"), others_full([case[:2] for case in CASES], [case[:2] for case in CASES[:2]])
 )
-def test_stock_blocks_round_gradients_of_shared_inputs_at_most_once_a_block(degrees, view):
-    """JAX adds the gradients of two blocks in the dtype of the shared input. Sums in float32 would be exact."""
+def test_stock_blocks_sum_gradients_of_shared_inputs_in_float32(degrees, view):
     for found in gradients(lambda: stock(jnp.bfloat16), degrees, view):
-        np.testing.assert_allclose(found, WANTED, rtol=(len(FACTORS) - 1) * ROUNDING)
-
-
-@pytest.mark.full
-def test_stock_blocks_in_float32_sum_gradients_of_shared_inputs_exactly():
-    for found in gradients(lambda: stock(jnp.float32), dict(gtp=8), "global"):
         np.testing.assert_array_equal(found, WANTED)

@@ -97,3 +97,24 @@ def test_where_nothing_is_recomputed_it_happens_once_per_layer(make):
         jax.effects_barrier()
         np.testing.assert_allclose(found, sorted(map(float, SEEN)), rtol=1e-5)
     assert len(found) == 2
+
+
+class Referring(nnx.Module):
+    """A model that writes a reference between two blocks that read it."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        factor = jax.new_ref(jnp.ones((), x.dtype))
+        x = self.layers[0](x) * factor[...]
+        factor[...] = 3.0
+        return self.layers[1](x) * factor[...]
+
+
+def test_a_reference_is_read_and_written_between_blocks_in_the_order_of_the_code():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
+    wanted = Referring(nnx.Rngs(0))(x)
+    with scope(dict(gtp=8)):
+        found = nnx.jit(lambda model, x: model(x))(gtp.shard(Referring(nnx.Rngs(0)), "layers.*", min_size=64), x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "codes of a step go to another array in the variable",
-        "return None if made is None else made.of(variable.get_raw_value())",
+        "return None if made is None else made.of(original_array(variable.get_raw_value()))",
         "return None if made is None else made.of(made._stored.shard)",
         ("tests/hook/test_quantized_once.py::test_weights_that_a_loss_has_replaced_are_quantized_anew",),
     ),
@@ -140,5 +140,33 @@ MUTANTS = (
         "if examples % degrees(axes):",
         "if True:",
         ("tests/hook/test_whole_batches.py::test_no_rank_computes_more_of_a_whole_batch_than_of_a_divided_one",),
+    ),
+    Mutant(
+        "what a recorded model writes to a weight is taken for a gathered weight",
+        "before.writes(inputs, gathered=moves)",
+        "before.writes(inputs, gathered=True)",
+        ("tests/hook/test_padded.py::test_a_weight_that_a_call_writes_is_padded_again",),
+    ),
+    Mutant(
+        "effects between calls of blocks are reordered",
+        "if eqn.effects and not is_call(eqn):",
+        "if False:",
+        (
+            "tests/meaning/test_side_effects.py::test_a_reference_is_read_and_written_between_blocks_in_the_order_of_the_code",
+        ),
+    ),
+    Mutant(
+        "backward goes on to blocks that are not trained",
+        "next(wanted, 0))",
+        "0)",
+        ("tests/hook/test_ways_to_call.py::test_backward_ends_at_the_first_block_that_is_trained",),
+    ),
+    Mutant(
+        "gradients of other uses of a weight are dropped where its products have a slot",
+        "if i not in apart or i in self._used}",
+        "if i not in apart}",
+        (
+            "tests/hook/test_exchanged_gradients.py::test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_uses",
+        ),
     ),
 )
