@@ -52,7 +52,14 @@ class Forward(NamedTuple):
     residuals: Residuals
 
 
-def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan: Plan, shared: Tree = ()) -> Forward:
+def forward(
+    stages: Sequence[Stage],
+    x: PyTree[Shaped[jax.Array, " ..."]],
+    plan: Plan,
+    shared: Tree = (),
+    *,
+    differentiated: bool = True,
+) -> Forward:
     """Runs `x` through the stages.
 
     This is a pure function: several passes may be in progress at once, and each `backward` may follow at any time.
@@ -62,8 +69,9 @@ def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan:
         x: the input, a pytree of arrays.
         plan: the plan that `plan` returned for the lengths of these stages.
         shared: a pytree of arrays that is passed to every layer of the stages with `takes_shared`.
+        differentiated: whether `backward` follows. If not, there are no residuals of layers.
     """
-    walk = _Forward(stages, shared, plan.keep_sent)
+    walk = _Forward(stages, shared, plan.keep_sent, differentiated)
     (x, weights, saved), done, host = walk.run(plan.forward, _Carry(x, {}, {}), 0)
     assert not weights, f"gathered but never used: {sorted(weights)}"
     assert not saved, f"saved for the host but never moved: {sorted(saved)}"
@@ -90,8 +98,9 @@ class _Carry(NamedTuple):
 
 
 class _Forward:
-    def __init__(self, stages: Sequence[Stage], shared: Tree, keep_sent: bool):
+    def __init__(self, stages: Sequence[Stage], shared: Tree, keep_sent: bool, differentiated: bool):
         self.stages = stages
+        self.differentiated = differentiated
         self.shared = shared
         self.keep_sent = keep_sent
         self.sent: ByLayer = {}
@@ -168,6 +177,9 @@ class _Forward:
         shared = self.shared if stage.takes_shared else ()
         own = weights if stage.cut is None else stage.cut(weights)
         operands = (own, stage.slots(own), params, x, shared, constants, turn)
+        if not self.differentiated:
+            y, outputs = stage.apply(*operands)
+            return y, None, outputs
         # In the residual, a mark replaces each operand that backward needs but that is not saved. Backward is given the
         # operand again.
         saved = (keep, True, True, True, False, False, False)

@@ -85,7 +85,7 @@ def run(
 
     @jax.custom_vjp
     def chain(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree) -> tuple[Tree, list[Outputs]]:
-        y, outputs, _ = forward(with_arrays(shards, params, given), x, alone, shared)
+        y, outputs, _ = forward(with_arrays(shards, params, given), x, alone, shared, differentiated=False)
         return mapped_with((y, outputs), jax.tree.leaves((shards, params, x, shared)))
 
     def fwd(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree):

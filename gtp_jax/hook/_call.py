@@ -96,10 +96,11 @@ def call_unit(
     if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
         return method(unit, *args, **kwargs)
     axes = batch_axes(batch)
+    given = args, kwargs
     if not is_under_way():
-        args, kwargs = divided((args, kwargs), axes)
+        args, kwargs = divided(given, axes)
     with _explained(unit):
-        call = traced(method, unit, args, kwargs, axes)
+        call = traced(method, unit, args, kwargs, axes, given=given)
     owner = f"{type(unit).__name__} (of the weight {call.names[0]})"
     staged = StagedCall(call.program, remat=remat, axes=axes, wide=wide, owner=owner)
     pairs = zip(call.weights, call.program.placements, strict=True)
@@ -136,11 +137,11 @@ def call_holder(
     _refuse_stripped(holder, variables, placements)
     named(variables, {path: paths for path, _, paths in placements})
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
-    if not is_under_way():
-        args, kwargs = divided((args, kwargs), batch_axes(batch))
     if can_record():
         again = functools.partial(_call_again, method, placements, batch)
-        return recorded(again, holder, args, kwargs, batch_axes(batch))
+        divided_args, divided_kwargs = divided((args, kwargs), batch_axes(batch))
+        with contextlib.suppress(TraceContextError):  # the model writes a variable that it does not contain
+            return recorded(again, holder, divided_args, divided_kwargs, batch_axes(batch), (args, kwargs))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
 

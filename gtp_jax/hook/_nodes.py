@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,8 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
-        value: any pytree, whose leaves may be nodes, or instances of dataclasses that contain nodes or arrays. What two
-            nodes share, they share in the rebuilt value too.
+        value: any pytree, whose leaves may be nodes, or plain objects with nodes or arrays in attributes. What two of
+            the nodes share, they share in the rebuilt value too.
         known: replacements of nodes, by the `id` of the node. The rebuilt value contains the replacement instead of the
             node, whose arrays are left out. If a module or another `nnx.Pytree` is not replaced itself, the nodes
             within it are not replaced either.
@@ -85,14 +84,15 @@ def is_dynamic(value: Any) -> bool:
 
 
 def _is_record(leaf: Any) -> bool:
-    """Returns whether a leaf is an instance of a dataclass, which JAX does not take apart, with nodes or arrays."""
-    if is_node(leaf) or isinstance(leaf, type) or not (dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__")):
+    """Returns whether a leaf is a plain object, such as an instance of a dataclass, with nodes or arrays in attributes.
+    JAX does not take such an object apart."""
+    if is_node(leaf) or is_array(leaf) or callable(leaf) or not hasattr(leaf, "__dict__"):
         return False
-    return any(is_node(one) or is_array(one) or _is_record(one) for one in jax.tree.leaves(vars(leaf), is_leaf=is_node))
+    return any(is_node(one) or is_array(one) for one in jax.tree.leaves(vars(leaf), is_leaf=is_node))
 
 
 def _with_fields(record: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns a copy of an instance of a dataclass with these attributes, and no others."""
+    """Returns an object of the same class with these attributes, and no others."""
     found = object.__new__(type(record))
     found.__dict__.update(fields)
     return found

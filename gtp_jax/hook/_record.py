@@ -96,7 +96,7 @@ def is_recording() -> bool:
     return current_recording() is not None and is_under_way()
 
 
-def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Any:
+def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, axes: tuple[str, ...], given: Any) -> Any:
     """Records `method(holder, *args, **kwargs)`, runs what it has recorded, and returns the result.
 
     Args:
@@ -105,9 +105,10 @@ def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, ax
         args: positional arguments.
         kwargs: keyword arguments.
         axes: the axes of the mesh that shard the batch.
+        given: as in `traced`.
     """
     within = functools.partial(recording, is_mapped((args, kwargs)))
-    call = traced(method, holder, args, kwargs, axes, within)
+    call = traced(method, holder, args, kwargs, axes, within, given=given)
     jaxpr = call.program.jaxpr
     consts = call.program.constants(call.rest)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *call.rest), strict=False))

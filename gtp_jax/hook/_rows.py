@@ -47,7 +47,7 @@ def divided(arguments: Tree, axes: tuple[str, ...]) -> Tree:
         return arguments
     leaves, structure = _leaves(arguments)
     examples = _examples(leaves)
-    if examples % degrees(axes):
+    if examples % degrees(axes) or not any(map(_is_array, leaves)):
         return arguments
     found = [_held(x, axes) if _is_array(x) and x.shape[0] == examples else x for x in leaves]
     return jax.tree.unflatten(structure, found)

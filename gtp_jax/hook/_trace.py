@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr
 from ..chain import is_float
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
+from ._containers import containers_of, fill, items_of
 from ._exchange import Exchange, exchanged, scattered
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
@@ -126,6 +127,8 @@ def traced(
     kwargs: Any,
     axes: tuple[str, ...],
     within: Callable[[Mapping[int, Any], Mapping[int, Any]], contextlib.AbstractContextManager[None]] | None = None,
+    *,
+    given: Any = None,
 ) -> Traced:
     """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among the arguments.
 
@@ -138,6 +141,8 @@ def traced(
         within: for the method of a model, which gathers no weights and is called with shards: a function that returns
             the context for its code, given the originals of the copies and of the traced arrays, by `id`. Only arrays
             that are traced are inputs then.
+        given: the arguments `(args, kwargs)` as the caller has passed them, whose lists and dicts the call may change.
+            By default, `args` and `kwargs`.
 
     Raises:
         ValueError: if the call writes a weight that the recipe in scope quantizes, if that recipe asks for something
@@ -159,7 +164,7 @@ def traced(
     # their metadata. In local view, they also lose the entry `placement`, by which `refuse_read` recognizes shards.
     padded = {id(owners[i]) for i in at_weights if (own := placements[i]) is not None and own.padding.size}
     whole = {id(owners[i]) for i in at_weights} if on_parts() else set[int]()
-    originals = _graph_of(nodes)
+    originals, containers = _graph_of(nodes), containers_of((args, kwargs) if given is None else given)
     finish: list[Callable[[Collection[int], Sequence[Any]], Any]] = []
     set_anew: list[_SetAnew] = []
     known = tuple(placement for placement in placements if placement is not None)
@@ -173,22 +178,27 @@ def traced(
         lost = {"padded": padded, "placement": whole}
         copies = [with_value(leaf, v, **{name: None for name in lost if id(leaf) in lost[name]}) for leaf, v in each]
         merged = nnx.merge(graph, jax.tree.unflatten(structure, copies))
-        given, own = list(flat), iter(merged[1:])
+        filled, own = list(flat), iter(merged[1:])
         for i, value in zip(at_arguments, arguments, strict=True):
-            given[i] = value
-        given = [next(own) if is_node(leaf) else leaf for leaf in given]
-        args, kwargs = jax.tree.unflatten(tree, given)
+            filled[i] = value
+        args, kwargs = jax.tree.unflatten(tree, [next(own) if is_node(leaf) else leaf for leaf in filled])
+        held = containers_of((args, kwargs))
+        contents = [list(items_of(one)) for one in held]
         before = _Before(originals, _graph_of(merged))
         given_as = {id(new): values[i] for i, new in zip(at_others, others, strict=True)}
         with within_unit() if within is None else within(before.known, given_as):
             result = original(merged[0], *args, **kwargs)
         attributes = before.attributes()  # taken apart with the result, because both may contain one new node
-        arrays, rebuild = before.taken_apart((result, [value for _, _, value in attributes]))
+        pairs = zip(held, contents, strict=True)
+        changed = [i for i, (one, had) in enumerate(pairs) if not _is_same(had, list(items_of(one)))]
+        written_to = [value for _, _, value in attributes], [held[i] for i in changed]
+        arrays, rebuild = before.taken_apart((result, *written_to))
         bare = [(owner, name, value is _DELETED) for owner, name, value in attributes]
+        refill = functools.partial(_refilled, changed, containers)
         inputs = {id(a): i for i, a in enumerate((*weights, *others, *arguments))}
         written, write, found = before.writes(inputs, gathered=moves)
         set_anew[:] = [dataclasses.replace(one, start=len(arrays) + one.start) for one in found]
-        finish.append(functools.partial(_finish, rebuild, bare, write, len(arrays)))
+        finish.append(functools.partial(_finish, rebuild, bare, refill, write, len(arrays)))
         return [*arrays, *written]
 
     weights = [values[i] for i in at_weights]
@@ -220,19 +230,31 @@ def traced(
 def _finish(
     rebuild: Rebuild,
     attributes: Sequence[tuple[Any, str, bool]],
+    refill: Callable[[Sequence[Any]], None],
     write: _Repeat,
     results: int,
     unwritten: Collection[int],
     found: Sequence[Any],
 ) -> Any:
     write(found[results:], unwritten)
-    result, values = rebuild(found[:results])
+    result, values, contents = rebuild(found[:results])
+    refill(contents)
     for (owner, name, deleted), value in zip(attributes, values, strict=True):
         if deleted:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
     return result
+
+
+def _is_same(had: list[Any], has: list[Any]) -> bool:
+    return len(had) == len(has) and all(a is b for a, b in zip(had, has, strict=True))
+
+
+def _refilled(changed: Sequence[int], containers: Sequence[Any], contents: Sequence[Any]) -> None:
+    """Gives the lists and dicts with these numbers new contents."""
+    for i, new in zip(changed, contents, strict=True):
+        fill(containers[i], new)
 
 
 def _is_traced(value: Any) -> bool:

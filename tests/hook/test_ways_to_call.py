@@ -146,6 +146,35 @@ def test_a_model_may_return_a_dataclass_that_jax_does_not_know(x64):
     np.testing.assert_allclose(found["hidden"], make()(x).hidden, rtol=1e-12)
 
 
+class Filling(nnx.Sequential):
+    """Fills a list and a dict that it is given, and draws from the stream of another module."""
+
+    def __call__(self, x, hidden, facts, between):
+        for layer in self.layers:
+            x = between(layer(x))
+            hidden.append(x)
+        facts["mean"] = x.mean()
+        return x
+
+
+@pytest.mark.parametrize("examples", [8, 6])
+def test_a_model_may_fill_lists_and_dicts_and_write_variables_of_other_modules(examples, x64):
+    def loss(model, dropout, x):
+        hidden, facts = [], {}
+        model(x, hidden, facts, lambda x: dropout(x))
+        return sum(jnp.sin(one).mean() for one in hidden) + facts["mean"]
+
+    x = np.random.default_rng(0).normal(size=(examples, WIDTH))
+    make = lambda: Filling(*[nnx.Linear(WIDTH, WIDTH, **F64, rngs=nnx.Rngs(i)) for i in range(3)])  # noqa: E731
+    gradient = nnx.jit(nnx.value_and_grad(loss))
+    drop = lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(5))  # noqa: E731
+    wanted = gradient(make(), drop(), x)
+    with scope(MESHES["gtp 8"]):
+        found = gradient(gtp.shard(make(), nnx.Linear, min_size=64), drop(), x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
+
+
 def test_backward_ends_at_the_first_block_that_is_trained():
     x = jnp.ones((8, WIDTH))
     with scope(MESHES["gtp 8"]):

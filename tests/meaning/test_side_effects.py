@@ -118,3 +118,14 @@ def test_a_reference_is_read_and_written_between_blocks_in_the_order_of_the_code
     with scope(dict(gtp=8)):
         found = nnx.jit(lambda model, x: model(x))(gtp.shard(Referring(nnx.Rngs(0)), "layers.*", min_size=64), x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [sharded, stacked])
+def test_without_a_derivative_a_callback_happens_once_per_layer_whatever_is_recomputed(make):
+    x = jnp.ones((8, WIDTH))
+    with scope(dict(gtp=8)):
+        model = make(tells, "matmuls")
+        SEEN.clear()
+        jax.block_until_ready(nnx.jit(lambda model, x: model(x))(model, x))
+        jax.effects_barrier()
+    assert len(SEEN) == 2
