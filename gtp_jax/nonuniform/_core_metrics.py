@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from ._batches import is_here
+from ._meshes import ReplicaMeshes
 from ._moves import LeafBoxes, plan_moves
 from ._transfer import Transfer
-
-if TYPE_CHECKING:
-    from ._replicas import Replicas  # a circular import: it imports the step, which imports this module
 
 
 class CoreMetrics:
@@ -24,7 +22,7 @@ class CoreMetrics:
         replicas: the replicas and their meshes.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicaMeshes) -> None:
         self._replicas = replicas
         self._core = {device.process_index for device in replicas.core.devices.flat}
         everyone = {device.process_index for mesh in replicas.meshes for device in mesh.devices.flat}

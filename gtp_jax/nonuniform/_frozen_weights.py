@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,11 +11,9 @@ from ..mesh import DP, axes_of
 from ..train import TrainState
 from ._batches import is_here
 from ._layouts import LeafSpecs, plan_unfold, without_replicas
+from ._meshes import ReplicaMeshes
 from ._models import frozen_leaf_specs
 from ._transfer import Transfer, of_devices, parts_of, settled
-
-if TYPE_CHECKING:
-    from ._replicas import Replicas  # a circular import: it imports the step, which imports this module
 
 Tree = Any
 
@@ -30,7 +28,7 @@ class FrozenWeights:
         replicas: the replicas and their meshes.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicaMeshes) -> None:
         self._replicas = replicas
         self._known: list[jax.Array] | None = None  # held, so that no other array can have the identity of one of them
         self._placed: list[Tree] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
@@ -37,13 +37,11 @@ from ._core_metrics import CoreMetrics
 from ._frozen_weights import FrozenWeights
 from ._gradient_codes import GradientCodes, coded_leaves, sent_back, sum_of_codes
 from ._layouts import without_replicas
+from ._meshes import ReplicaMeshes
 from ._models import check_parameters_only, leaf_specs
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep
 from ._transfer import Parts, Transfer, of_devices, parts_of, settled
-
-if TYPE_CHECKING:
-    from ._replicas import Replicas  # a circular import: it imports this module
 
 Tree = Any
 
@@ -68,7 +66,7 @@ class NonuniformStep:
         request: Request,
         optimizer: optax.GradientTransformation,
         max_grad_norm: float | None,
-        replicas: Replicas,
+        replicas: ReplicaMeshes,
         *,
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
