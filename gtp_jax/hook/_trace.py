@@ -320,7 +320,8 @@ class _Before:
         self._pairs = list(zip(originals, copies, strict=True))
         self.known = {id(copy): original for original, copy in self._pairs}
         self._attributes = {id(copy): dict(vars(copy)) for copy in copies if not isinstance(copy, nnx.Variable)}
-        self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
+        values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
+        self._values = {name: (value, *jax.tree.flatten(value)) for name, value in values.items()}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
         """Returns the JAX arrays within a value, and a function that rebuilds the value from other arrays.
@@ -346,8 +347,7 @@ class _Before:
         return found
 
     def writes(self, inputs: Mapping[int, int], *, gathered: bool) -> tuple[list[Any], _Repeat, list[_SetAnew]]:
-        """Finds the variables that the call has set to another value. A value that the call has changed in place does
-        not count.
+        """Finds the variables that the call has set to another value, or whose list or dict it has changed in place.
 
         Args:
             inputs: the indices of the jaxpr's inputs, by the `id`s of the arrays.
@@ -363,12 +363,12 @@ class _Before:
         for original, copy in self._pairs:
             if not isinstance(copy, nnx.Variable):
                 continue
-            value, was = copy.get_raw_value(), self._values[id(copy)]
-            if value is not was:
+            value, (was, had, form) = copy.get_raw_value(), self._values[id(copy)]
+            leaves, structure = jax.tree.flatten(value)
+            if value is not was or structure != form or not _is_same(had, leaves):
                 own, rebuild = self.taken_apart(value)
-                before = tuple(inputs.get(id(leaf)) for leaf in jax.tree.leaves(was))
-                leaves, structure = jax.tree.flatten(value)
-                same = len(own) == len(leaves) and structure == jax.tree.structure(was)
+                before = tuple(inputs.get(id(leaf)) for leaf in had)
+                same = len(own) == len(leaves) and structure == form
                 set_anew.append(_SetAnew(id(original), len(arrays), before, len(own), same))
                 rebuilds.append((original, len(own), rebuild))
                 arrays += own

@@ -157,3 +157,35 @@ def test_what_new_nodes_share_when_a_block_returns_them_they_share_afterwards(x6
 
         x = jnp.ones((8, WIDTH))
         assert both(model, x) == x.sum()
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        y = jnp.tanh(self.linear(x))
+        self.sow(nnx.Intermediate, "mean", y.mean())
+        return y
+
+
+class Outer(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([Sowing(nnx.Rngs(i)) for i in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.sow(nnx.Intermediate, "greatest", x.max())
+        return x
+
+
+def test_what_a_model_and_its_blocks_sow_is_captured():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
+    run = nnx.jit(lambda model, x: nnx.capture(model, nnx.Intermediate)(x)[1])
+    wanted = run(Outer(), x)
+    with scope(MESHES["gtp 8"]):
+        found = run(gtp.shard(Outer(), "blocks.*", min_size=64), x)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
