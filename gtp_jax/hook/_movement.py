@@ -31,9 +31,9 @@ def gather(shard: jax.Array, placement: Placement) -> jax.Array:
 
 
 def gather_on_ranks(shards: Sequence[jax.Array], placements: Sequence[Placement]) -> list[jax.Array]:
-    """Returns what `gather` returns for each shard. In global view, every rank gathers explicitly, so that XLA cannot
-    do it elsewhere than where the program says. The result has no derivative."""
-    if current_view() != "global" or not shards:
+    """Returns what `gather` returns for each shard. In traced code in global view, every rank gathers explicitly, so
+    that XLA cannot do it elsewhere than where the program says. The result has no derivative."""
+    if current_view() != "global" or not any(isinstance(shard, Tracer) for shard in shards):
         return [gather(shard, placement) for shard, placement in zip(shards, placements, strict=True)]
 
     def of_ranks(shards: list[jax.Array]) -> list[jax.Array]:

@@ -137,8 +137,8 @@ MUTANTS = (
     ),
     Mutant(
         "every rank computes all of a batch that comes whole",
-        "if examples % degrees(axes):",
-        "if True:",
+        "if examples % degrees(axes) or not",
+        "if True or not",
         ("tests/hook/test_whole_batches.py::test_no_rank_computes_more_of_a_whole_batch_than_of_a_divided_one",),
     ),
     Mutant(
