@@ -99,6 +99,7 @@ def test_a_program_of_one_block_serves_another_only_if_the_recipe_treats_them_al
     assert np.abs(coded[0] - plain[0]).max() > 1e-3
 
 
+@pytest.mark.full
 def test_copies_of_every_kind_compute_the_same(x64):
     with scope(MESHES["gtp 8"]):
         model = sharded()
@@ -132,6 +133,7 @@ def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
         assert_sharded(model, optimizer)
 
 
+@pytest.mark.full
 def test_an_abstract_model_is_loaded_as_shards(tmp_path, x64):
     with scope(MESHES["gtp 8"]):
         model = sharded()

@@ -76,6 +76,7 @@ def test_steps_of_stacked_weights_that_a_scan_slices_are_those_of_one_device(mes
     assert shapes["['layers']['kernel']"] == {"gtp 7": (5, 26, 28), "gtp 3, dp 2": (5, 26, 30)}[mesh]
 
 
+@pytest.mark.full
 def test_calls_outside_of_steps_are_those_without_a_mesh(x64):
     tokens = batches(1)[0]
     call = lambda function, model: nnx.jit(function)(model)  # noqa: E731
@@ -92,6 +93,7 @@ def test_calls_outside_of_steps_are_those_without_a_mesh(x64):
             same(nnx.jit(lambda model: model(tokens))(model), wanted)
 
 
+@pytest.mark.full
 def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x64):
     x, found = np.random.default_rng(0).normal(size=(7, LENGTH, WIDTH)), []
 
@@ -277,6 +279,7 @@ def test_exchanged_gradients_are_those_of_gtp_jax_own_layers(wire, view, x64):
         assert 0 < np.abs(one - exact).max() < 0.1 * np.abs(exact).max()
 
 
+@pytest.mark.full
 def test_bytes_on_the_wire_and_shards_are_those_of_the_padded_matrix():
     with on(gtp=7):
         model = gtp.shard(nnx.eval_shape(lambda: nnx.Linear(2230, 64, rngs=nnx.Rngs(0))), nnx.Linear)

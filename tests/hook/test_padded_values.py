@@ -82,6 +82,7 @@ def test_a_whole_array_that_shard_map_is_given_for_a_padded_weight_is_refused(x6
             jax.eval_shape(whole, state, tokens)
 
 
+@pytest.mark.full
 def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):
     tokens = batches(1)[0]
     with on(gtp=7), nnx.use_eager_sharding(False):
@@ -100,6 +101,7 @@ def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):
         same(model(tokens), plain(tokens))
 
 
+@pytest.mark.full
 def test_models_that_are_abstract_or_concrete_are_padded_alike(x64):
     with on(gtp=7):
         concrete = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=80)
@@ -117,6 +119,7 @@ def _params(model):
     return [v for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
 
+@pytest.mark.full
 def test_a_padded_model_is_pickled_cloned_and_split(x64):
     tokens = batches(1)[0]
     with on(gtp=7):
@@ -184,6 +187,7 @@ def test_parameters_of_other_classes_or_with_hooks_are_stored_whole(x64):
     same(found[1], found[0])
 
 
+@pytest.mark.full
 def test_weights_that_the_core_and_a_replica_pad_differently_move_by_their_logical_shapes(x64):
     models = []
     for degree in (1, 7, 5):

@@ -103,7 +103,7 @@ class Looping(nnx.Module):
         return self.blocks[1](self.blocks[0](x)) @ self.scale[...]
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("view", others_full(["global", "local"], ["local"]))
 def test_a_model_called_in_a_loop_into_which_it_is_not_passed_gathers_its_weights_there(view):
     def loss(model, x):
         y = jnp.sin(jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0])

@@ -157,7 +157,7 @@ class Filling(nnx.Sequential):
         return x
 
 
-@pytest.mark.parametrize("examples", [8, 6])
+@pytest.mark.parametrize("examples", others_full([8, 6], [6]))
 def test_a_model_may_fill_lists_and_dicts_and_write_variables_of_other_modules(examples, x64):
     def loss(model, dropout, x):
         hidden, facts = [], {}
