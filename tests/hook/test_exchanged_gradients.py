@@ -96,9 +96,13 @@ def test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_
         def __call__(self, x):
             return jnp.tanh(x @ self.kernel[...]) * self.kernel[0] + x @ self.kernel[...].T
 
+    make, x = lambda: nnx.Sequential(*[Scaled(nnx.Rngs(i)) for i in range(2)]), drawn(BATCH, 4, 64)  # noqa: E731
+    plain = nnx.jit(nnx.grad(lambda model: loss(model, x)[0] / x.size))(make())
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(*[Scaled(nnx.Rngs(i)) for i in range(2)]), Scaled, min_size=64)
+        model = gtp.shard(make(), Scaled, min_size=64)
         found, wanted = (gradients(model, recipe, "global") for recipe in (gtp.BF16(grad_wire="bf16"), None))
+    for one, other in zip(wanted, jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-3 * np.abs(other).max())
         assert np.any(one != other)

@@ -136,12 +136,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "every rank computes all of a batch that comes whole",
-        "if examples % degrees(axes) or not",
-        "if True or not",
-        ("tests/hook/test_whole_batches.py::test_no_rank_computes_more_of_a_whole_batch_than_of_a_divided_one",),
-    ),
-    Mutant(
         "what a recorded model writes to a weight is taken for a gathered weight",
         "before.writes(inputs, gathered=moves)",
         "before.writes(inputs, gathered=True)",
@@ -154,12 +148,6 @@ MUTANTS = (
         (
             "tests/meaning/test_side_effects.py::test_a_reference_is_read_and_written_between_blocks_in_the_order_of_the_code",
         ),
-    ),
-    Mutant(
-        "backward goes on to blocks that are not trained",
-        "next(wanted, 0))",
-        "0)",
-        ("tests/hook/test_ways_to_call.py::test_backward_ends_at_the_first_block_that_is_trained",),
     ),
     Mutant(
         "gradients of other uses of a weight are dropped where its products have a slot",
