@@ -154,9 +154,10 @@ def _instantiated(cotangent: Any) -> Any:
     """Returns a gradient as an array, if JAX has passed a symbolic zero instead of it."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
+    shape: Any = cotangent.shape
     dtype: Any = cotangent.dtype
     integer = dtype == jax.dtypes.float0
-    return (np if integer else jnp).zeros(cotangent.shape, dtype)
+    return (np if integer else jnp).zeros(shape, dtype)
 
 
 def _joined(inputs: Tree) -> Tree:

@@ -226,7 +226,7 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     gathered = f"weight {_shape(weight.shape)}, {source}" + (f", divided among {in_use} ranks" if in_use > 1 else "")
     scattered = f"this rank's part of the sum: reduce-scatter over {_axes(tuple(over))} in that dtype"
     reduced, by = scattered if over else "nothing to do", _name(hook.scatter)
-    if weight.exchanged is not None:
+    if weight.exchanged is not None and weight.exchanged.wire is not None:
         use, by = "at least float32 where products compute it", _name(hook.exchange)
         reduced = (
             f"this rank's part of the sum: all-to-all in {weight.exchanged.wire.name} over {_axes(tuple(over))}, "
