@@ -37,11 +37,10 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     if any(map(_is_record, leaves)):
         fields = [vars(leaf) if _is_record(leaf) else leaf for leaf in leaves]
         arrays, rebuild = taken_apart(fields, known)
-        kinds = [leaf if _is_record(leaf) else None for leaf in leaves]
-        bare = [kind if kind is None else _with_fields(kind, {}) for kind in kinds]
+        kinds = [type(leaf) if _is_record(leaf) else None for leaf in leaves]  # not the objects, which hold tracers
 
         def with_records(found: Sequence[Any]) -> Any:
-            each = zip(bare, rebuild(found), strict=True)
+            each = zip(kinds, rebuild(found), strict=True)
             return jax.tree.unflatten(tree, [own if kind is None else _with_fields(kind, own) for kind, own in each])
 
         return arrays, with_records
@@ -91,9 +90,9 @@ def _is_record(leaf: Any) -> bool:
     return any(is_node(one) or is_array(one) for one in jax.tree.leaves(vars(leaf), is_leaf=is_node))
 
 
-def _with_fields(record: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns an object of the same class with these attributes, and no others."""
-    found = object.__new__(type(record))
+def _with_fields(kind: type, fields: Mapping[str, Any]) -> Any:
+    """Returns an object of a class with these attributes, and no others."""
+    found = object.__new__(kind)
     found.__dict__.update(fields)
     return found
 

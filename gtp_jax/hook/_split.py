@@ -24,9 +24,8 @@ class Part:
         call: the equation of the call.
         x: the variables that the call before it passes on.
         y: the variables that it passes on to the next call; for the last call, to the epilogue.
-        params: the floats from before the chain that this part alone reads, except the operands in `sent`.
-        constants: the other arrays from before the chain that it reads, except the operands in `sent`.
-        sent: the operands of the call that are gathered.
+        params: the floats from before the chain that this part alone reads, except those that are gathered.
+        constants: the other arrays from before the chain that it reads, except those that are gathered.
         scalars: the floats that only the epilogue reads, computed in this part.
         state: the other arrays that only the epilogue reads, computed in this part.
     """
@@ -37,7 +36,6 @@ class Part:
     y: tuple[Var, ...]
     params: tuple[Var, ...]
     constants: tuple[Var, ...]
-    sent: tuple[Var, ...]
     scalars: tuple[Var, ...]
     state: tuple[Var, ...]
 
@@ -115,7 +113,6 @@ def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Se
                 y,
                 tuple(v for v in own if _is_float(v)),
                 tuple(v for v in own if not _is_float(v)),
-                tuple(sent(calls[k])),
                 tuple(v for v in left if _is_float(v)),
                 tuple(v for v in left if not _is_float(v)),
             )
