@@ -32,12 +32,14 @@ from ._codes import Coded as Coded
 from ._codes import decide as decide
 from ._codes import encode as encode
 from ._exchange import exchange as exchange
+from ._facts import OffloadingUnit as OffloadingUnit
 from ._facts import ShardedWeight as ShardedWeight
 from ._facts import UnitCall as UnitCall
 from ._facts import UnitFact as UnitFact
 from ._facts import WeightFact as WeightFact
 from ._facts import calls_of as calls_of
 from ._facts import largest_unit as largest_unit
+from ._facts import offloading_units as offloading_units
 from ._facts import roles_of as roles_of
 from ._facts import sharded_weights as sharded_weights
 from ._facts import unit_facts as unit_facts

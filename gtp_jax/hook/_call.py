@@ -14,7 +14,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from ..chain import Remat
+from ..chain import OFFLOADED, Remat, Schedule
 from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
 from ..weights import ModulePath
 from ._choice import name_of, own_variables
@@ -27,7 +27,7 @@ from ._matrix import logical_shape
 from ._movement import own_part
 from ._multiply import batch_axes
 from ._nodes import is_array
-from ._path import Paths, named, path_of
+from ._path import Paths, named, path_of, path_of_unit
 from ._placement import Placement
 from ._record import call_or_mark, can_record, recorded
 from ._recording import original
@@ -57,7 +57,7 @@ def call_unit(
     placements: Placements,
     *,
     remat: Remat,
-    keep_last: bool,
+    schedule: Schedule,
     batch: tuple[str, ...],
     wide: bool,
 ) -> Any:
@@ -74,7 +74,7 @@ def call_unit(
         kwargs: keyword arguments.
         placements: the placements that the unit's weights had when it was sharded.
         remat: the policy for what is saved for backward.
-        keep_last: whether to save the gathered weights for backward if no unit follows in a recorded walk.
+        schedule: how the call is ordered among those of a recorded walk.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
@@ -106,8 +106,9 @@ def call_unit(
     pairs = zip(call.weights, call.program.placements, strict=True)
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
     note = _noting(unit, call.names, shapes, staged)
+    source = name_of(path_of_unit(unit) or ()) if remat in OFFLOADED else ""
     refused = functools.partial(forward_mode_refused, type(unit).__name__, call.program.jaxpr)
-    return call.finish(call_or_mark(call, staged, keep_last=keep_last, note=note, refused=refused))
+    return call.finish(call_or_mark(call, staged, schedule, note=note, refused=refused, source=source))
 
 
 @legacy_mesh_in_scope()

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from ..chain import OFFLOADED
 from ..layout import shards_of
 from ..mesh import Roles
 from ..recipes import Recipe
@@ -21,7 +22,7 @@ from ._choice import name_of, names_of, own_variables
 from ._codes import Coded, decide
 from ._exchange import Exchange, decide_exchange
 from ._multiply import batch_axes
-from ._path import path_of, paths_of
+from ._path import path_of, path_of_unit, paths_of
 from ._placement import Placement, placement_of
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
@@ -228,6 +229,33 @@ def largest_unit(model: nnx.Module) -> int:
     return max((_elements(module) * (4 if kind.wide else 2) for module, kind in units), default=0)
 
 
+class OffloadingUnit(NamedTuple):
+    """A unit that moves what it saves to the host's memory.
+
+    Attributes:
+        remat: its policy.
+        batch: the axes of the mesh in scope that shard the batch.
+        elements: the number of elements of its sharded matrices.
+    """
+
+    remat: str
+    batch: tuple[str, ...]
+    elements: int
+
+
+def offloading_units(model: nnx.Module) -> dict[str, OffloadingUnit]:
+    """Returns the units of a model that move what they save to the host's memory, by their paths in the model that was
+    sharded."""
+    found: dict[str, OffloadingUnit] = {}
+    for _, module in nnx.iter_modules(model):
+        kind, path = kind_of(module), path_of_unit(module)
+        if isinstance(kind, Unit) and kind.remat in OFFLOADED and path is not None:
+            weights = [node for _, node in nnx.iter_graph(module) if placement_of(node) is not None]
+            shapes = [shape for shape in map(logical_shape, weights) if len(shape) > 1]
+            found[name_of(path)] = OffloadingUnit(kind.remat, batch_axes(kind.roles.batch), sum(map(math.prod, shapes)))
+    return found
+
+
 def _elements(unit: nnx.Module) -> int:
     weights = [(node, p) for _, node in nnx.iter_graph(unit) if (p := placement_of(node)) is not None and p.gathered]
     return sum(math.prod(node.get_raw_value().shape) // shards_of(placement) for node, placement in weights)
@@ -282,7 +310,7 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
         jax.eval_shape(call, state, *args)
     return tuple(
         UnitCall(
-            paths[id(step.unit)] if id(step.unit) in paths else _name_of_copy(step.unit),
+            paths[id(step.unit)] if id(step.unit) in paths else _path(step.unit),
             step.tied,
             step.reason,
             step.weights,
@@ -293,12 +321,6 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
     )
 
 
-def _name_of_copy(unit: nnx.Module) -> str:
-    """Returns the path of a unit, given a copy of the unit. The path is derived from the paths of the copy's weights.
-    If that fails, returns "a copy"."""
-    for own, variable in nnx.iter_graph(unit):
-        within = tuple(map(str, own))
-        for path in paths_of(variable) if placement_of(variable) is not None else ():
-            if path[len(path) - len(within) :] == within:
-                return name_of(path[: len(path) - len(within)])
-    return _COPY
+def _path(unit: nnx.Module) -> str:
+    path = path_of_unit(unit)
+    return _COPY if path is None else name_of(path)

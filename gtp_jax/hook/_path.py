@@ -54,6 +54,18 @@ def path_of(variable: nnx.Variable) -> tuple[str, ...]:
     return paths_of(variable)[0]
 
 
+def path_of_unit(unit: nnx.Module) -> tuple[str, ...] | None:
+    """Returns the path of a unit, or of the unit of which it is a copy, in the model that was sharded: what the paths
+    of its weights have in front of their paths in the unit. `None` if no weight's path ends like that."""
+    for own, variable in nnx.iter_graph(unit):
+        within = tuple(map(str, own))
+        known = isinstance(variable, nnx.Variable) and "weight_paths" in variable.get_metadata()
+        for path in paths_of(variable) if known else ():
+            if path[len(path) - len(within) :] == within:
+                return path[: len(path) - len(within)]
+    return None
+
+
 def weight_paths(model: nnx.Module) -> tuple[tuple[str, ...], ...]:
     """Returns all paths that `shard` recorded for the weights of a model, and those that other variables have copied
     with a weight's metadata. A path may occur more than once."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Primitive
 
-from ..chain import Outputs, Schedule, run
+from ..chain import OFFLOADED, Outputs, Schedule, run
 from ._forward_mode import refused_in_forward_mode
 from ._recording import current_recording, recording
 from ._rows import is_mapped
@@ -44,17 +44,19 @@ class _Marker:
         call: the call.
         sent: the number of operands that are gathered: the shards of the weights, then the codes.
         tree: the structure of the operands: shards, codes, keys, other arrays.
-        keep_last: whether the gathered weights are kept for backward if no call follows.
+        schedule: how the call is ordered among others.
         note: a function that completes the record of the call.
         refused: a function that returns the context in which the call runs (`forward_mode_refused`).
+        source: the path of the unit, if the call moves activations to the host's memory.
     """
 
     call: StagedCall
     sent: int
     tree: Any
-    keep_last: bool
+    schedule: Schedule
     note: Callable[..., None]
     refused: Callable[[], contextlib.AbstractContextManager[str]]
+    source: str
 
 
 @_unit.def_abstract_eval
@@ -71,23 +73,25 @@ def can_record() -> bool:
 def call_or_mark(
     call: Traced,
     staged: StagedCall,
+    schedule: Schedule,
     *,
-    keep_last: bool,
     note: Callable[..., None],
     refused: Callable[[], contextlib.AbstractContextManager[str]],
+    source: str,
 ) -> Sequence[Any]:
     """Returns the outputs of a call of a unit. If a walk is recorded in this trace, only records the call.
 
     Args:
         call: the traced call.
         staged: the same call, without its arrays.
-        keep_last: whether the gathered weights are kept for backward if no call follows.
+        schedule: how the call is ordered among others.
         note: a function that completes the record of the call.
         refused: a function that returns the context in which the call runs (`forward_mode_refused`).
+        source: the path of the unit, if the call moves activations to the host's memory.
     """
     operands = staged.sent(call.weights, call.wires), call.keys, call.rest
     leaves, tree = jax.tree.flatten(operands)
-    marker = _Marker(staged, len(jax.tree.leaves(operands[0])), tree, keep_last, note, refused)
+    marker = _Marker(staged, len(jax.tree.leaves(operands[0])), tree, schedule, note, refused, source)
     return _unit.bind(*leaves, marker=marker) if is_recording() else _alone(marker, leaves, reason_alone())
 
 
@@ -145,7 +149,9 @@ def _alone(marker: _Marker, operands: Sequence[Any], reason: str) -> Sequence[An
     """Returns the outputs of a call that gathers its weights when it runs."""
     with marker.refused() as message:
         found = run_alone(
-            marker.call, *jax.tree.unflatten(marker.tree, refused_in_forward_mode(message, list(operands)))
+            marker.call,
+            *jax.tree.unflatten(marker.tree, refused_in_forward_mode(message, list(operands))),
+            keep=marker.schedule.keep_gathered == "all",
         )
     marker.note(reason=reason)
     return found
@@ -158,7 +164,7 @@ def _run(parts: Split, known: dict[Any, Any]) -> None:
     with first.refused() as message:
         shared = refused_in_forward_mode(message, [known[v] for v in parts.shared])
         stages = [_stage(part, parts.shared, known) for part in parts.parts]
-        y, outputs = run(stages, [], Schedule(keep_gathered="auto" if last.keep_last else 0), shared)
+        y, outputs = run(stages, [], last.schedule, shared)
     last = parts.parts[-1]
     known.update(zip(last.y, y, strict=True))
     for number, (part, own) in enumerate(zip(parts.parts, outputs, strict=True)):
@@ -198,6 +204,8 @@ def _stage(part: Part, shared: tuple[Any, ...], known: Mapping[Any, Any]) -> Any
         constants=[known[v] for v in part.constants],
         takes_shared=bool(takes),
         apply=apply,
+        offload=marker.call.remat in OFFLOADED,
+        source=marker.source,
     )
 
 

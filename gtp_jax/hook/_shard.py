@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .._numbers import is_size
-from ..chain import OFFLOADED, REMAT, Remat
+from ..chain import REMAT, Remat, Schedule
 from ..mesh import Roles, check_mesh_in_scope, current_roles, legacy_mesh_in_scope, use_roles
 from ..weights import ModulePath
 from ._again import check_unchanged, put_back
@@ -36,7 +36,7 @@ def shard[M: nnx.Module](
     min_size: int = 1 << 14,
     specs: Mapping[str, Spec] | None = None,
     remat: Remat = "matmuls",
-    keep_last: bool = True,
+    schedule: Schedule | None = None,
     methods: tuple[str, ...] = _METHODS,
     grad_reduce: Literal["float32"] | None = None,
     roles: Roles | None = None,
@@ -52,7 +52,7 @@ def shard[M: nnx.Module](
     padded. In global view, `param[...]` still reads and sets the array of the logical shape.
 
     Forward gathers the weights of a block, if possible while the previous block computes. Backward gathers them again,
-    unless `keep_last` keeps them, and reduces the gradients of the block, if possible while another block computes.
+    unless the schedule keeps them, and reduces the gradients of the block, if possible while another block computes.
     Modules with weights outside of blocks, such as an embedding or a head, are treated like blocks, unless they contain
     blocks. `gtp_jax.explain(model)` reports which modules gather weights, and when.
 
@@ -74,10 +74,12 @@ def shard[M: nnx.Module](
         specs: the partitions in which weights are stored, by patterns of the weights' paths. `None` leaves weights
             whole or as the model annotates them, and calls do not gather them. A weight of a shared module has several
             paths. The first pattern that matches any of them applies.
-        remat: what a block saves for backward: a policy of `gtp_jax.Stack` that does not offload to the host.
-        keep_last: whether to keep the weights that a call of the model gathers last, so that backward does not begin by
-            waiting for a gather. Pass `False` for a model that is called in a loop, because these weights could be kept
-            for every iteration.
+        remat: what a block saves for backward: a policy of `gtp_jax.Stack`. `"offload"` and `"offload-matmuls"` move
+            what they save to the host's memory where blocks are prefetched, which `gtp_jax.explain` with `call` shows;
+            elsewhere, such as in a scan, what they save stays on the device.
+        schedule: which gathered weights are kept for backward, and whether blocks are prefetched; `Schedule()` by
+            default, which keeps the weights that a call of the model gathers last. If that call runs in a loop, they
+            may be kept for every iteration; pass `Schedule(keep_gathered=0)` to avoid that.
         methods: the names of the methods whose calls gather weights. Other methods of a block use the weights that such
             a call has gathered, if they run within it. Otherwise, XLA gathers the weights, which it can only do in
             global view.
@@ -91,14 +93,14 @@ def shard[M: nnx.Module](
             weights and the optimizer, or all that they name for the batch; if no module matches `blocks`, or the model
             has no list that gives the default; if there is no weight to shard, or one has been frozen; if a pattern of
             `specs` matches no weight to shard (with the value `None`: no variable); if a partition that `specs` or an
-            annotation of the model names does not fit the mesh or the weight; or if `min_size`, `remat`, `grad_reduce`
-            or a name in `methods` is not allowed. For a model that is sharded already: if no array has to be put back;
-            if the modules that `blocks` matches are not exactly its blocks; if another argument is neither the default
-            nor the value with which the model was sharded; or if the mesh or an array does not fit a weight as it was
-            sharded.
-        TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods` or `roles` has the wrong type.
+            annotation of the model names does not fit the mesh or the weight; or if `min_size`, `remat`, `grad_reduce`,
+            `schedule.unroll` or a name in `methods` is not allowed. For a model that is sharded already: if no array
+            has to be put back; if the modules that `blocks` matches are not exactly its blocks; if another argument is
+            neither the default nor the value with which the model was sharded; or if the mesh or an array does not fit
+            a weight as it was sharded.
+        TypeError: if `model` is not an `nnx.Module`, or `blocks`, `methods`, `roles` or `schedule` has the wrong type.
     """
-    _check_arguments(model, min_size, remat, grad_reduce)
+    _check_arguments(model, min_size, remat, grad_reduce, schedule)
     _check_methods(model, methods)
     check_mesh_in_scope()
     if jax.sharding.get_abstract_mesh().empty:
@@ -112,7 +114,7 @@ def shard[M: nnx.Module](
             "min_size": min_size,
             "specs": partitions,
             "remat": remat,
-            "keep_last": keep_last,
+            "schedule": schedule,
             "methods": methods,
             "grad_reduce": grad_reduce,
             "roles": roles,
@@ -146,7 +148,17 @@ def shard[M: nnx.Module](
         of_weights, block = _placements(dict(nnx.iter_graph(module))), path in choice.blocks
         make(
             module,
-            Unit(remat, keep_last, methods, roles, grad_reduce is not None, block, min_size, partitions, of_weights),
+            Unit(
+                remat,
+                schedule or Schedule(),
+                methods,
+                roles,
+                grad_reduce is not None,
+                block,
+                min_size,
+                partitions,
+                of_weights,
+            ),
         )
     for module in choice.holders.values():
         make(module, Holder(roles, _placements(own_variables(module))))
@@ -164,23 +176,24 @@ def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
     return tuple((path, v.get_metadata()["placement"], paths_of(v)) for path, v in placed.items())
 
 
-def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any) -> None:
+def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any, schedule: Any) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
     if not is_size(min_size):
         raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
     if not isinstance(remat, str) or remat not in REMAT:
-        allowed = [name for name in REMAT if name not in OFFLOADED]
-        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, allowed))}.")
-    if remat in OFFLOADED:
-        raise ValueError(
-            f"`remat` is {remat!r}, which moves saved activations to the host. `gtp_jax.Stack` supports that; "
-            f"`gtp_jax.shard` does not. Use {OFFLOADED[remat]!r}, which saves the same activations on the device."
-        )
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, REMAT))}.")
     if grad_reduce not in (None, "float32"):
         raise ValueError(
             f"`grad_reduce` is {grad_reduce!r}; it must be 'float32' or `None`. 'bf16' and 'bf16-wire' are for "
             "gtp_jax's own layers."
+        )
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.Schedule`.")
+    if schedule is not None and schedule.unroll != "full":
+        raise ValueError(
+            f"`schedule` has `unroll={schedule.unroll!r}`, which applies to the layers of a `gtp_jax.Stack`. The calls "
+            "of blocks run as the model's code makes them; leave `unroll` out."
         )
 
 

@@ -72,7 +72,8 @@ def can_split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any]
 
 
 def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Sequence[Any]]) -> Split:
-    """Splits a jaxpr. Equations that do not depend on a call and are read in one part alone belong to that part.
+    """Splits a jaxpr. Equations that do not depend on a call and are read in one part alone belong to that part, except
+    constraints of shardings.
 
     Args:
         jaxpr: the jaxpr, for which `can_split` is true, and which has at least one call.
@@ -137,8 +138,10 @@ def _places(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], 
     for eqn in reversed(jaxpr.eqns):
         if id(eqn) not in places:
             found = set[int]().union(*(readers.get(v, ()) for v in eqn.outvars))
-            # before the first call, there is nothing to wait for
-            places[id(eqn)] = found.pop() if len(found) == 1 and 0 not in found else -1
+            # before the first call, there is nothing to wait for; and a part would save for backward what it makes of a
+            # parameter, such as a constrained one, besides the parameter
+            alone = len(found) == 1 and 0 not in found and eqn.primitive.name != "sharding_constraint"
+            places[id(eqn)] = found.pop() if alone else -1
         before = len(sent(eqn)) if is_call(eqn) else 0  # what is gathered is computed before the chain
         for i, v in enumerate(eqn.invars):
             if not isinstance(v, Literal):

@@ -208,14 +208,17 @@ def stage_of(call: StagedCall, sent: Sent, **options: Any) -> Stage:
     )
 
 
-def run_alone(call: StagedCall, sent: Sent, keys: Sequence[CallKeys | None], rest: Arrays) -> Arrays:
-    """Returns the outputs of a call that is not ordered among others. Backward gathers its weights again.
+def run_alone(
+    call: StagedCall, sent: Sent, keys: Sequence[CallKeys | None], rest: Arrays, *, keep: bool = False
+) -> Arrays:
+    """Returns the outputs of a call that is not ordered among others. Nothing that it saves is moved to the host.
 
     Args:
         call: the call.
         sent: what it gathers.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         rest: the other arrays; see `Program.arguments`.
+        keep: whether the gathered weights are kept for backward. Otherwise, backward gathers them again.
     """
     floats = [is_real(leaf) and is_float(leaf) for leaf in rest]
 
@@ -229,7 +232,7 @@ def run_alone(call: StagedCall, sent: Sent, keys: Sequence[CallKeys | None], res
     params = [leaf for leaf, chosen in zip(rest, floats, strict=True) if chosen]
     others = [leaf for leaf, chosen in zip(rest, floats, strict=True) if not chosen]
     stage = stage_of(call, sent, shards=sent.shards, params=params, constants=(list(keys), others), apply=apply)
-    return run([stage], [], Schedule(keep_gathered=0))[0]
+    return run([stage], [], Schedule(keep_gathered="all" if keep else 0))[0]
 
 
 def _of_examples(x: jax.Array, program: Program) -> bool:

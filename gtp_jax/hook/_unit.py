@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..chain import Remat
+from ..chain import Remat, Schedule
 from ..mesh import Roles
 from ._call import Placements, call_holder, call_unit
 
@@ -24,7 +24,7 @@ class Unit:
 
     Attributes:
         remat: the policy for what is saved for backward.
-        keep_last: whether its gathered weights are saved for backward if no unit follows in the walk.
+        schedule: how its calls are ordered among those of a walk.
         methods: the names of the methods whose calls gather the weights; the module may lack some of them.
         roles: the roles of the mesh axes.
         wide: whether the model was sharded with `grad_reduce="float32"`.
@@ -35,7 +35,7 @@ class Unit:
     """
 
     remat: Remat
-    keep_last: bool
+    schedule: Schedule
     methods: tuple[str, ...]
     roles: Roles
     wide: bool
@@ -130,7 +130,7 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kind, Unit):
-            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "wide": kind.wide}
+            options: Any = {"remat": kind.remat, "schedule": kind.schedule, "wide": kind.wide}
             return call_unit(method, self, args, kwargs, kind.placements, batch=kind.roles.batch, **options)
         return call_holder(method, self, args, kwargs, kind.placements, batch=kind.roles.batch)
 

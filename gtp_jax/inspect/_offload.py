@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from jax.sharding import AbstractDevice, PartitionSpec
 from ..chain import OFFLOADED, Moved, offloads_recorded
 from ..experts import MoE
 from ..hlo import CHIPS, fact, quantity
+from ..hook import OffloadingUnit, offloading_units
 from ..mesh import axes_of, degree, degrees, platform
 from ..nn import TRACED_AS, Attention, Stack, weight_owners
 from ._timeline import seconds
@@ -24,15 +27,16 @@ from ._timeline import seconds
 
 @dataclasses.dataclass(frozen=True)
 class OffloadFact:
-    """The activations that the layers of one `Stack` keep in the host's memory between the passes, per device and call.
+    """The activations that the layers of one `Stack`, or the blocks of a model sharded by `gtp_jax.shard`, keep in the
+    host's memory between the passes, per device and call.
 
     Attributes:
-        stack: the path of the stack in the model.
-        remat: its policy.
-        layers: the number of its layers.
-        bytes: what one layer copies each way. This is an upper bound if the stack does not run inside a `shard_map`:
-            values other than the layer's input then count as whole on each rank of tp.
-        flops: the floating-point operations of a layer's forward pass in matmuls with gathered weights and in
+        stack: the path of the stack in the model, or of the blocks, with `*` for numbers in which their paths differ.
+        remat: the policy.
+        layers: the number of layers or blocks.
+        bytes: what one layer copies each way, or the block that copies most. This is an upper bound outside of a
+            `shard_map`: values other than the layer's input then count as whole on each rank of tp.
+        flops: the floating-point operations of its forward pass in matmuls with gathered weights and, in a `Stack`, in
             self-attention, if ranks share them equally.
         chip: the chip of `hlo.CHIPS` that sets the rates.
     """
@@ -72,13 +76,15 @@ def break_even(bytes_of_layer: float, flops_of_layer: float, chip: str) -> str:
 
 
 def offload_facts(model: nnx.Module, call: Callable[[Any], Any]) -> tuple[OffloadFact, ...]:
-    """Returns a fact for each `Stack` that moves what its layers save to the host, if the call runs it in a chain.
+    """Returns a fact for each `Stack`, and for the blocks of each sharded list, that move what they save to the host,
+    if the call runs them in a chain.
 
     Args:
         model: the model, which may be abstract.
         call: a function of the model, which is traced with its gradient, but not run.
     """
-    if not any(isinstance(m, Stack) and m.remat in OFFLOADED for _, m in nnx.iter_modules(model)):
+    units = offloading_units(model)
+    if not units and not any(isinstance(m, Stack) and m.remat in OFFLOADED for _, m in nnx.iter_modules(model)):
         return ()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     stacks: dict[str, Stack] = {}
@@ -98,7 +104,29 @@ def offload_facts(model: nnx.Module, call: Callable[[Any], Any]) -> tuple[Offloa
     known: dict[str, list[Moved]] = {}
     for one in found:
         known.setdefault(one.source, []).append(one)
-    return tuple(_fact(name, stack, known[name]) for name, stack in stacks.items() if name in known)
+    lists: dict[str, list[str]] = {}
+    for name in (name for name in units if any(one.arrays for one in known.get(name, ()))):
+        lists.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
+    return (
+        *(_fact(name, stack, known[name]) for name, stack in stacks.items() if name in known),
+        *(_of_blocks(name, units[names[0]], [known[one] for one in names]) for name, names in lists.items()),
+    )
+
+
+def _of_blocks(name: str, unit: OffloadingUnit, moved: Sequence[Sequence[Moved]]) -> OffloadFact:
+    """Returns the fact of blocks that are alike.
+
+    Args:
+        name: the name of the blocks.
+        unit: one of them.
+        moved: what the calls of each block move.
+    """
+    largest = max(itertools.chain(*moved), key=lambda one: _bytes(one.arrays))
+    ranks = 1 if largest.per_device else degrees(unit.batch)
+    tokens = max((math.prod(x.shape[:-1]) for x in largest.x if x.ndim > 1), default=0)
+    return OffloadFact(
+        name, unit.remat, len(moved), _bytes(largest.arrays) // ranks, 2 * unit.elements * tokens / ranks, _chip()
+    )
 
 
 def _fact(name: str, stack: Stack, moved: Sequence[Moved]) -> OffloadFact:

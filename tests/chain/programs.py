@@ -39,3 +39,20 @@ def counted(found: list[hlo.Collective]) -> Counter:
         for whole in c.results if c.kind == "all-gather" else c.operands:
             count[c.direction, whole.dims] += c.times
     return count
+
+
+def moves(jaxpr, times: int = 1):
+    """The shapes and dtypes that a traced program moves to the host, and back, as often as they are."""
+    found = {jax.memory.Space.Host: [], jax.memory.Space.Device: []}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            for space, one in zip(eqn.params["devices"], eqn.invars, strict=True):
+                if space in found:
+                    found[space] += [(one.aval.shape, one.aval.dtype)] * times
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            sub = getattr(value, "jaxpr", value)
+            if hasattr(sub, "eqns"):
+                for kept, more in zip(found.values(), moves(sub, inner), strict=True):
+                    kept += more
+    return list(found.values())

@@ -17,6 +17,7 @@ from gtp_jax.chain import OFFLOADED
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 from .loops import inputs, loss, make_stack, results
+from .programs import moves
 
 LAYERS, BATCH, SEQ, HIDDEN = 3, 8, 16, 32
 SIZES = dict(
@@ -62,23 +63,6 @@ def test_layers_with_state_masks_and_dropout_compute_what_they_do_without(remat,
 
     for one, other in zip(jax.tree.leaves(of(remat)), jax.tree.leaves(of(OFFLOADED[remat])), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def moves(jaxpr, times: int = 1):
-    """The shapes and dtypes that a traced program moves to the host, and back, as often as they are."""
-    found = {jax.memory.Space.Host: [], jax.memory.Space.Device: []}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put":
-            for space, one in zip(eqn.params["devices"], eqn.invars, strict=True):
-                if space in found:
-                    found[space] += [(one.aval.shape, one.aval.dtype)] * times
-        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            sub = getattr(value, "jaxpr", value)
-            if hasattr(sub, "eqns"):
-                for kept, more in zip(found.values(), moves(sub, inner), strict=True):
-                    kept += more
-    return list(found.values())
 
 
 @pytest.mark.parametrize("unroll", ["full", 1])

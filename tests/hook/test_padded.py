@@ -52,7 +52,7 @@ OPTIONS = {
     "2 microbatches": dict(microbatches=2),
     "7 microbatches": dict(microbatches=7),
     "sums in float32": dict(shard=(("grad_reduce", "float32"),)),
-    "everything saved": dict(shard=(("remat", "everything"), ("keep_last", False))),
+    "everything saved": dict(shard=(("remat", "everything"), ("schedule", gtp.Schedule(keep_gathered=0)))),
 }
 
 

@@ -111,15 +111,15 @@ def at_codes(model, recipe):
 
 @pytest.mark.filterwarnings("ignore:no mesh is in scope")
 @pytest.mark.parametrize(
-    "name, mesh, keep_last", others_full(KEPT := [("NVFP4", "gtp 8", True), ("MXFP8", "dp 2, gtp 4", False)], KEPT[:1])
+    "name, mesh, kept", others_full(KEPT := [("NVFP4", "gtp 8", "auto"), ("MXFP8", "dp 2, gtp 4", 0)], KEPT[:1])
 )
-def test_gradients_are_those_at_the_values_of_the_codes(name, mesh, keep_last):
+def test_gradients_are_those_at_the_values_of_the_codes(name, mesh, kept):
     recipe, model = RECIPES[name], Model(nnx.Rngs(0))
     value_and_grad = nnx.jit(nnx.value_and_grad(mean_loss))
     wanted = value_and_grad(at_codes(model, recipe), tokens())
     unquantized = value_and_grad(model, tokens())
     with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
-        sharded = gtp.shard(model, "blocks.*", min_size=64, keep_last=keep_last)
+        sharded = gtp.shard(model, "blocks.*", min_size=64, schedule=gtp.Schedule(keep_gathered=kept))
         found = value_and_grad(sharded, tokens())
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
     assert_near(flat(found[1]), flat(wanted[1]))

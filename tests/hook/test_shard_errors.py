@@ -55,7 +55,12 @@ CASES = {
     "a partition for XLA to choose": (make, at("embed.embedding", P.UNCONSTRAINED), "(UNCONSTRAINED,) `specs` axis"),
     "remat": (make, dict(remat="all"), "`remat` 'all' 'nothing'"),
     "remat as a list": (make, dict(remat=["matmuls"]), "`remat` ['matmuls']"),
-    "remat of a stack": (make, dict(remat="offload-matmuls"), "`remat` 'offload-matmuls' `gtp_jax.Stack` 'matmuls'"),
+    "a loop body of a stack": (
+        make,
+        dict(schedule=gtp.Schedule(unroll=2)),
+        "`schedule` unroll=2 `gtp_jax.Stack` leave",
+    ),
+    "another schedule": (make, dict(schedule="auto"), "`schedule` 'auto' `gtp_jax.Schedule`"),
     "min_size": (make, dict(min_size=0), "`min_size` 0"),
     "min_size as a truth value": (make, dict(min_size=True), "`min_size` True"),
     "the sum of gradients": (make, dict(grad_reduce="bf16"), "`grad_reduce` 'bf16' 'float32' `None`"),
@@ -168,7 +173,7 @@ OTHER_OPTIONS = [
     ({"remat": "nothing"}, "`remat` 'nothing' 'matmuls'"),
     ({"grad_reduce": "float32"}, "`grad_reduce` 'float32' None"),
     ({"min_size": 128}, "`min_size` 128 64"),
-    ({"keep_last": False}, "`keep_last` False True"),
+    ({"schedule": gtp.Schedule(keep_gathered=0)}, "`schedule` keep_gathered=0 keep_gathered='auto'"),
     ({"methods": ("attend",)}, "`methods` ('attend',) ('__call__', 'attend')"),
     ({"specs": {"*.bias": None}}, "`specs` {'*.bias': None} {}"),
     ({"roles": gtp.Roles(tensor=None)}, "`roles` tensor=None tensor='tp'"),
@@ -191,8 +196,8 @@ def only_linear(path, module):
 
 @pytest.mark.parametrize("blocks", [nnx.Linear, only_linear, "layers.*"])
 def test_a_second_call_with_the_options_of_the_first_puts_arrays_back(blocks):
-    options = dict(min_size=64, specs={"tables.0": None}, remat="nothing", keep_last=False, methods=("__call__",))
-    options |= dict(grad_reduce="float32", roles=gtp.Roles(tensor=None))
+    options = dict(min_size=64, specs={"tables.0": None}, remat="nothing", methods=("__call__",))
+    options |= dict(schedule=gtp.Schedule(keep_gathered=0), grad_reduce="float32", roles=gtp.Roles(tensor=None))
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Few(), only_linear, **options)
         classes, wanted = [type(module) for _, module in nnx.iter_modules(model)], model(X)

@@ -122,3 +122,25 @@ def test_a_window_to_both_sides_counts_on_both_sides():
     assert flops(True, 8) - weights == 4 * 64 * 8 * 32
     assert flops(False, 8) - weights == 4 * 64 * 15 * 32
     assert flops(False, 64) == flops(False, None)
+
+
+class Blocks(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def test_blocks_of_a_stock_model_that_offload_are_one_row_with_the_bytes_of_a_device(x64):
+    x = jnp.zeros((8, 16, 32), jnp.float32)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(Blocks(nnx.Rngs(0)), min_size=64, remat="offload")
+        found = gtp.explain(model, call=lambda model: model(x))
+    (fact,) = found.offloads
+    # the input of the first comes from outside, and the last, whose backward follows, keeps its own
+    assert (fact.stack, fact.remat, fact.layers) == ("layers.*", "offload", 2)
+    assert (fact.bytes, fact.flops) == (16 * 32 * 4, 2 * 16 * 32 * 32)
+    assert "break-even" in str(found)

@@ -1,0 +1,92 @@
+"""Schedules of stock blocks, and activations in the host's memory: the same numbers, and only what was asked moves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from selection import others_full
+
+import gtp_jax as gtp
+from gtp_jax.chain import OFFLOADED
+
+from ..chain.programs import moves
+from .models import BATCH, DEPTH, GPT2, LENGTH, WIDTH, mean_of, tokens
+from .steps import MESHES, scope
+
+MEAN = mean_of("plain")
+INPUT = ((BATCH, LENGTH, WIDTH), jnp.float64)  # of a block
+
+
+def differentiated(run, loss=MEAN, dropout=0.1, **options):
+    """`run` of the function that returns loss and gradients of a GPT-2, and of its argument."""
+    with scope(MESHES["gtp 8"]):
+        graph, state = nnx.split(gtp.shard(GPT2(nnx.Rngs(0, dropout=1), dropout), min_size=64, **options))
+
+        def value(state):
+            return loss(nnx.merge(graph, state), tokens())
+
+        return run(jax.value_and_grad(value, allow_int=True), state)
+
+
+def computed(f, state):
+    found = jax.jit(f)(state)
+    return [np.asarray(a) for a in jax.tree.leaves(found) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+
+def traced(f, state):
+    return jax.make_jaxpr(f)(state).jaxpr
+
+
+@functools.cache
+def on_the_device(remat):
+    return differentiated(computed, remat=remat)
+
+
+CASES = [("offload-matmuls", {}), ("offload", {}), ("offload", dict(prefetch=False)), ("matmuls", dict(prefetch=False))]
+CASES += [("matmuls", dict(keep_gathered="all")), ("offload-matmuls", dict(keep_gathered=2))]
+
+
+@pytest.mark.parametrize("remat, schedule", others_full(CASES, CASES[:1]))
+def test_gradients_are_those_of_the_same_policy_on_the_device_bit_for_bit(remat, schedule, x64):
+    found = differentiated(computed, remat=remat, schedule=gtp.Schedule(**schedule))
+    for one, other in zip(found, on_the_device(OFFLOADED.get(remat, remat)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_input_of_every_block_moves_once_each_way_and_nothing_else(x64):
+    away, back = differentiated(lambda *given: moves(traced(*given)), remat="offload")
+    # without prefetching too; the head, which is last, keeps its own
+    assert away == back == [INPUT] * DEPTH
+    assert [away, back] == differentiated(
+        lambda *given: moves(traced(*given)), remat="offload", schedule=gtp.Schedule(prefetch=False)
+    )
+
+
+def test_outputs_of_matmuls_move_and_weights_do_not(x64):
+    away, back = differentiated(lambda *given: moves(traced(*given)), remat="offload-matmuls")
+    assert sorted(map(str, away)) == sorted(map(str, back))
+    assert len(away) % DEPTH == 0 and len(away) > DEPTH
+    assert all(shape[0] == BATCH for shape, _ in away)
+
+
+def test_what_is_not_differentiated_or_runs_in_a_scan_stays_on_the_device(x64):
+    in_scan = differentiated(lambda *given: moves(traced(*given)), mean_of("scan"), 0.0, remat="offload-matmuls")
+    alone = differentiated(lambda f, state: moves(traced(f.__wrapped__, state)), remat="offload")
+    assert in_scan == alone == [[], []]
+
+
+def gathers(jaxpr) -> int:
+    """The number of gathers in a traced program."""
+    return str(jaxpr).count("all_gather[")
+
+
+def test_as_many_calls_as_asked_keep_their_weights_counted_from_the_end(x64):
+    def count(**schedule):
+        return differentiated(lambda *given: gathers(traced(*given)), schedule=gtp.Schedule(**schedule))
+
+    none, last, everything = count(keep_gathered=0), count(), count(keep_gathered="all")
+    # the tied head gathers a table, and each block three kernels and two biases; backward of the lookup needs no table
+    assert (none - last, last - count(keep_gathered=2), last - everything) == (1, 5, 5 * DEPTH)
