@@ -130,7 +130,7 @@ class Blocks(nnx.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            x = jnp.tanh(layer(x))
+            x = layer(x)
         return x
 
 
