@@ -29,7 +29,7 @@ from ._multiply import batch_axes
 from ._nodes import is_array
 from ._path import Paths, named, path_of, path_of_unit
 from ._placement import Placement
-from ._record import call_or_mark, can_record, recorded
+from ._record import call_or_mark, can_record, is_recording, recorded
 from ._recording import original
 from ._rows import divided
 from ._scope import hook_is_off
@@ -64,8 +64,8 @@ def call_unit(
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
     in backward.
 
-    While the hook is off (`hook_is_off`), or if no weight of the unit must be gathered or quantized, only makes the
-    checks that apply, and calls the method.
+    While the hook is off (`hook_is_off`), only makes the checks that apply, and calls the method. So does a call that
+    has no weight to gather or quantize, unless a walk is recorded, in which `remat` applies to every unit.
 
     Args:
         method: the method.
@@ -93,7 +93,8 @@ def call_unit(
         return method(unit, *args, **kwargs)
     _refuse_stripped(unit, nodes, placements)
     named(nodes, {path: paths for path, _, paths in placements})
-    if not _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None]):
+    moves = _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None])
+    if not moves and (remat == "everything" or not is_recording()):
         return method(unit, *args, **kwargs)
     axes = batch_axes(batch)
     given = args, kwargs
@@ -101,7 +102,7 @@ def call_unit(
         args, kwargs = divided(given, axes)
     with _explained(unit):
         call = traced(method, unit, args, kwargs, axes, given=given)
-    owner = f"{type(unit).__name__} (of the weight {call.names[0]})"
+    owner = f"{type(unit).__name__} (of the weight {call.names[0]})" if moves else type(unit).__name__
     staged = StagedCall(call.program, remat=remat, axes=axes, wide=wide, owner=owner)
     pairs = zip(call.weights, call.program.placements, strict=True)
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
@@ -163,7 +164,7 @@ def _noting(
 ) -> Callable[..., None]:
     """Adds a record of a call, if calls are recorded. Returns a function that completes it once the call has been
     traced, with further attributes."""
-    replace = note(original(unit))
+    replace = note(original(unit)) if names else None
 
     def complete(**attributes: Any) -> None:
         if replace is not None:

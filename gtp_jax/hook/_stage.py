@@ -203,6 +203,7 @@ def stage_of(call: StagedCall, sent: Sent, **options: Any) -> Stage:
         reduce=call.reduce,
         finish=call.finish,
         trains_some=True,
+        travels=bool(call.program.placements),
         name=call.owner,
         **options,
     )

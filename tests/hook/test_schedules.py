@@ -14,15 +14,14 @@ from gtp_jax.chain import OFFLOADED
 
 from ..chain.programs import moves
 from .models import BATCH, DEPTH, GPT2, LENGTH, WIDTH, mean_of, tokens
-from .steps import MESHES, scope
 
 MEAN = mean_of("plain")
 INPUT = ((BATCH, LENGTH, WIDTH), jnp.float64)  # of a block
 
 
-def differentiated(run, loss=MEAN, dropout=0.1, **options):
+def differentiated(run, loss=MEAN, dropout=0.1, ranks=8, **options):
     """`run` of the function that returns loss and gradients of a GPT-2, and of its argument."""
-    with scope(MESHES["gtp 8"]):
+    with jax.set_mesh(gtp.make_mesh(gtp=ranks, devices=jax.devices()[:ranks])):
         graph, state = nnx.split(gtp.shard(GPT2(nnx.Rngs(0, dropout=1), dropout), min_size=64, **options))
 
         def value(state):
@@ -81,6 +80,14 @@ def test_what_is_not_differentiated_or_runs_in_a_scan_stays_on_the_device(x64):
 def gathers(jaxpr) -> int:
     """The number of gathers in a traced program."""
     return str(jaxpr).count("all_gather[")
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_a_policy_holds_on_one_device_too_where_nothing_is_gathered(remat, x64):
+    def tanhs(ranks):
+        return differentiated(lambda *given: str(traced(*given)).count("tanh"), ranks=ranks, remat=remat)
+
+    assert tanhs(1) == tanhs(8) == DEPTH * (2 if remat == "nothing" else 1)
 
 
 def test_as_many_calls_as_asked_keep_their_weights_counted_from_the_end(x64):
