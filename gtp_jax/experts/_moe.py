@@ -15,7 +15,7 @@ from jax.nn import initializers
 
 from .._foreign import brief
 from ..collectives import gather_sequence, reduce_scatter_sequence
-from ..mesh import degree, degrees, loss_copies
+from ..mesh import current_view, degree, degrees, loss_copies, sequence_axis
 from ..nn import MLP, GradReduce, Initializer, Layer, make_vector, make_whole
 from ..ops import (
     MOST,
@@ -191,7 +191,7 @@ class MoE(Layer):
         if self.parallel is not None:
             x = gather_sequence(x, self.roles.tensor, sequence_parallel=sharded)
         tokens = jnp.reshape(x, (x.shape[0], -1, x.shape[-1]))
-        chosen, combine_weights = self._route(tokens, key, self.divides_sequence(x.ndim))
+        chosen, combine_weights = self._route(tokens, key, self._axes_of_sequence(x.ndim))
         experts = self._on_their_ranks if degree(self.roles.experts) > 1 else self._gathered
         y = jnp.reshape(experts(tokens.astype(self.up.dtype), chosen, combine_weights), x.shape)
         if self.parallel is None:
@@ -231,18 +231,18 @@ class MoE(Layer):
         y = self.down.with_weight(self.down.product_of, save_activation(weighted), sizes, None, None, window)
         return jnp.reshape(y, x.shape)
 
-    def _route(self, x: jax.Array, key: jax.Array | None, divided: bool) -> tuple[jax.Array, jax.Array]:
+    def _route(self, x: jax.Array, key: jax.Array | None, along: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts and their shares, in at least float32.
 
         Args:
             x: `(batch, sequence, features)`.
             key: the key of the jitter; `None` for no jitter.
-            divided: whether `x` is this tensor rank's part of the sequence.
+            along: the axes that divide the sequence, of which `x` is this rank's part.
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         inputs = x.astype(wide)
         if self.routing.jitter and key is not None:
-            inputs = inputs * self._jitter(key, x.shape, wide, divided)
+            inputs = inputs * self._jitter(key, x.shape, wide, along)
         # on GPUs, float32 matmuls use TF32 by default, which has only 10 bits of mantissa
         logits = jnp.matmul(inputs, self.router.get_value().astype(wide), precision=lax.Precision.HIGHEST)
         scores = self.routing.scores(logits)
@@ -251,18 +251,20 @@ class MoE(Layer):
         load = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
         shares = self.routing.shares(scores, chosen)
         if self.added_terms:
-            shares = with_aux_loss(shares, self._terms(logits, scores, load, divided))
+            shares = with_aux_loss(shares, self._terms(logits, scores, load, along))
         if bias is not None:
             shares = with_load_as_gradient(shares, bias, jnp.sum(load, axis=0))
         return chosen, shares
 
-    def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array, divided: bool) -> jax.Array:
+    def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array, along: tuple[str, ...]) -> jax.Array:
         """Returns the sum of the terms whose gradient is added to the loss's: sums over tokens, or means over all
         tokens."""
         length, weight, tensor = logits.shape[1], 1.0, self.roles.tensor
-        if divided and tensor is not None:
+        if along:
+            load, length = lax.psum(load, along), length * degrees(along)
+        if tensor in along:
             # each rank adds the terms of its part of the sequence, but the loss of the whole one, which counts tp times
-            load, length, weight = lax.psum(load, tensor), length * degree(tensor), float(degree(tensor))
+            weight = float(degree(tensor))
         batch, tokens = self._batch_axes, length
         if self.routing.aux_loss == "microbatch":
             load, tokens = jnp.sum(load, axis=0, keepdims=True), logits.shape[0] * degrees(batch) * length
@@ -280,11 +282,12 @@ class MoE(Layer):
         first, *others = (coefficient * of[name]() for name, coefficient in self.added_terms.items())
         return weight * sum(others, start=first)
 
-    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, divided: bool) -> jax.Array:
+    def _jitter(
+        self, key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, along: tuple[str, ...]
+    ) -> jax.Array:
         """Returns random factors for the router's inputs. They depend on the key and on an example's place in the
         microbatch of all ranks, not on the mesh."""
-        tensor = self.roles.tensor if divided else None
-        length = shape[1] * degree(tensor)
+        length = shape[1] * degrees(along)
         first = lax.axis_index(self._batch_axes) * shape[0] if self._batch_axes else 0
 
         def of_example(number: jax.Array) -> jax.Array:
@@ -292,9 +295,9 @@ class MoE(Layer):
             return jax.random.uniform(jax.random.fold_in(key, number), (length, *shape[2:]), dtype, low, high)
 
         whole = jax.vmap(of_example)(first + jnp.arange(shape[0]))
-        if tensor is None:
+        if not along:
             return whole
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index(tensor) * shape[1], shape[1], axis=1)
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index(along) * shape[1], shape[1], axis=1)
 
     @property
     def added_terms(self) -> dict[str, float]:
@@ -314,6 +317,12 @@ class MoE(Layer):
     def most_ranks(self) -> int:
         """The most ranks that a single token's experts can be on."""
         return self.routing.most_ranks(self.num_experts, self.top_k, self.up.own_experts)
+
+    def _axes_of_sequence(self, ndim: int) -> tuple[str, ...]:
+        """Returns the axes that divide the sequence of which a rank routes its part, outermost first."""
+        sequence = sequence_axis(self.roles, ndim) if current_view() == "local" else None
+        tensor = self.roles.tensor if self.divides_sequence(ndim) else None
+        return tuple(axis for axis in (sequence, tensor) if axis is not None)
 
     def divides_sequence(self, ndim: int) -> bool:
         """Returns whether tensor ranks route their own parts of the sequence of an input of `ndim` dimensions."""

@@ -1,6 +1,7 @@
 """Mesh axes, their roles, and the capabilities of the devices."""
 
 from ._axes import AXES as AXES
+from ._axes import CP as CP
 from ._axes import DP as DP
 from ._axes import EP as EP
 from ._axes import GTP as GTP
@@ -34,7 +35,9 @@ from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
 from ._roles import default_roles as default_roles
 from ._roles import loss_copies as loss_copies
+from ._roles import sequence_axis as sequence_axis
 from ._roles import spec_of_batch as spec_of_batch
+from ._roles import spec_of_tokens as spec_of_tokens
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
 from ._scope import check_mesh_in_scope as check_mesh_in_scope

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from .._foreign import brief
 from ._degrees import check_degrees, fill_degrees
 
-DP, GTP, EP, TP = "dp", "gtp", "ep", "tp"
+DP, GTP, CP, EP, TP = "dp", "gtp", "cp", "ep", "tp"
 
 # Outermost first. tp is innermost, so that its ranks are neighbors.
 AXES = (DP, GTP, TP)
@@ -25,19 +25,22 @@ _ALSO_CALLED = {
     GTP: ("fsdp", "shard", "shards", "sharding", "zero", "zero3", "dp_shard", "weights"),
     DP: ("data", "ddp", "hsdp", "replica", "replicas", "replicate", "dp_replicate", "batch"),
     TP: ("tensor", "model", "mp", "tensor_parallel"),
+    CP: ("sp", "seq", "sequence", "context", "context_parallel", "ulysses"),
     EP: ("expert", "experts", "expert_parallel"),
 }
 
 
 def make_mesh(
-    *, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None, **others: Any
+    *, dp: int | None = None, gtp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None, **others: Any
 ) -> Mesh:
-    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order. If the degree of `ep` is above 1, the
-    axis `ep` is inserted before `tp`; otherwise the mesh has no such axis.
+    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order. If their degrees are above 1, the axes
+    `cp` and `ep` are inserted before `tp`, in this order; otherwise the mesh has no such axes.
 
     Args:
         dp: the number of replicas of the sharded weights. `None` uses all devices that the other degrees leave over.
         gtp: the number of shards of a weight, which are gathered just before use.
+        cp: the context-parallel degree: the number of ranks that divide the tokens of each sequence. They shard weights
+            as the gtp ranks do, so that weights and optimizer state take no more memory.
         ep: the expert-parallel degree: the number of ranks that divide the experts of each layer and exchange tokens
             (`MoE`). They work on different examples, and shard dense weights as the gtp ranks do.
         tp: the tensor-parallel degree.
@@ -52,11 +55,13 @@ def make_mesh(
         means = [f" Did you mean `{axis}={brief(value)}`?" for axis, names in _ALSO_CALLED.items() if name in names]
         raise TypeError(
             f"`{name}` is no argument of `make_mesh`, whose degrees are `dp` (replicas), `gtp` (shards of each weight, "
-            f"as in FSDP), `ep` (experts) and `tp` (tensor parallelism).{''.join(means)} For axes of other names, use "
-            "`jax.make_mesh` and declare their roles with `gtp_jax.use_roles(gtp_jax.Roles(...))`."
+            "as in FSDP), `cp` (parts of each sequence), `ep` (experts) and `tp` (tensor parallelism)."
+            f"{''.join(means)} For axes of other names, use `jax.make_mesh` and declare their roles with "
+            "`gtp_jax.use_roles(gtp_jax.Roles(...))`."
         )
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
-    sizes = fill_degrees({DP: dp, GTP: gtp, **({} if ep == 1 else {EP: ep}), TP: tp}, array.size)
+    rare = {axis: size for axis, size in ((CP, cp), (EP, ep)) if size != 1}
+    sizes = fill_degrees({DP: dp, GTP: gtp, **rare, TP: tp}, array.size)
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
     shape, names = tuple(sizes.values()), tuple(sizes)
     types = (AxisType.Auto,) * len(names)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import jax
 from jax.sharding import PartitionSpec
 
-from ._axes import DP, EP, GTP, TP, degrees
+from ._axes import CP, DP, EP, GTP, TP, degree, degrees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,8 @@ class Roles:
 
     Attributes:
         batch: axes that shard the batch, outermost first.
+        sequence: the axis of context parallelism, whose ranks work on the same examples and divide the tokens of each;
+            `None` for none.
         weights: axes that shard weights in storage, outermost first; weights are gathered over them just before use.
         optimizer: axes that further divide the stored shards of a weight, master weights and optimizer state (ZeRO),
             outermost first; a train step gathers over them once. By default, the axes of `batch` that are not in
@@ -30,7 +32,8 @@ class Roles:
             remaining axes of `weights`.
 
     Raises:
-        ValueError: if a role contains an axis twice; if the axis of `tensor` has another role too; if `optimizer`
+        ValueError: if a role contains an axis twice; if the axis of `tensor` has another role too; if the axis of
+            `sequence` shards the batch; if `optimizer`
             contains an axis that shards weights or does not shard the batch; or if `experts` does not shard the batch.
     """
 
@@ -39,6 +42,7 @@ class Roles:
     optimizer: tuple[str, ...] | None = None
     tensor: str | None = TP
     experts: str | None = None
+    sequence: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "weights", "optimizer"):
@@ -62,11 +66,24 @@ class Roles:
             )
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")
+        if self.sequence is not None and not isinstance(self.sequence, str):
+            raise ValueError(f"`sequence` is {self.sequence!r}; it must be the name of one mesh axis, or `None`.")
+        if self.sequence is not None and self.sequence in (*self.batch, self.tensor):
+            raise ValueError(
+                f"`sequence` is {self.sequence!r}, which is also in `batch` {self.batch!r} or is `tensor` "
+                f"{self.tensor!r}, but ranks of the sequence axis work on the same examples, with all of a layer's "
+                "weights. Remove it from there."
+            )
         if self.experts is not None and self.experts not in self.batch:
             raise ValueError(
                 f"`experts` is {self.experts!r}; it must be one of `batch` {self.batch!r}, or `None`, because ranks "
                 "that divide the experts exchange tokens of different examples."
             )
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that divide tokens: those of `batch`, then that of `sequence`."""
+        return self.batch if self.sequence is None else (*self.batch, self.sequence)
 
     @property
     def over_experts(self) -> tuple[str, ...]:
@@ -104,17 +121,17 @@ _once = jax.make_user_context(default_value=False)
 def use_loss_counted_once() -> contextlib.AbstractContextManager[None]:
     """Declares that the code traced in this scope contributes to a loss that counts once on the whole mesh, as a loss
     of global arrays does. In the `shard_map` of a step, by contrast, the loss counts on every rank of an axis that does
-    not shard the batch."""
+    not divide tokens."""
     return _once(True)
 
 
 def loss_copies(roles: Roles) -> int:
-    """Returns the number of ranks that work on the same example and would each add its term to the loss, if the loss
+    """Returns the number of ranks that work on the same tokens and would each add its term to the loss, if the loss
     counts once on the mesh (`use_loss_counted_once`); 1 if it counts on every rank."""
     if not _once.value:
         return 1
     names = jax.sharding.get_abstract_mesh().axis_names
-    return degrees(tuple(axis for axis in names if axis not in roles.batch))
+    return degrees(tuple(axis for axis in names if axis not in roles.tokens))
 
 
 def current_roles() -> Roles:
@@ -124,19 +141,36 @@ def current_roles() -> Roles:
 
 def default_roles(axes: Collection[str]) -> Roles:
     """Returns the default roles of mesh axes: the batch is sharded over dp and gtp, weights over gtp, and stored shards
-    over dp too; tp is the tensor axis. If there is an axis ep, it also shards the batch and the weights, and divides
-    the experts.
+    over dp too; tp is the tensor axis. If there is an axis cp, it divides sequences and also shards the weights. If
+    there is an axis ep, it also shards the batch and the weights, and divides the experts.
 
     Roles without their axis go to none of the others: an absent axis is one of degree 1. Axes with other names need
     roles that name them, so if there are any, or no axes at all, the roles name all default axes.
     """
     roles = _WITH_EXPERTS if EP in axes else Roles()
-    if not axes or set(axes) - {*roles.batch, *roles.weights, roles.tensor}:
+    if CP in axes:
+        roles = dataclasses.replace(roles, weights=(GTP, CP, *roles.weights[1:]), sequence=CP)
+    if not axes or set(axes) - {*roles.tokens, *roles.weights, roles.tensor}:
         return roles
     batch, weights = (tuple(axis for axis in names if axis in axes) for names in (roles.batch, roles.weights))
     return dataclasses.replace(
         roles, batch=batch, weights=weights, tensor=roles.tensor if roles.tensor in axes else None
     )
+
+
+def sequence_axis(roles: Roles, ndim: int) -> str | None:
+    """Returns the axis that divides dimension 1 of an activation of `ndim` dimensions, `(batch, sequence, ...,
+    features)`; `None` if there is none of more than one rank, or no sequence, as in `(batch, features)`."""
+    return roles.sequence if ndim > 2 and degree(roles.sequence) > 1 else None
+
+
+def spec_of_tokens(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the partition spec of an array with a number for each token, `(batch, sequence)`, or for each example,
+    `(batch,)`: that of `spec_of_batch`, and dimension 1 sharded over the axis `sequence` if its ranks divide it."""
+    spec, axis = spec_of_batch(roles, shape), sequence_axis(roles, len(shape) + 1)
+    if axis is None or shape[1] % degree(axis):
+        return spec
+    return PartitionSpec(spec[0] if len(spec) else None, axis)
 
 
 def spec_of_batch(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:

@@ -284,7 +284,7 @@ class CrossAttention(Layer):
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
         if name == "memory":
-            return between_layers(self.roles, self.sequence_parallel)
+            return between_layers(self.roles, array.ndim, self.sequence_parallel)
         return _partition(self, name, array)
 
 

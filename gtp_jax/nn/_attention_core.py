@@ -11,8 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
+from ..collectives import parts_of_sequences, whole_sequences
 from ..layout import Layout, Split
-from ..mesh import Roles, current_view, degree
+from ..mesh import Roles, current_view, degree, sequence_axis
 from ..ops import (
     RopeScaling,
     attention,
@@ -155,6 +156,51 @@ class AttentionCore(nnx.Module):
         """
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
+        axis = sequence_axis(self.roles, q.ndim) if current_view() == "local" else None
+        if axis is not None:
+            q, k, v = self._whole_sequences(q, k, v, axis)
+        given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "mask": mask}
+        y = self._of_sequences(q, k, v, dropout_key=dropout_key, fp8=fp8, **given)
+        return y if axis is None else parts_of_sequences(y, axis)
+
+    def _whole_sequences(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, axis: str
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns whole sequences of this rank's heads among those that the ranks of the axis `sequence` divide.
+
+        Raises:
+            ValueError: if these ranks do not divide the query heads, or the key-value heads neither divide nor are
+                divided by them; or in the copy of a model that `gtp_jax.generate` calls.
+        """
+        if self.cached_keys is not None:
+            raise ValueError(
+                f"`gtp_jax.generate` caches keys and values of whole sequences, but {axis} = {degree(axis)} divides "
+                f"sequences. Generate on a mesh without {axis}."
+            )
+        if q.shape[2] % degree(axis):
+            raise ValueError(
+                f"{axis} = {degree(axis)} does not divide the {q.shape[2]} query heads of a tp rank, which its ranks "
+                "divide for attention. Choose a degree that does."
+            )
+        if k.shape[:2] == q.shape[:2]:
+            q, k, v = whole_sequences([q, k, v], axis)
+        else:
+            ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
+        return q, k, v
+
+    def _of_sequences(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        positions: jax.Array | None,
+        segment_ids: Any,
+        mask: jax.Array | None,
+        dropout_key: jax.Array | None,
+        fp8: bool,
+    ) -> jax.Array:
+        """Returns the outputs of the heads for whole sequences; see `__call__`."""
         if fp8:
             self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None)
         if self.query_scale is not None:
@@ -247,13 +293,18 @@ class AttentionCore(nnx.Module):
         if self.sinks is None:
             return None
         sinks = self.sinks.get_value()
-        return sinks if self.split is None else self.split.take(sinks, 0)
+        sinks = sinks if self.split is None else self.split.take(sinks, 0)
+        axis = sequence_axis(self.roles, 4) if current_view() == "local" else None
+        if axis is None:
+            return sinks
+        count = sinks.shape[0] // degree(axis)
+        return lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * count, count)
 
     def _of_rank(self, key: jax.Array | None) -> jax.Array | None:
         """Folds this rank's index into a key for dropout, so that ranks with different examples or heads draw different
         bits. Outside a `shard_map`, or if there are no such ranks, returns the key unchanged; `None` if there is no
         key."""
-        axes = [axis for axis in (*self.roles.batch, self.roles.tensor) if axis is not None and degree(axis) > 1]
+        axes = [axis for axis in (*self.roles.tokens, self.roles.tensor) if axis is not None and degree(axis) > 1]
         if key is None or current_view() != "local" or not axes:
             return key
         return jax.random.fold_in(key, lax.axis_index(tuple(axes)))

@@ -154,9 +154,10 @@ class Dense(WeightOwner):
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:
-            return PartitionSpec(self.roles.batch), PartitionSpec(self.roles.batch)
+            tokens = between_layers(self.roles, ndim, False)
+            return tokens, tokens
         inside = inside_layer(self.roles, ndim, even=not self.layouts[0].takes_part)
-        sides = between_layers(self.roles, self.shards_sequence(ndim)), inside
+        sides = between_layers(self.roles, ndim, self.shards_sequence(ndim)), inside
         return sides if self.parallel == "column" else (sides[1], sides[0])
 
     @property
@@ -256,7 +257,7 @@ class Dense(WeightOwner):
         dimension. Returns an empty list if the layer has no adapters."""
         if self.lora is None:
             return []
-        ranks = self.roles.batch
+        ranks = self.roles.tokens
         if self.roles.tensor is not None and (self.parallel == "row" or self.shards_sequence(x.ndim)):
             ranks = (*ranks, self.roles.tensor)
         pairs = zip(self._adapters(), self.layouts, strict=True)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from .._numbers import is_size
 from ..collectives import all_gather, gather_sequence, join_split, reduce_scatter, reduce_scatter_sequence
 from ..layout import layouts_of_kernels
-from ..mesh import current_view
+from ..mesh import current_view, sequence_axis
 from ..ops import (
     SlottedWeight,
     check_concrete_ids,
@@ -126,7 +126,9 @@ class Embed(WeightOwner):
         return group.of_rank if by_rows and plain and layout.ranks * x.size < layout.use_shape[0] else group
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        return PartitionSpec(self.roles.batch), between_layers(self.roles, self.shards_sequence(ndim + 1))
+        axis = sequence_axis(self.roles, ndim + 1)
+        tokens = PartitionSpec(self.roles.batch) if axis is None else PartitionSpec(self.roles.batch, axis)
+        return tokens, between_layers(self.roles, ndim + 1, self.shards_sequence(ndim + 1))
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Multiplies `(batch, ..., features)` by the table, and returns this rank's part of the logits (Press and Wolf
@@ -221,7 +223,7 @@ class TiedHead(Layer):
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         inside = inside_layer(self.roles, ndim, even=not self.converts[1])
-        return between_layers(self.roles, self.shards_sequence(ndim)), inside
+        return between_layers(self.roles, ndim, self.shards_sequence(ndim)), inside
 
     @property
     def converts(self) -> tuple[bool, bool]:

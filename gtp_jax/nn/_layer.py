@@ -16,7 +16,18 @@ from jax.sharding import PartitionSpec
 
 from ..formats import QuantizedArray
 from ..layout import Layout, is_padded
-from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
+from ..mesh import (
+    Roles,
+    axes_of,
+    check_mesh_in_scope,
+    current_roles,
+    current_view,
+    degree,
+    degrees,
+    sequence_axis,
+    stacked_spec,
+    use_roles,
+)
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._cache import Cache
 from ._maxima import with_maxima, without_maxima
@@ -240,7 +251,7 @@ class Layer(nnx.Module):
         Args:
             ndim: the number of dimensions of the input.
         """
-        between = between_layers(self.roles, self.shards_sequence(ndim))
+        between = between_layers(self.roles, ndim, self.shards_sequence(ndim))
         return between, between
 
     @property
@@ -288,11 +299,14 @@ def wrap_methods[T: type](cls: T) -> T:
 wrap_methods(Layer)
 
 
-def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
-    """Returns the partition of activations between layers, `(batch, sequence, features)`; features are whole."""
-    if sequence_parallel and degree(roles.tensor) > 1:
-        return PartitionSpec(roles.batch, roles.tensor)
-    return PartitionSpec(roles.batch)
+def between_layers(roles: Roles, ndim: int, sequence_parallel: bool) -> PartitionSpec:
+    """Returns the partition of activations between layers, `(batch, sequence, ..., features)` of `ndim` dimensions;
+    features are whole. The sequence is sharded over the axis `sequence`, and within its parts, with
+    `sequence_parallel`, over the tensor axis."""
+    tensor = roles.tensor if sequence_parallel and degree(roles.tensor) > 1 else None
+    axis = sequence_axis(roles, ndim)
+    along = tensor if axis is None else axis if tensor is None else (axis, tensor)
+    return PartitionSpec(roles.batch) if along is None else PartitionSpec(roles.batch, along)
 
 
 def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
@@ -300,9 +314,11 @@ def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec
     divides them evenly (`even`). Otherwise, they are whole, because global arrays cannot be sharded unevenly."""
     if ndim == 1:  # features alone
         return PartitionSpec(roles.tensor) if even else PartitionSpec()
+    axis = sequence_axis(roles, ndim)
+    sequence = () if ndim == 2 else (axis, *(None,) * (ndim - 3))
     if not even:
-        return PartitionSpec(roles.batch)
-    return PartitionSpec(roles.batch, *(None,) * (ndim - 2), roles.tensor)
+        return PartitionSpec(roles.batch) if axis is None else PartitionSpec(roles.batch, axis)
+    return PartitionSpec(roles.batch, *sequence, roles.tensor)
 
 
 def states_partitions(module: nnx.Module) -> TypeGuard[Layer]:
@@ -454,8 +470,11 @@ def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str, few
             f"{name} has shape {x.shape}; its first dimension is the batch and must be a multiple of "
             f"{' * '.join(roles.batch)} = {batch}. Pad the batch, or choose other degrees."
         )
-    if len(into) > 1 and tensor is not None and into[1] == tensor and x.ndim > 2 and x.shape[1] % degree(tensor):
+    along = axes_of(PartitionSpec(into[1])) if len(into) > 1 else ()
+    axes = tuple(axis for axis in along if axis in (roles.sequence, tensor))
+    if axes and (x.ndim > 2 or axes == (roles.sequence,)) and x.shape[1] % degrees(axes):
+        instead = ", or pass `sequence_parallel=False`" if tensor in axes else ""
         raise ValueError(
             f"{name} has shape {x.shape}; dimension 1 is the sharded sequence and must be a multiple of "
-            f"{tensor} = {degree(tensor)}. Pad the sequence, or pass `sequence_parallel=False`."
+            f"{' * '.join(axes)} = {degrees(axes)}. Pad the sequence{instead}."
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import current_roles, current_view, degree, spec_of_batch
+from ..mesh import axes_of, current_roles, current_view, degree, spec_of_tokens
 from ..ops import check_concrete_ids, to_index, token_cross_entropy
 
 
@@ -17,7 +17,7 @@ def cross_entropy(
     """Returns the weighted sum of the token losses and the sum of the weights, which by default is the number of
     tokens that are not left out. Their quotient is the mean loss.
 
-    Inside a `shard_map`, the sums are over this rank's examples; otherwise, over the whole batch. In global view, if
+    Inside a `shard_map`, the sums are over this rank's tokens; otherwise, over the whole batch. In global view, if
     the batch cannot be divided evenly among the ranks, every rank computes the sums of the whole batch. A token that is
     left out affects neither the sums nor any gradient, even if its logits are not finite. Only reverse-mode
     differentiation is supported. The gradient can be differentiated again by `jax.jvp` or `jax.grad`.
@@ -62,14 +62,14 @@ def cross_entropy(
     if current_view() != "global":
         return _sums(logits, targets, weights, sharded, vocab_size)
     roles = current_roles()
-    by_example = spec_of_batch(roles, targets.shape)
-    examples = (*by_example, *(None,) * (targets.ndim - len(by_example)))
+    by_token = spec_of_tokens(roles, targets.shape)
+    tokens = (*by_token, *(None,) * (targets.ndim - len(by_token)))
 
     def local(logits, targets, weights):
         sums = _sums(logits, targets, weights, sharded, vocab_size)
-        return lax.psum(sums, roles.batch) if len(by_example) else sums
+        return lax.psum(sums, tuple(axes_of(by_token))) if len(by_token) else sums
 
-    into = (PartitionSpec(*examples, roles.tensor if sharded else None), by_example, by_example)
+    into = (PartitionSpec(*tokens, roles.tensor if sharded else None), by_token, by_token)
     mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
     return mapped(logits, targets, weights)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import degrees, use_roles
+from ..mesh import Roles, degree, degrees, sequence_axis, use_roles
 from ._rows import check_arrays, check_rows
 from ._state import TrainState
 
@@ -30,8 +30,8 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
     Raises:
         ValueError: if the model has variables that are neither parameters nor frozen. By the function, if the batch
             contains a list of numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot
-            divide evenly; if the batch is split and its arrays have different numbers of rows; or if the model was
-            built for other mesh degrees.
+            divide evenly; if the batch is split and its arrays have different numbers of rows; for the reasons of
+            `_specs_of_batch`; or if the model was built for other mesh degrees.
     """
     model_def = state.model_def
     _check_model_state(state)
@@ -52,7 +52,7 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
         if jax.sharding.get_abstract_mesh().empty:
             return local(state.params, state.frozen, state.scaling, batch, state.step)
         whole = PartitionSpec()
-        into = (model_def.specs, model_def.frozen_specs, whole, PartitionSpec(roles.batch), whole)
+        into = (model_def.specs, model_def.frozen_specs, whole, _specs_of_batch(batch, roles), whole)
 
         def in_roles(*args: Any) -> Any:
             with use_roles(roles):
@@ -62,6 +62,44 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
         return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
 
     return run
+
+
+# The arrays of a batch, by their last key, whose dimension 1 is divided over the axis `sequence`, and those of which
+# every rank needs the whole sequence.
+_BY_TOKEN, _WHOLE = ("tokens", "targets", "weights"), ("positions", "segment_ids")
+
+
+def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:
+    """Returns the partition of each array of a batch in local view: dimension 0 over the axes of the batch, and, where
+    each token has a number, dimension 1 over the axis `sequence`.
+
+    Raises:
+        ValueError: if there is such an axis, and the name of an array does not say whether it has a number for each
+            token; or if the axis does not divide the sequence.
+    """
+    axis = sequence_axis(roles, 3)
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        if axis is None or jnp.ndim(leaf) < 2:
+            return PartitionSpec(roles.batch)
+        where, name = f"`batch`{jax.tree_util.keystr(path)}", getattr(path[-1], "key", None) if path else None
+        if name in _WHOLE:
+            return PartitionSpec(roles.batch)
+        if name not in _BY_TOKEN:
+            raise ValueError(
+                f"{where} has shape {jnp.shape(leaf)}, and {axis} = {degree(axis)} divides sequences. In local view, "
+                f"the names of arrays say how: {', '.join(map(repr, _BY_TOKEN))} are divided along dimension 1, and "
+                f"{', '.join(map(repr, _WHOLE))} are not. Rename it, or use `view='global'`, where arrays of any name "
+                "are right."
+            )
+        if leaf.shape[1] % degree(axis):
+            raise ValueError(
+                f"{where} has shape {jnp.shape(leaf)}; dimension 1 is the sequence and must be a multiple of {axis} = "
+                f"{degree(axis)}. Pad the sequence, with targets of -1."
+            )
+        return PartitionSpec(roles.batch, axis)
+
+    return jax.tree_util.tree_map_with_path(spec, batch)
 
 
 def _check_model_state(state: TrainState) -> None:

@@ -317,8 +317,8 @@ def _check_pregathered_layers(pregathered_layers: Any) -> None:
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
     """Returns the number of tokens in the batch, given the sum of all ranks' numbers.
 
-    The ranks along an axis that does not shard the batch have the same tokens, so the sum counts each token several
+    The ranks along an axis that does not divide tokens have the same tokens, so the sum counts each token several
     times.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
-    return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))
+    return tokens / degrees(tuple(axis for axis in names if axis not in roles.tokens))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...experts import MoE
+from ...mesh import current_view, degree, sequence_axis
 from ...nn import (
     MLP,
     Attention,
@@ -123,6 +124,11 @@ class Llama(nnx.Module):
         given = {name: array for name, array in shared.items() if array is not None}
         if logits_at is None:
             return run_chain(tokens, self.embed, self.blocks, self.head, shared=given)
+        if current_view() == "local" and (axis := sequence_axis(self.embed.roles, 3)) is not None:
+            raise ValueError(
+                f"`logits_at` names tokens of whole sequences, of which each rank has a part on a mesh with {axis} = "
+                f"{degree(axis)}. Call the model in global view."
+            )
         x = run_chain(tokens, self.embed, self.blocks, shared=given)
         return self.head(jnp.take_along_axis(x, logits_at[:, None, None], axis=1))
 

@@ -1,0 +1,67 @@
+"""The exchanges of context parallelism around attention, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv
+2309.14509). Called inside a `shard_map`.
+
+Between layers, each rank of the axis has a part of every sequence. Attention needs whole sequences, and computes each
+head on its own. So ranks exchange: before attention, each receives the whole sequences of a part of the heads; after
+it, its own part of the sequence of all heads. One rank sends `(ranks - 1) / ranks` of its part, whatever the number of
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Shaped
+
+from ..mesh import degree
+from ._turns import in_turn, turn_in_scope
+
+
+def whole_sequences(
+    parts: Sequence[Shaped[jax.Array, "batch part _ head_dim"]], axis: str
+) -> list[Shaped[jax.Array, "batch sequence _ head_dim"]]:
+    """Returns, for each array `(batch, sequence / ranks, heads, head_dim)`, the whole sequences of a part of its heads:
+    `(batch, sequence, heads / ranks, head_dim)`. Sends all arrays in one launch, in the turn of the layer.
+
+    If there are more ranks than heads, each head is sent to the ranks whose number, in units of ranks per head, is that
+    of the head; the result then has one head.
+
+    Args:
+        parts: the arrays, which differ at most in their numbers of heads.
+        axis: the mesh axis.
+
+    Raises:
+        ValueError: if a number of heads neither divides the number of ranks nor is divisible by it.
+    """
+    ranks = degree(axis)
+    by_rank = [_by_rank(x, ranks, axis) for x in parts]
+    ends = [0]
+    for x in by_rank:
+        ends.append(ends[-1] + x.shape[3])
+    sent = in_turn(jnp.concatenate(by_rank, axis=3), turn_in_scope())
+    got = lax.all_to_all(sent, axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+    return [got[:, :, start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def parts_of_sequences(
+    y: Shaped[jax.Array, "batch sequence _ head_dim"], axis: str
+) -> Shaped[jax.Array, "batch part heads head_dim"]:
+    """Returns this rank's part of the sequence of all heads, `(batch, sequence / ranks, heads, head_dim)`, given the
+    whole sequences of its part of the heads, `(batch, sequence, heads / ranks, head_dim)`."""
+    return lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _by_rank(x: jax.Array, ranks: int, axis: str) -> jax.Array:
+    """Returns `(batch, sequence, ranks, heads of a rank, head_dim)`."""
+    heads = x.shape[2]
+    if heads % ranks and ranks % heads:
+        raise ValueError(
+            f"{heads} heads on each rank are to be divided over {axis} = {ranks} for attention; one number must divide "
+            "the other. Choose another degree."
+        )
+    if heads < ranks:
+        x = jnp.repeat(x, ranks // heads, axis=2)
+    return jnp.reshape(x, (*x.shape[:2], ranks, -1, x.shape[3]))
