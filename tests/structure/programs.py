@@ -191,6 +191,39 @@ def frozen(rngs: nnx.Rngs) -> nnx.Module:
     return gtp.freeze(Adapted(rngs), gtp.NVFP4(), trained=(nnx.LoRAParam,))
 
 
+class StockBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.heads = nnx.LinearGeneral(WIDTH, (4, 16), rngs=rngs)
+        self.out = nnx.LinearGeneral((4, 16), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.out(jnp.tanh(self.heads(x)))
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Stock(nnx.Module):
+    """Blocks of Flax's own layers, and a table that is the head too."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(128, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([StockBlock(rngs) for _ in range(2)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+def stock(rngs: nnx.Rngs) -> nnx.Module:
+    return gtp.shard(Stock(rngs), "blocks.*", min_size=WIDTH)
+
+
+MIXED = gtp.MXFP8(override={"heads": gtp.FP8Blocks(), "up": gtp.FP8(matmuls=True)}, exclude=("down",))
+
+
 def of_tokens(model: Any, batch: Any) -> Any:
     return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
 
@@ -246,6 +279,9 @@ PROGRAMS: dict[str, Program | ReplicasProgram] = {
         plan=dict(dp=2, tp=2, gtp=2, failed=(3,), batch=12), config=LlamaConfig(**SIZES), options=dict(microbatches=1)
     ),
     "list": Program(mesh=ALL, model=InList, loss=mean_square, tokens=False, options=dict(recipe=gtp.FP8())),
+    "stock": Program(mesh=DP, model=stock, loss=of_tokens, options=dict(recipe=gtp.NVFP4(exclude=()), microbatches=2)),
+    "stock_matmuls": Program(mesh=TP, model=stock, loss=of_tokens, options=dict(recipe=gtp.NVFP4(matmuls=True))),
+    "stock_mixed": Program(mesh=DP, model=stock, loss=of_tokens, options=dict(view="local", recipe=MIXED)),
     "penalty": Program(mesh=DP, model=InStack, loss=penalized, tokens=False, options=dict(recipe=gtp.NVFP4())),
 }
 
