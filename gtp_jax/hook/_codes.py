@@ -15,8 +15,8 @@ from jax import lax
 from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ..layout import Layout, Matrix, seen_as_matrix
 from ..ops import dequantize
-from ..recipes import Recipe, matches
-from ..weights import ModulePath, Shards, WeightGroup, Wire, cut, in_view, quantize_together
+from ..recipes import Recipe
+from ..weights import ModulePath, Shards, WeightGroup, Wire, fills_blocks, in_view, quantize_together, tensor_cuts
 from ._matrix import logical_shape
 from ._movement import form_in_use
 from ._path import paths_of
@@ -99,7 +99,7 @@ def decide(
     Raises:
         ValueError: if the recipe asks for something that only gtp_jax's own layers support.
     """
-    pattern, chosen = rule_of(recipe, paths)
+    pattern, chosen = recipe.rule_of(paths)
     _check_supported(recipe, chosen, paths[0])
     if chosen.wire is None:
         return "" if pattern is None else f"it matches {pattern!r}"
@@ -109,17 +109,15 @@ def decide(
     if not isinstance(chosen.wire, Format | Tiled):
         return Coded(form=chosen.wire, operands=None, inputs=found.inputs, layout=found.layout)
     form = chosen.wire.format if isinstance(chosen.wire, Tiled) else chosen.wire
-    if reason := _cut(found.layout, form, tiled=isinstance(chosen.wire, Tiled)):
-        return reason
+    if not isinstance(chosen.wire, Tiled) and not fills_blocks(found.layout, form):
+        return (
+            f"after the gather, it has {found.layout.whole_shape[found.layout.cols]} input features per rank, fewer "
+            f"than the {form.run[1]} of a block of {form.name}"
+        )
+    if tensor_cuts(found.layout, form):
+        return f"the axis {found.layout.tensor.axes[0]} would cut blocks of {form.name}"
     layout = _in_order(found.layout, form)
     return Coded(form=chosen.wire, operands=chosen.operands, inputs=found.inputs, layout=layout)
-
-
-def rule_of(recipe: Recipe, paths: Sequence[tuple[str, ...]]) -> tuple[str | None, Recipe]:
-    """Returns the first pattern of a recipe that matches one of a weight's paths, and the recipe that this
-    pattern selects. If no pattern matches, returns `None` and the recipe itself."""
-    rules = (rule for rule in recipe.rules if any(matches(rule[0], path) for path in paths))
-    return next(rules, (None, recipe))
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
@@ -127,7 +125,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
 
     Args:
         recipe: the recipe.
-        chosen: the recipe that `rule_of` returns for a weight.
+        chosen: the recipe that its rules select for a weight.
         path: a path of that weight, which the message names.
     """
     asked, instead, operands = "", "", chosen.operands
@@ -156,27 +154,11 @@ def _refused(asked: str, path: Sequence[str], instead: str) -> str:
     )
 
 
-def _cut(layout: Layout, form: Format, *, tiled: bool) -> str:
-    """Returns, in words, why a format cannot quantize a matrix; an empty string if it can. A rank must have at least as
-    many input features as a block is long, except for tiles, and a tensor axis must not cut blocks."""
-    sizes = layout.matrix_of(layout.whole_shape)
-    if sizes[1] < form.run[1] and not tiled:
-        return (
-            f"after the gather, it has {sizes[1]} input features per rank, fewer than the {form.run[1]} of a block of "
-            f"{form.name}"
-        )
-    if cut(layout.matrix_of(layout.shape), sizes, form):
-        return f"the axis {layout.tensor.axes[0]} would cut blocks of {form.name}"
-    return ""
-
-
 def _in_order(layout: Layout, form: Format) -> Layout:
     """Returns the layout. If the gather joins columns, exchanges rows and columns, so that the gather concatenates rows
     instead. Does not do so if the format's blocks are not square, or longer than the columns."""
-    rows, cols = form.run
-    if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
-        return layout
-    return dataclasses.replace(layout, rows=layout.cols)
+    turned, (rows, cols) = dataclasses.replace(layout, rows=layout.cols), form.run
+    return turned if not layout.by_rows and rows == cols and fills_blocks(turned, form) else layout
 
 
 def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:

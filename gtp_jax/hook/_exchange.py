@@ -27,7 +27,6 @@ from ..layout import Matrix, seen_as_matrix
 from ..mesh import current_view, degrees
 from ..recipes import Recipe
 from ..weights import ModulePath, WeightGroup, on_ranks, scatter
-from ._codes import rule_of
 from ._matrix import logical_shape
 from ._movement import scatter as reduce
 from ._path import paths_of
@@ -96,7 +95,7 @@ def decide_exchange(
         placement: the placement of the weight, for an array of this shape.
         axes: the axes of the mesh that shard the batch.
     """
-    wire = rule_of(recipe, paths)[1].reduction
+    wire = recipe.rule_of(paths)[1].reduction
     if wire is None:
         return None
     seen = seen_as_matrix(shape, placement)

@@ -143,8 +143,13 @@ class Recipe:
 
     def of(self, path: Iterable[Any]) -> Recipe:
         """Returns the recipe of the module at `path`."""
-        words = tuple(map(str, path))
-        return next((recipe for pattern, recipe in self.rules if matches(pattern, words)), self)
+        return self.rule_of([path])[1]
+
+    def rule_of(self, paths: Iterable[Iterable[Any]]) -> tuple[str | None, Recipe]:
+        """Returns the first of `rules` whose pattern matches one of the paths of a module or weight; `None` and the
+        recipe itself if no pattern matches."""
+        words = [tuple(map(str, path)) for path in paths]
+        return next((rule for rule in self.rules if any(matches(rule[0], one) for one in words)), (None, self))
 
 
 def matches(pattern: str, words: tuple[str, ...]) -> bool:

@@ -65,6 +65,10 @@ Types of other packages that are used with these:
   `chain.Outputs`: what a layer returns besides its activation.
 """
 
+from ._blocks import cuts_blocks as cuts_blocks
+from ._blocks import fills_blocks as fills_blocks
+from ._blocks import shards_fit as shards_fit
+from ._blocks import tensor_cuts as tensor_cuts
 from ._codes import StoredCodes as StoredCodes
 from ._codes import codes_specs as codes_specs
 from ._exchange import exchange_gradients as exchange_gradients
@@ -91,9 +95,6 @@ from ._group import ModulePath as ModulePath
 from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
-from ._plan import cut as cut
-from ._plan import cuts_blocks as cuts_blocks
-from ._plan import shards_fit as shards_fit
 from ._prepare import Prepared as Prepared
 from ._prepare import amaxes_of_weights as amaxes_of_weights
 from ._prepare import bytes_on_wire as bytes_on_wire

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
+from ._blocks import Fused
 from ._group import ModulePath, WeightGroup
 from ._packed import Packed
-from ._plan import Fused, plan_of
+from ._plan import plan_of
 from ._wire import FusedWeights, Wire
 
 

@@ -21,9 +21,10 @@ from jaxtyping import Float
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
 from ..ops import unpack
+from ._blocks import Fused, shards_fit
 from ._fused import fuse, fuse_kernels, own_experts
 from ._group import ModulePath, WeightGroup
-from ._plan import Fused, plan_of, shards_fit
+from ._plan import plan_of
 from ._stretch import Apart
 from ._wire import FusedWeights, Wire
 

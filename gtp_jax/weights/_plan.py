@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 from ..formats import SECTION_BYTES, Format, PackPlan, Piece
 from ..layout import Layout
-
-# The layouts of each fused weight's kernels.
-Fused = Sequence[Sequence[Layout]]
+from ._blocks import Fused, fills_blocks, shards_fit
 
 
 def plan_of(fused: Fused, form: Format, *, stored: bool = False) -> PackPlan:
@@ -45,8 +42,8 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
         for matrix, (number, layout) in itertools.product(range(layouts[0].matrices), enumerate(layouts)):
             here = layout.stored_shape if stored else layout.shard_shape
             rows, cols = layout.matrix_of(here if by_shard else layout.whole_shape)
-            length = layout.matrix_of(layout.whole_shape)[1]
-            if length < form.run[1]:
+            if not fills_blocks(layout, form):
+                length = layout.matrix_of(layout.whole_shape)[1]
                 raise ValueError(
                     f"a weight of shape {layout.shape} has rows of {length} elements per rank, fewer than the "
                     f"{form.run[1]} of a block of {form.name}. Name its module in the recipe's `exclude`, or use "
@@ -67,37 +64,6 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> 
             row += rows
         arrays += len(layouts)
     return PackPlan(tuple(pieces), by_shard=True)
-
-
-def shards_fit(fused: Fused, form: Format) -> bool:
-    """Returns whether each rank can quantize its own shards, because they cut no block; see [Note: whole]."""
-    block_rows, block_cols = form.run
-
-    def fits(layout: Layout) -> bool:
-        rows, cols = layout.matrix_of(layout.shard_shape)
-        return rows % block_rows == 0 and (layout.by_rows or cols % block_cols == 0)
-
-    return fused[0][0].ranks == 1 or all(fits(layout) for layouts in fused for layout in layouts)
-
-
-def stored_fit(fused: Fused, form: Format) -> bool:
-    """Returns whether the parts of shards that ranks store consist of whole blocks of a format; see [Note: stored]."""
-    block_rows, block_cols = form.run
-    # a byte holds two codes of 4 bits
-    block_cols = max(block_cols, 8 // form.element_bits)
-    sizes = [layout.matrix_of(layout.stored_shape) for layouts in fused for layout in layouts]
-    return all(rows % block_rows == 0 and cols % block_cols == 0 for rows, cols in sizes)
-
-
-def cuts_blocks(layout: Layout, form: Format) -> bool:
-    """Returns whether shards would cut blocks of a format, so that a rank cannot store the codes of its own shard."""
-    whole, shard = layout.matrix_of(layout.shape), layout.matrix_of(layout.shard_shape)
-    return cut(whole, shard, form) or not shards_fit([[layout]], form)
-
-
-def cut(whole: tuple[int, int], part: tuple[int, int], form: Format) -> bool:
-    """Returns whether parts of a matrix would cut blocks of a format; `whole` and `part` are sizes `(rows, cols)`."""
-    return any(own != size and own % run for size, own, run in zip(whole, part, form.run, strict=True))
 
 
 def bytes_sent(fused: Fused, form: Format) -> int:

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec
 from ..formats import Format, Tiled
 from ..layout import Layout
 from ..ops import multi_amax, quantizable
+from ._blocks import shards_fit
 from ._fused import Shards, bytes_of
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
 from ._packed import Packed, pregather_layers
-from ._plan import shards_fit, wire_bytes
+from ._plan import wire_bytes
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers

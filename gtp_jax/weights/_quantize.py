@@ -22,11 +22,12 @@ from ..formats import Format, PackPlan, WireFormat
 from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable
+from ._blocks import Fused, shards_fit, stored_fit
 from ._fused import Shards, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._packed import Packed
-from ._plan import Fused, bytes_sent, plan_of, shards_fit, stored_fit
+from ._plan import bytes_sent, plan_of
 from ._stretch import Apart
 
 

@@ -28,6 +28,7 @@ from ..formats import FP8_BLOCKS_1D, QuantizedArray, Tiled
 from ..layout import UNDIVIDED, Layout
 from ..mesh import degrees
 from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
+from ._blocks import tensor_cuts
 from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, whole_kernels
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
@@ -278,11 +279,10 @@ def check_tiles(group: WeightGroup, path: ModulePath) -> None:
     for one in group.layouts:
         if one.split is None or one.tensor_degree == 1 or one.splits_experts:
             continue
-        own = one.use_shape[one.split_dim] if one.split_dim is not None else 0
-        side = form.run[0 if one.split_dim == one.rows else 1]
         if not one.split.even:
             parts = f"uneven parts of {one.split.counts} elements, which {form.name} does not support"
-        elif own % side and not one.takes_part:  # if it takes its part, another kernel is divided unevenly
+        elif tensor_cuts(one, form):
+            own, side = one.split.width, form.run[0 if one.split_dim == one.rows else 1]
             parts = f"parts of {own}, which are not whole tiles of {form.name} ({side} elements)"
         else:
             continue

@@ -134,6 +134,9 @@ def test_the_first_rule_that_matches_counts():
     assert recipe.of((*path, "up")) == gtp.BF16()
     assert recipe.of(("blocks", "layers", "attention", "out")) == recipe
     assert recipe.of(("attention", "d")) == recipe  # names follow one another
+    # of a shared module's paths, that which the first rule matches decides
+    assert recipe.rule_of([("head",), (*path, "down")]) == ("mlp.d*", down)
+    assert recipe.rule_of([("attention",), ("out",)]) == (None, recipe)
     assert recipe.describe()["override"]["mlp.d*"]["name"] == "MXFP8"
     json.dumps(recipe.describe())
 
