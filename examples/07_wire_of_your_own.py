@@ -24,7 +24,7 @@ from jax import lax
 
 from gtp_jax.layout import UNDIVIDED, Layout
 from gtp_jax.recipes import Recipe
-from gtp_jax.weights import FusedWeights, Shards, WeightGroup, Wire, bytes_of, fuse, part_of
+from gtp_jax.weights import FusedWeights, Shards, Wire, WireSpec, bytes_of, fuse, part_of
 
 E4M3 = jnp.float8_e4m3fn
 SCALE_BYTES = 4
@@ -45,14 +45,14 @@ class RowScaled:
 
     name: str = "ROW_FP8"
 
-    def make(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WeightGroup]) -> Rows:
+    def make(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WireSpec]) -> Rows:
         """Returns what this rank sends. Once per step, gathers codes over dp (ZeRO), instead of master weights."""
         parts = [_rows(own, groups[name].layouts) for name, own in shards.items()]
         stack = next(iter(shards.values()))[0].ndim - len(next(iter(groups.values())).layouts[0].shape)
         flat = [jnp.reshape(part, (*part.shape[:stack], -1)) for part in parts]
         return Rows(jnp.concatenate(flat, axis=-1), tuple(shards), self)
 
-    def wire_bytes(self, group: WeightGroup) -> int:
+    def wire_bytes(self, group: WireSpec) -> int:
         """Returns the bytes of a gathered weight: one per element, and a scale for each row of each shard."""
         rows = sum(math.prod(one.shard_shape) // one.shard_shape[one.cols] for one in group.layouts)
         return bytes_of(group.layouts, 1) + SCALE_BYTES * rows * group.layouts[0].shards
@@ -73,7 +73,7 @@ class Rows(Wire):
     members: tuple[Any, ...]
     format: RowScaled
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[Any, WireSpec]) -> FusedWeights:
         """Returns the fused weights of one layer, gathered in one all-gather of bytes."""
         first = groups[self.members[0]].layouts[0]
         ranks = first.ranks

@@ -16,7 +16,7 @@ from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ..layout import Layout, Matrix, seen_as_matrix
 from ..ops import dequantize
 from ..recipes import Recipe
-from ..weights import ModulePath, Shards, WeightGroup, Wire, fills_blocks, in_view, quantize_together, tensor_cuts
+from ..weights import ModulePath, Shards, Wire, WireSpec, fills_blocks, in_view, quantize_together, tensor_cuts
 from ._matrix import logical_shape
 from ._movement import form_in_use
 from ._path import paths_of
@@ -29,31 +29,22 @@ class Coded(Matrix):
     """How a quantized weight is gathered and multiplied.
 
     Attributes:
-        form: the format of the codes that are gathered.
+        wire: the format of the codes that are gathered.
         operands: the formats in which products with the weight are computed, if `multiplies` allows it; `None` if all
             are computed as the model's code says.
     """
 
-    form: WireFormat
+    wire: WireFormat
     operands: Operands | None
 
-    def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
-        """Returns the decisions about the weight as a `WeightGroup`.
-
-        For a user's own format, `WeightGroup.dtype` is `stored`, because such a format may support only one dtype.
-
-        Args:
-            dtype: the dtype in which the weight is used.
-            stored: the dtype in which the weight is stored.
-        """
-        return WeightGroup(
+    def spec(self, dtype: np.dtype) -> WireSpec:
+        """Returns how the weight travels if it is used in a dtype."""
+        return WireSpec(
             layouts=(self.layout,),
-            param_dtypes=(stored,),
-            dtype=dtype if isinstance(self.form, Format | Tiled) else stored,
-            grad_reduce="float32",  # not used, because the hook reduces gradients itself
-            codes_multiply=isinstance(self.form, Tiled),
-            wire=self.form,
+            dtype=dtype,
+            wire=self.wire,
             operands=self.operands,
+            codes_multiply=isinstance(self.wire, Tiled),
         )
 
 
@@ -107,7 +98,7 @@ def decide(
     if isinstance(found, str):
         return found
     if not isinstance(chosen.wire, Format | Tiled):
-        return Coded(form=chosen.wire, operands=None, inputs=found.inputs, layout=found.layout)
+        return Coded(wire=chosen.wire, operands=None, inputs=found.inputs, layout=found.layout)
     form = chosen.wire.format if isinstance(chosen.wire, Tiled) else chosen.wire
     if not isinstance(chosen.wire, Tiled) and not fills_blocks(found.layout, form):
         return (
@@ -117,7 +108,7 @@ def decide(
     if tensor_cuts(found.layout, form):
         return f"the axis {found.layout.tensor.axes[0]} would cut blocks of {form.name}"
     layout = _in_order(found.layout, form)
-    return Coded(form=chosen.wire, operands=chosen.operands, inputs=found.inputs, layout=layout)
+    return Coded(wire=chosen.wire, operands=chosen.operands, inputs=found.inputs, layout=layout)
 
 
 def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
@@ -170,13 +161,13 @@ def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Seque
         weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
         dtypes: the dtype in which each weight is used.
     """
-    groups = _groups(shards, weights, dtypes)
-    if not groups:
+    specs = _specs(shards, weights, dtypes)
+    if not specs:
         return ()
     own: dict[ModulePath, Shards] = {
         (i,): (one.to_matrix(lax.stop_gradient(shards[i])),) for i, one in enumerate(weights) if one is not None
     }
-    return quantize_together(groups, own)
+    return quantize_together(specs, own)
 
 
 def decode(
@@ -195,16 +186,16 @@ def decode(
         dtypes: the dtype in which each weight is used.
         placements: the placements of all weights.
     """
-    groups = _groups(shards, weights, dtypes)
+    specs = _specs(shards, weights, dtypes)
     own = {i: one for i, one in enumerate(weights) if one is not None}
 
     def gather(wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
-        fused: dict[Any, Any] = {i: weight for wire in wires for (i,), weight in wire.gather(groups).items()}
+        fused: dict[Any, Any] = {i: weight for wire in wires for (i,), weight in wire.gather(specs).items()}
         values = {i: _values(fused[i], dtypes[i]) for i in own}
         return {i: values[i] if one.layout.rows == 0 else values[i].T for i, one in own.items()}
 
     def into(wires: tuple[Wire, ...]) -> tuple[Any]:
-        return (tuple(wire.specs(groups) for wire in wires),)
+        return (tuple(wire.specs(specs) for wire in wires),)
 
     matrices = in_view(gather, into, {i: one.used for i, one in own.items()})(tuple(wires))
     return {i: jnp.reshape(matrices[i], form_in_use(shards[i], placements[i]).shape) for i in own}
@@ -218,11 +209,12 @@ def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
     return weight.astype(dtype)
 
 
-def _groups(
+def _specs(
     shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]
-) -> dict[ModulePath, WeightGroup]:
-    return {
-        (i,): one.group(np.dtype(dtypes[i]), np.dtype(shards[i].dtype))
-        for i, one in enumerate(weights)
-        if one is not None
-    }
+) -> dict[ModulePath, WireSpec]:
+    found: dict[ModulePath, WireSpec] = {}
+    for i, one in enumerate(weights):
+        if one is not None:
+            own = not isinstance(one.wire, Format | Tiled)  # a format of the user's own may support one dtype only
+            found[i,] = one.spec(np.dtype(shards[i].dtype if own else dtypes[i]))
+    return found

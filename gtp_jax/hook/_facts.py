@@ -179,7 +179,7 @@ class ShardedWeight:
         """The size in bytes of what ranks send of an array of shape `shape`, all shards together: of codes, and of
         scales if they are sent; or, if the weight is not quantized, of elements in `dtype`, padding included."""
         if isinstance(self.coded, Coded):
-            return bytes_on_wire(self.coded.group(self.dtype, self.dtype))
+            return bytes_on_wire(self.coded.spec(self.dtype))
         return math.prod(self.placement.with_padding(self.shape)) * self.dtype.itemsize
 
 
@@ -276,7 +276,7 @@ def weight_facts(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall] = 
     found = []
     for weight in sharded_weights(model, recipe, calls):
         (path, *others), coded = weight.paths, weight.coded
-        wire, reason = (coded.form.name, "") if isinstance(coded, Coded) else ("", coded)
+        wire, reason = (coded.wire.name, "") if isinstance(coded, Coded) else ("", coded)
         multiplied = isinstance(coded, Coded) and coded.operands is not None
         also = tuple(map(name_of, others))
         found.append(

@@ -75,8 +75,8 @@ def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> 
         if made is None or form is None:
             continue
         for stretch in made.prepared:
-            for name, group in zip(stretch.wire.members, stretch.groups, strict=True):
-                if name[-1] == known_as and form.group(group.dtype, group.param_dtypes[0]) == group:
+            for name, spec in zip(stretch.wire.members, stretch.groups, strict=True):
+                if name[-1] == known_as and form.spec(spec.dtype) == spec:
                     found.setdefault(id(stretch), (stretch, {}))[1][name] = number
     complete = [(stretch.wire, own) for stretch, own in found.values() if len(own) == len(stretch.groups)]
     return tuple(_renamed(wire, [own[name] for name in wire.members]) for wire, own in complete)

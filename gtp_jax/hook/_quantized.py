@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from ..weights import ModulePath, Shards, Stretch, WeightGroup, quantize_together
+from ..weights import ModulePath, Shards, Stretch, WireSpec, quantize_together
 from ._choice import own_variables
 from ._codes import Coded, coded
 from ._made import place_name
@@ -23,17 +23,16 @@ def quantized(model: nnx.Module) -> tuple[Stretch, ...]:
     Weights share a wire only if the same module, and no other, gathers them, because a call uses a wire only if it uses
     all of its members (`wires_of_call`).
     """
-    groups: dict[ModulePath, WeightGroup] = {}
+    specs: dict[ModulePath, WireSpec] = {}
     shards: dict[ModulePath, Shards] = {}
     places = {id(node): place for place, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
     for owners, variable, form in _coded(model):
         value, place = variable.get_raw_value(), place_name(places[id(variable)])
         name = (str(owners[0]) if len(owners) == 1 else place, place)
-        dtype = np.dtype(value.dtype)
-        groups[name] = form.group(dtype, dtype)
+        specs[name] = form.spec(np.dtype(value.dtype))
         shards[name] = (form.to_matrix(lax.stop_gradient(value)),)
-    wires = quantize_together(groups, shards) if groups else ()
-    return tuple(Stretch(wire, tuple(groups[name] for name in wire.members), 0, 1) for wire in wires)
+    wires = quantize_together(specs, shards) if specs else ()
+    return tuple(Stretch(wire, tuple(specs[name] for name in wire.members), 0, 1) for wire in wires)
 
 
 def _coded(model: nnx.Module) -> Iterator[tuple[list[int], nnx.Variable, Coded]]:

@@ -212,13 +212,13 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
     share = quantity(weight.bytes // (ranks * in_use), "B")
     when = "once per pass of a call, " + ("ahead of it" if weight.ahead else "as it begins")
     if isinstance(coded, Coded):
-        own = coded.form if isinstance(coded.form, Format) else None
+        own = coded.wire if isinstance(coded.wire, Format) else None
         amax = ", one amax reduced over all shards" if own is not None and own.has_amax else ""
-        amax = ", one amax for each tile, reduced over all shards" if isinstance(coded.form, Tiled) else amax
+        amax = ", one amax for each tile, reduced over all shards" if isinstance(coded.wire, Tiled) else amax
         once = "once per step, or once per call under `use_recipe`"
-        ready = LifeState("prepared", once, f"{coded.form.name} codes{amax}", _name(hook.quantized))
-        kind = f"a wire of {coded.form.name}" if own is None else Packed.__name__
-        sent = LifeState("on the wire", when, f"{kind}: {share} of {coded.form.name}", _name(hook.Weights.encode))
+        ready = LifeState("prepared", once, f"{coded.wire.name} codes{amax}", _name(hook.quantized))
+        kind = f"a wire of {coded.wire.name}" if own is None else Packed.__name__
+        sent = LifeState("on the wire", when, f"{kind}: {share} of {coded.wire.name}", _name(hook.Weights.encode))
     else:
         ready = LifeState("prepared", "once per call", "nothing to do", "")
         sent = LifeState("on the wire", when, f"shard, {share} in {dtype}, or narrower if the call casts it first", "")

@@ -17,6 +17,9 @@ the model's variables.
 | reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | after a layer |
 | gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
+A `WeightGroup` extends a `WireSpec`, which holds the decisions that wires depend on. For the weights that
+`gtp_jax.shard` has sharded, there are only `WireSpec`s, which `gtp_jax.hook` makes.
+
 `straight_through` makes the result of a gather differentiable with respect to the shards, whatever is gathered instead
 of them. `gathered` does everything from the wire to the gradient of the shards, for a layer outside a chain.
 
@@ -41,7 +44,7 @@ Less common states:
 - *Replaced* (`Holds.REPLACED`): user code put another array into the variable, such as a noisy weight or the one inside
   `nnx.remat`. What was prepared belongs to the old array. The new one is prepared where it is used, with the same keys
   of stochastic rounding.
-- *Of any shape* (`WeightGroup.array`): an array that is a matrix on the wire, whose rows the ranks divide. No recipe
+- *Of any shape* (`WireSpec.array`): an array that is a matrix on the wire, whose rows the ranks divide. No recipe
   quantizes it.
 - *In global view*, values that differ from rank to rank form a global array (`ranks_spec`). `in_view` and `on_ranks`
   call functions written for local view there. The `specs` of a wire, or of a `Stored`, returns its partitions.
@@ -91,7 +94,6 @@ from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction
 from ._grad_reduce import reduction_of as reduction_of
-from ._group import ModulePath as ModulePath
 from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
@@ -135,3 +137,5 @@ from ._wire import Kernels as Kernels
 from ._wire import OwnFormat as OwnFormat
 from ._wire import Part as Part
 from ._wire import Wire as Wire
+from ._wire_spec import ModulePath as ModulePath
+from ._wire_spec import WireSpec as WireSpec

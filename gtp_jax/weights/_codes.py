@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
 from ._blocks import Fused
-from ._group import ModulePath, WeightGroup
 from ._packed import Packed
 from ._plan import plan_of
 from ._wire import FusedWeights, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernels",), meta_fields=("members",))
@@ -43,11 +43,11 @@ class StoredCodes(Wire):
         """The format of all codes."""
         return self.kernels[0][0].format
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
         """Returns the fused weights of one layer, or their codes, as `Packed.gather` does."""
         return pack_codes(self, [groups[name].layouts for name in self.members]).gather(groups)
 
-    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> StoredCodes:
+    def specs(self, groups: Mapping[ModulePath, WireSpec], *, stacked: bool = False) -> StoredCodes:
         """Returns the partitions of each kernel's codes."""
         layouts = [groups[name].layouts for name in self.members]
         kernels = tuple(tuple(codes_specs(one, self.format, int(stacked)) for one in own) for own in layouts)

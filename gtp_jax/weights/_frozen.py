@@ -10,7 +10,6 @@ import jax
 from ..formats import Format, Operands, QuantizedArray, Tiled, WireFormat
 from ._codes import StoredCodes, codes_of, codes_specs
 from ._fused import Shards
-from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import stored_specs
 from ._prepare import buffer_of
 from ._quantize import Bundle, pack_all
@@ -18,19 +17,20 @@ from ._ranks import in_view
 from ._stored_tiles import StoredTiles
 from ._tiles import kernels_in_tiles
 from ._wire import Kernels, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 # What ranks store of each module's kernels, by the module's path: codes, or arrays in the dtype of the wire.
 Kept = Mapping[ModulePath, tuple[Any, ...]]
 
 
 class FrozenAs(NamedTuple):
-    """The formats that were decided for a weight when it was frozen; see `WeightGroup`."""
+    """The formats that were decided for a weight when it was frozen; see `WireSpec`."""
 
     wire: WireFormat | None
     operands: Operands | None
 
 
-def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
+def quantize_frozen(groups: Sequence[WireSpec], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
     """Returns, for each weight, the codes of its kernels that ranks store instead of masters, in the view in scope.
 
     Args:
@@ -62,12 +62,12 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
     return in_view(pack, into, out)(masters)
 
 
-def _format(group: WeightGroup) -> Format:
+def _format(group: WireSpec) -> Format:
     assert isinstance(group.wire, Format | Tiled)
     return group.wire.format if isinstance(group.wire, Tiled) else group.wire
 
 
-def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
+def frozen_wires(groups: Mapping[ModulePath, WireSpec], kept: Kept) -> list[Wire]:
     """Returns the wires of the frozen weights of a stack or of one module. Wires of codes come first: one for each
     buffer, or for each weight in tiles. Wires of arrays follow, one for each weight."""
     together: dict[ModulePath, list[ModulePath]] = {}

@@ -3,86 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import DelayedScaling, Format, Operands, QuantizedArray, Tiled, WireFormat
-from ..layout import ArrayLayout, Layout
-from ..ops import Order
+from ..formats import DelayedScaling, Format, QuantizedArray
 from ._fused import in_order, use_rows
 from ._grad_reduce import GradReduce, Reduction, reduction_of
-
-# The path of a module in its model, or within its layer of a stack. It names the module's fused weight.
-ModulePath = tuple[Hashable, ...]
+from ._wire_spec import WireSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightGroup:
+class WeightGroup(WireSpec):
     """The kernels of one module, which are gathered together into one fused weight, or one array of any shape, with all
-    decisions about them.
+    decisions about them: how they travel (`WireSpec`), and how their gradient is summed.
 
     Attributes:
-        layouts: the layouts of the kernels.
         param_dtypes: the dtype of each kernel's stored shards; empty if `frozen`.
-        dtype: the dtype of the weight on the wire and in the matmul, where no format applies.
         grad_reduce: how its gradient is summed, unless `reduction` overrides it.
-        codes_multiply: whether the module can multiply codes as they travel: with a single scale or in tiles.
-        wire: the format of the shards on the wire; `None` for `dtype`.
-        operands: the formats in which the module multiplies; `None` for `dtype`.
         reduction: the format or dtype that a recipe sets for sending each rank's gradient, to be summed in float32;
             `None` if `grad_reduce` decides.
-        array: the layout of an array of any shape; `None` for kernels. The gather returns the array in its own shape,
-            because a conversion within the differentiated function would save a copy for backward. No recipe applies
-            to the array, because it is not known to be multiplied.
         frozen: whether ranks store what is sent, codes or an array of `dtype`, and no master. The weight then has no
             gradient, and keeps the formats with which its module was frozen, whatever the recipe.
     """
 
-    layouts: tuple[Layout, ...]
     param_dtypes: tuple[np.dtype, ...]
-    dtype: np.dtype
     grad_reduce: GradReduce
-    codes_multiply: bool = False
-    wire: WireFormat | None = None
-    operands: Operands | None = None
     reduction: Format | np.dtype | None = None
-    array: ArrayLayout | None = None
     frozen: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """The number of shards that a gather joins."""
-        return self.layouts[0].ranks
-
-    @property
-    def divided(self) -> bool:
-        """Whether the optimizer's axes divide its shards in storage."""
-        return self.layouts[0].copies > 1
-
-    @property
-    def travels(self) -> bool:
-        """Whether a gather communicates or decodes anything, instead of only casting and joining shards."""
-        return self.ranks > 1 or self.divided or self.wire is not None
 
     @property
     def follows_recipes(self) -> bool:
         """Whether recipes apply to it."""
         return self.array is None and not self.frozen
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether its kernels are stacks of matrices, as those of experts are."""
-        return len(self.layouts[0].shape) > 2
-
-    @property
-    def as_codes(self) -> bool:
-        """Whether a gather returns codes instead of decoded values."""
-        if not self.codes_multiply or self.operands is None:
-            return False
-        return self.operands.weight.block is None or isinstance(self.wire, Tiled)
 
     @property
     def delayed(self) -> DelayedScaling | None:
@@ -108,18 +62,6 @@ class WeightGroup:
             return rows
         run = block[1]
         return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
-
-    @property
-    def order(self) -> Order | None:
-        """The order of the rows of gathered codes in tiles; `None` if it is that of other fused weights and tiles begin
-        at every 128th row."""
-        assert isinstance(self.wire, Tiled)
-        if len(self.layouts) == 1:
-            return None
-        rows, run = use_rows(self.layouts), self.wire.format.run[0]
-        ranks = self.ranks if in_order(self.layouts) else 1
-        each = rows[:-1] if ranks == 1 else [one // ranks for one in rows]
-        return Order(rows, ranks) if any(one % run for one in each) else None
 
     @property
     def summed(self) -> Reduction:

@@ -23,10 +23,10 @@ from ..layout import Layout
 from ..ops import unpack
 from ._blocks import Fused, shards_fit
 from ._fused import fuse, fuse_kernels, own_experts
-from ._group import ModulePath, WeightGroup
 from ._plan import plan_of
 from ._stretch import Apart
 from ._wire import FusedWeights, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 
 @functools.partial(
@@ -58,7 +58,7 @@ class Packed(Wire):
         assert not isinstance(self.buffer, Apart)
         return self.buffer
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
         """Returns the fused weights of one layer, from one gather; for a weight that is multiplied as codes, its
         codes."""
         members = [groups[name] for name in self.members]

@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..ops import multi_amax, quantizable
 from ._blocks import shards_fit
 from ._fused import Shards, bytes_of
-from ._group import ModulePath, WeightGroup
+from ._group import WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
 from ._packed import Packed, pregather_layers
 from ._plan import wire_bytes
@@ -27,6 +27,7 @@ from ._resolve import Groups, Layers
 from ._stretch import Stretch
 from ._tiles import tile_all, tiled_bytes
 from ._wire import Kernels, OwnFormat, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 # The wires to gather instead of shards, by the path of the module that is the first member of each. If two stretches
 # contain a layer in its format, the first is used.
@@ -140,7 +141,7 @@ def quantize(
 
 
 def quantize_together(
-    groups: Mapping[ModulePath, WeightGroup],
+    groups: Mapping[ModulePath, WireSpec],
     shards: Mapping[ModulePath, Shards],
     amaxes: Mapping[ModulePath, jax.Array] | None = None,
 ) -> tuple[Wire, ...]:
@@ -159,7 +160,7 @@ def quantize_together(
         ValueError: if a weight's rows are shorter than a block of its `Format`; or if an `OwnFormat` makes a wire with
             other members, or with a scalar array.
     """
-    buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
+    buffers: dict[Any, dict[ModulePath, WireSpec]] = {}
     for name, group in groups.items():
         buffers.setdefault((name[:-1], buffer_of(group, name, stacked=True)), {})[name] = group
 
@@ -298,7 +299,7 @@ def _joined(groups: Groups, stored: Mapping[ModulePath, Shards], rounded: Collec
     return {path: tuple(own) for path, own in found.items()}
 
 
-def _join(group: WeightGroup, stored: Shards) -> Shards:
+def _join(group: WireSpec, stored: Shards) -> Shards:
     """Joins shards from the parts that ranks store; in global view, the results have the partitions of shards."""
     layouts = group.layouts
     joined = in_view(
@@ -351,7 +352,7 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]
     return list(found.values())
 
 
-def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
+def buffer_of(group: WireSpec, path: ModulePath, *, stacked: bool) -> Any:
     """Returns what weights of a layer have in common if they share a buffer: for example, format, dtype and axes. A
     weight in tiles, or whose codes are multiplied, has a key of its own; without `stacked`, every weight has."""
     assert group.wire is not None
@@ -361,7 +362,7 @@ def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
     return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer.axes, fits
 
 
-def bytes_on_wire(group: WeightGroup) -> int:
+def bytes_on_wire(group: WireSpec) -> int:
     """Returns the number of bytes of one layer's gathered weight on the wire: those of all ranks' shards."""
     form = group.wire
     if form is None:

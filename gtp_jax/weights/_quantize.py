@@ -24,11 +24,11 @@ from ..mesh import degrees
 from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable
 from ._blocks import Fused, shards_fit, stored_fit
 from ._fused import Shards, whole_kernels
-from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._packed import Packed
 from ._plan import bytes_sent, plan_of
 from ._stretch import Apart
+from ._wire_spec import ModulePath, WireSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Bundle:
     """
 
     shards: Mapping[ModulePath, Shards]
-    groups: Mapping[ModulePath, WeightGroup]
+    groups: Mapping[ModulePath, WireSpec]
     apart: bool = False
     given: jax.Array | None = None
 
@@ -82,7 +82,7 @@ class Bundle:
         return self._first.as_codes
 
     @property
-    def _first(self) -> WeightGroup:
+    def _first(self) -> WireSpec:
         return next(iter(self.groups.values()))
 
     @property

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from ._exchange import exchange_gradients
 from ._fused import Shards, as_shards, in_order, reduce_gradient
-from ._group import ModulePath, WeightGroup
+from ._group import WeightGroup
 from ._optimizer_axes import scatter_stored
+from ._wire_spec import ModulePath
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("parts", "shards"), meta_fields=())

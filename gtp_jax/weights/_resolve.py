@@ -10,8 +10,9 @@ import jax
 
 from ..formats import Tiled
 from ..recipes import EXCLUDED, Recipe, matches
-from ._group import ModulePath, WeightGroup
+from ._group import WeightGroup
 from ._tiles import check_tiles
+from ._wire_spec import ModulePath
 
 
 class Layers(NamedTuple):

@@ -10,9 +10,9 @@ import jax
 
 from ..formats import QuantizedArray, Tiled
 from ._codes import codes_specs
-from ._group import ModulePath, WeightGroup
 from ._tiles import tiles_of
 from ._wire import FusedWeights, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernels",), meta_fields=("members", "format"))
@@ -30,12 +30,12 @@ class StoredTiles(Wire):
     members: tuple[ModulePath, ...]
     format: Tiled
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
         """Returns the codes or the values of the fused weight, as `Tiles.gather` does."""
         (name,) = self.members
         return tiles_of(self.kernels, groups[name], name).gather(groups)
 
-    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> StoredTiles:
+    def specs(self, groups: Mapping[ModulePath, WireSpec], *, stacked: bool = False) -> StoredTiles:
         """Returns the partitions of each kernel's codes."""
         layouts = groups[self.members[0]].layouts
         kernels = tuple(codes_specs(one, self.format.format, int(stacked)) for one in layouts)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ._fused import Shards
-from ._group import ModulePath, WeightGroup
 from ._wire import Kernels, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("layers",), meta_fields=())
@@ -56,7 +56,7 @@ class Stretch:
     """
 
     wire: Wire
-    groups: tuple[WeightGroup, ...]
+    groups: tuple[WireSpec, ...]
     start: int
     stop: int
 
@@ -74,7 +74,7 @@ class Stretch:
 
 
 def wires_of(
-    groups: Mapping[ModulePath, WeightGroup],
+    groups: Mapping[ModulePath, WireSpec],
     made: Sequence[Stretch],
     shards: Mapping[ModulePath, Shards],
     own: Mapping[ModulePath, Shards],

@@ -30,9 +30,9 @@ from ..mesh import degrees
 from ..ops import block_tops, encode_elements, inverses, power_of_two_scales, quantizable, values_of
 from ._blocks import tensor_cuts
 from ._fused import Shards, bytes_of, fuse, fuse_kernels, in_order, own_experts, whole_kernels
-from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._wire import FusedWeights, Wire
+from ._wire_spec import ModulePath, WireSpec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("members", "format"))
@@ -54,8 +54,8 @@ class Tiles(Wire):
     members: tuple[ModulePath, ...]
     format: Tiled
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the codes of the fused weight, with rows in the order of `WeightGroup.order`; its values if products
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
+        """Returns the codes of the fused weight, with rows in the order of `WireSpec.order`; its values if products
         multiply values."""
         group = groups[self.members[0]]
         layouts, ranks = group.layouts, group.ranks
@@ -88,7 +88,7 @@ class _Part(NamedTuple):
 
 
 def tile_all(
-    bundles: Sequence[tuple[Mapping[ModulePath, Shards], Mapping[ModulePath, WeightGroup]]],
+    bundles: Sequence[tuple[Mapping[ModulePath, Shards], Mapping[ModulePath, WireSpec]]],
 ) -> list[Tiles]:
     """Quantizes shards; see [Note: cut tiles].
 
@@ -101,7 +101,7 @@ def tile_all(
     return [tiles_of(one, group, name) for one, (name, _, group) in zip(kernels, weights, strict=True)]
 
 
-def kernels_in_tiles(weights: Sequence[tuple[Shards, WeightGroup]]) -> list[tuple[QuantizedArray, ...]]:
+def kernels_in_tiles(weights: Sequence[tuple[Shards, WireSpec]]) -> list[tuple[QuantizedArray, ...]]:
     """Quantizes the kernels of fused weights; see [Note: cut tiles].
 
     Args:
@@ -127,7 +127,7 @@ def kernels_in_tiles(weights: Sequence[tuple[Shards, WeightGroup]]) -> list[tupl
     return [tuple(_joined(*next(left), layout, group) for layout in group.layouts) for _, group in weights]
 
 
-def _joined(codes: jax.Array, scales: jax.Array, layout: Layout, group: WeightGroup) -> QuantizedArray:
+def _joined(codes: jax.Array, scales: jax.Array, layout: Layout, group: WireSpec) -> QuantizedArray:
     """Returns the codes of a shard, joined from the parts that ranks store, given the bits of the scales."""
     assert isinstance(group.wire, Tiled)
     dim = _dim_of_rows(layout)
@@ -136,7 +136,7 @@ def _joined(codes: jax.Array, scales: jax.Array, layout: Layout, group: WeightGr
     return QuantizedArray(jnp.moveaxis(shard, dim, -2), inverses(scales), None, group.wire.format, matrix)
 
 
-def tiles_of(kernels: Sequence[QuantizedArray], group: WeightGroup, name: ModulePath) -> Tiles:
+def tiles_of(kernels: Sequence[QuantizedArray], group: WireSpec, name: ModulePath) -> Tiles:
     """Returns what this rank sends of a fused weight, made from its kernels as `kernels_in_tiles` returns them."""
     assert isinstance(group.wire, Tiled)
     grids = [one.scales for one in kernels if one.scales is not None]
@@ -146,12 +146,12 @@ def tiles_of(kernels: Sequence[QuantizedArray], group: WeightGroup, name: Module
     return Tiles(part, grid, (name,), group.wire)
 
 
-def tiled_bytes(group: WeightGroup) -> int:
+def tiled_bytes(group: WireSpec) -> int:
     """Returns the number of bytes of one layer's gathered weight on the wire: one per element."""
     return bytes_of(group.layouts, 1)
 
 
-def _part(x: jax.Array, layout: Layout, group: WeightGroup) -> _Part:
+def _part(x: jax.Array, layout: Layout, group: WireSpec) -> _Part:
     assert isinstance(group.wire, Tiled)
     optimizer = layout.optimizer if is_divided(x, layout) else UNDIVIDED
     values = quantizable(jnp.moveaxis(x, _dim_of_rows(layout), -2))
@@ -216,7 +216,7 @@ def _dim_of_rows(layout: Layout) -> int:
     return layout.rows - len(layout.shape)
 
 
-def _values(codes: jax.Array, grid: jax.Array, group: WeightGroup) -> jax.Array:
+def _values(codes: jax.Array, grid: jax.Array, group: WireSpec) -> jax.Array:
     """Returns the values of a fused weight, in its dtype.
 
     Args:
@@ -260,7 +260,7 @@ def _by_rank(grid: jax.Array, tiles: Sequence[int], ranks: int) -> jax.Array:
     return jnp.reshape(parts, grid.shape)
 
 
-def check_tiles(group: WeightGroup, path: ModulePath) -> None:
+def check_tiles(group: WireSpec, path: ModulePath) -> None:
     """Checks that tensor ranks divide a weight evenly into whole tiles, unless each has experts of its own.
 
     Args:

@@ -18,9 +18,9 @@ import jax
 
 from ..formats import QuantizedArray, WireFormat
 from ._fused import Shards, gather_part, part_of
-from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import stored_specs
 from ._ranks import ranks_spec
+from ._wire_spec import ModulePath, WireSpec
 
 # Fused weights by name, or their codes if the codes are multiplied.
 FusedWeights = dict[ModulePath, jax.Array | QuantizedArray]
@@ -36,7 +36,7 @@ class Wire(abc.ABC):
 
     Attributes:
         members: the names of the fused weights, in order.
-        format: the format of its codes, which must equal `WeightGroup.wire` of its members, because wires are looked up
+        format: the format of its codes, which must equal `WireSpec.wire` of its members, because wires are looked up
             by it; `None` for arrays that are in no format.
     """
 
@@ -44,19 +44,19 @@ class Wire(abc.ABC):
     format: Any
 
     @abc.abstractmethod
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
         """Returns the fused weights of its members, made from what all ranks send.
 
         `fuse(parts, layouts)` makes a fused weight from the decoded parts of all ranks, `(ranks, *experts, rows,
         cols)`.
         """
 
-    def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Wire | None:
+    def ready(self, groups: Mapping[ModulePath, WireSpec]) -> Wire | None:
         """Returns a wire to send instead, made without communication, which a chain may keep for backward; `None` to
         send this wire itself."""
         del groups
 
-    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Any:
+    def specs(self, groups: Mapping[ModulePath, WireSpec], *, stacked: bool = False) -> Any:
         """Returns the partitions of its arrays in global view, a pytree prefix. By default, the arrays differ from rank
         to rank (`ranks_spec`).
 
@@ -76,7 +76,7 @@ class OwnFormat(WireFormat, Protocol):
     advance (`pregathered_layers`).
     """
 
-    def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
+    def make(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WireSpec]) -> Wire:
         """Returns what this rank sends of weights that travel together. In a stack, these are the weights of a layer
         that have the same format, dtype and axes; outside stacks, those of one module, or some that `gtp_jax.shard`
         gathers together.
@@ -92,7 +92,7 @@ class OwnFormat(WireFormat, Protocol):
         """
         ...
 
-    def wire_bytes(self, group: WeightGroup) -> int:
+    def wire_bytes(self, group: WireSpec) -> int:
         """Returns the number of bytes of one layer's gathered weight on the wire: those of all ranks' shards."""
         ...
 
@@ -114,7 +114,7 @@ class Kernels(Wire):
     joined: bool = False
     format = None
 
-    def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Part | None:
+    def ready(self, groups: Mapping[ModulePath, WireSpec]) -> Part | None:
         """Returns this rank's part of the fused weight; `None` if nothing is sent or cast, or if making the part takes
         communication."""
         group = groups[self.members[0]]
@@ -122,12 +122,12 @@ class Kernels(Wire):
             return None
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members)
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weight; for `WeightGroup.array`, the array in its own shape."""
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
+        """Returns the fused weight; for `WireSpec.array`, the array in its own shape."""
         group = groups[self.members[0]]
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members).gather(groups)
 
-    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Kernels:
+    def specs(self, groups: Mapping[ModulePath, WireSpec], *, stacked: bool = False) -> Kernels:
         """Returns the partitions of its shards."""
         del stacked  # known from the number of dimensions of each shard
         layouts = groups[self.members[0]].layouts
@@ -149,8 +149,8 @@ class Part(Wire):
     members: tuple[ModulePath, ...]
     format = None
 
-    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
-        """Returns the fused weight; for `WeightGroup.array`, the array in its own shape."""
+    def gather(self, groups: Mapping[ModulePath, WireSpec]) -> FusedWeights:
+        """Returns the fused weight; for `WireSpec.array`, the array in its own shape."""
         group = groups[self.members[0]]
         weight = gather_part(self.array, group.layouts)
         return {self.members[0]: weight if group.array is None else group.array.from_fused(weight)}

@@ -13,7 +13,7 @@ from selection import pairwise
 import gtp_jax as gtp
 from gtp_jax import formats, native
 from gtp_jax.layout import Division, Layout, Split, layouts_of_kernels
-from gtp_jax.weights import Bundle, WeightGroup, pack_all
+from gtp_jax.weights import Bundle, WireSpec, pack_all
 from gtp_jax.weights._fused import gather_weight
 from gtp_jax.weights._packed import gather_packed
 from gtp_jax.weights._plan import plan_of
@@ -25,14 +25,8 @@ FORMATS = {name: formats.FORMATS[name] for name in ("NVFP4", "NVFP4_1D", "MXFP8"
 
 def bundle(shards, layouts, form) -> Bundle:
     """The kernels of one module, in a format."""
-    group = WeightGroup(
-        layouts=tuple(layouts),
-        param_dtypes=(np.dtype(np.float32),) * len(layouts),
-        dtype=np.dtype(jnp.bfloat16),
-        grad_reduce="float32",
-        wire=form,
-    )
-    return Bundle({"w": tuple(shards)}, {"w": group})
+    spec = WireSpec(layouts=tuple(layouts), dtype=np.dtype(jnp.bfloat16), wire=form)
+    return Bundle({"w": tuple(shards)}, {"w": spec})
 
 
 def weights_of(layout: Layout, case: str) -> np.ndarray:

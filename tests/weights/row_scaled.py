@@ -16,7 +16,7 @@ from jax import lax
 
 from gtp_jax.collectives import all_gather
 from gtp_jax.recipes import Recipe
-from gtp_jax.weights import FusedWeights, WeightGroup, Wire, fuse, part_of
+from gtp_jax.weights import FusedWeights, Wire, WireSpec, fuse, part_of
 
 LARGEST = 448.0
 
@@ -38,7 +38,7 @@ class Rows(Wire):
     members: tuple[Any, ...]
     format: RowScaled
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[Any, WireSpec]) -> FusedWeights:
         found = {}
         for name, codes, scales in zip(self.members, self.codes, self.scales, strict=True):
             group, first = groups[name], groups[name].layouts[0]
@@ -58,7 +58,7 @@ class RowScaled:
 
     name: str = "ROW_SCALED"
 
-    def make(self, shards: Mapping[Any, Any], groups: Mapping[Any, WeightGroup]) -> Rows:
+    def make(self, shards: Mapping[Any, Any], groups: Mapping[Any, WireSpec]) -> Rows:
         codes, scales = [], []
         for name, own in shards.items():
             layouts = groups[name].layouts
@@ -69,7 +69,7 @@ class RowScaled:
             scales.append(scale)
         return Rows(tuple(codes), tuple(scales), tuple(shards), self)
 
-    def wire_bytes(self, group: WeightGroup) -> int:
+    def wire_bytes(self, group: WireSpec) -> int:
         rows = sum(one.shards * one.matrix_of(one.shard_shape)[0] * one.matrices for one in group.layouts)
         elements = sum(one.shape[0] * one.shape[1] for one in group.layouts)
         return elements + 4 * rows
