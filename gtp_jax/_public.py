@@ -45,6 +45,7 @@ from .nn import Metric as Metric
 from .nn import Param as Param
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
+from .nn import attention_fn as attention_fn
 from .nn import cross_entropy as cross_entropy
 from .nn import freeze as freeze
 from .nn import init as init

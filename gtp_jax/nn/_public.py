@@ -11,6 +11,7 @@ from ._attention import Attention as Attention
 from ._attention import CrossAttention as CrossAttention
 from ._attention import check_heads as check_heads
 from ._attention_core import AttentionCore as AttentionCore
+from ._attention_fn import attention_fn as attention_fn
 from ._cache import Cache as Cache
 from ._conv import Conv as Conv
 from ._dense import Dense as Dense

@@ -10,15 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import Roles, degrees
+from ..mesh import Roles, degree, degrees, sequence_axis
 
 Tree = Any
 
+# The names of the arrays of a batch of which every rank reads whole sequences, although they have a number for each
+# token, and of those of which a rank reads its part.
+WHOLE, BY_TOKEN = ("positions", "segment_ids"), ("tokens", "targets", "weights")
+
 
 def shard_batch(batch: Tree, roles: Roles) -> Tree:
-    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too. Scalars, and
-    arrays whose first dimension the ranks cannot divide evenly, stay as they are. Without a mesh, so do all arrays."""
-    return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
+    """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too: dimension 0
+    over the axes of the batch, and dimension 1 over the axis `sequence`, except in arrays of which every rank reads
+    whole sequences (`WHOLE`). Scalars, and dimensions that the ranks cannot divide evenly, stay as they are. Without a
+    mesh, so do all arrays."""
+    return jax.tree_util.tree_map_with_path(lambda path, a: _divided(path, jnp.asarray(a), roles, 0), batch)
 
 
 def microbatches_of(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
@@ -34,12 +40,20 @@ def microbatches_of(path: Any, batch: Any, count: int, roles: Roles) -> jax.Arra
             f"`batch`{jax.tree_util.keystr(path)} has shape {batch.shape}; its first dimension is the batch and must "
             f"be a multiple of microbatches = {count}."
         )
-    return _divided(split_microbatches(batch, count), roles, 1)
+    return _divided(path, split_microbatches(batch, count), roles, 1)
 
 
-def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
-    whole = jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch)
-    return batch if whole else _held(batch, PartitionSpec(*(None,) * dim, roles.batch))
+def name_of(path: Any) -> Any:
+    """Returns the last key of the path of an array in a batch; `None` if it is no key of a mapping."""
+    return getattr(path[-1], "key", None) if path else None
+
+
+def _divided(path: Any, batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
+    if jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch):
+        return batch
+    axis = sequence_axis(roles, batch.ndim - dim + 1)
+    along = axis is not None and name_of(path) not in WHOLE and batch.shape[dim + 1] % degree(axis) == 0
+    return _held(batch, PartitionSpec(*(None,) * dim, roles.batch, *((axis,) if along else ())))
 
 
 @functools.partial(jax.jit, static_argnums=(1,), inline=True)  # outside `jit`, JAX refuses arrays made without the mesh

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, degree, degrees, sequence_axis, use_roles
+from ._batch import BY_TOKEN, WHOLE, name_of
 from ._rows import check_arrays, check_rows
 from ._state import TrainState
 
@@ -64,11 +65,6 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
     return run
 
 
-# The arrays of a batch, by their last key, whose dimension 1 is divided over the axis `sequence`, and those of which
-# every rank needs the whole sequence.
-_BY_TOKEN, _WHOLE = ("tokens", "targets", "weights"), ("positions", "segment_ids")
-
-
 def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:
     """Returns the partition of each array of a batch in local view: dimension 0 over the axes of the batch, and, where
     each token has a number, dimension 1 over the axis `sequence`.
@@ -82,14 +78,14 @@ def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:
     def spec(path: Any, leaf: Any) -> PartitionSpec:
         if axis is None or jnp.ndim(leaf) < 2:
             return PartitionSpec(roles.batch)
-        where, name = f"`batch`{jax.tree_util.keystr(path)}", getattr(path[-1], "key", None) if path else None
-        if name in _WHOLE:
+        where, name = f"`batch`{jax.tree_util.keystr(path)}", name_of(path)
+        if name in WHOLE:
             return PartitionSpec(roles.batch)
-        if name not in _BY_TOKEN:
+        if name not in BY_TOKEN:
             raise ValueError(
                 f"{where} has shape {jnp.shape(leaf)}, and {axis} = {degree(axis)} divides sequences. In local view, "
-                f"the names of arrays say how: {', '.join(map(repr, _BY_TOKEN))} are divided along dimension 1, and "
-                f"{', '.join(map(repr, _WHOLE))} are not. Rename it, or use `view='global'`, where arrays of any name "
+                f"the names of arrays say how: {', '.join(map(repr, BY_TOKEN))} are divided along dimension 1, and "
+                f"{', '.join(map(repr, WHOLE))} are not. Rename it, or use `view='global'`, where arrays of any name "
                 "are right."
             )
         if leaf.shape[1] % degree(axis):

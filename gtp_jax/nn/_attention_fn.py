@@ -1,0 +1,160 @@
+"""Provides the attention of models that are not made of gtp_jax's layers, on meshes that divide sequences too."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..collectives import parts_of_sequences, whole_sequences
+from ..mesh import Roles, current_roles, current_view, degree, degrees
+from ..ops import attention
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | None = None,
+    segment_ids: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    deterministic: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    **others: Any,
+) -> jax.Array:
+    """Computes attention. Takes the place of `nnx.dot_product_attention` and of `jax.nn.dot_product_attention`, where
+    the mesh divides the tokens of a sequence (`make_mesh(cp=...)`) and elsewhere:
+
+        nnx.MultiHeadAttention(heads, width, attention_fn=gtp_jax.attention_fn, rngs=rngs)
+
+    On such a mesh, ranks exchange heads for whole sequences, compute attention as on one device, and exchange back. For
+    a causal model, pass `is_causal=True` instead of a mask, for example by `functools.partial`: a mask has queries x
+    keys elements, which every rank holds.
+
+    Args:
+        query: `(batch, queries, heads, head_dim)`.
+        key: `(batch, keys, key-value heads, head_dim)`; their number divides that of the query heads.
+        value: the same shape as `key`.
+        bias: not supported; `None`.
+        mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries, keys)`. On a mesh that divides
+            sequences, all heads share it. A query that may attend to no key has the output 0.
+        is_causal: whether a query may not attend to later keys.
+        scale: the factor of the scores; `head_dim ** -0.5` by default.
+        local_window_size: how many positions away a key may be, to each side that `is_causal` leaves.
+        segment_ids: `(batch, sequence)` integers. Tokens attend only to tokens with the same id.
+        dropout_rate: the fraction of attention weights that are dropped, unless `deterministic`.
+        dropout_rng: the key for dropout. On a mesh that divides sequences, each rank folds its index into it.
+        broadcast_dropout: must be `False` if weights are dropped: each head and example draws its own mask.
+        deterministic: whether nothing is dropped.
+        dtype: the dtype to which query, key and value are cast; by default, that to which JAX promotes them.
+        others: further options of the two functions. Only their defaults are allowed.
+
+    Returns:
+        `(batch, queries, heads, head_dim)`.
+
+    Raises:
+        ValueError: if an option is not supported; if the shapes do not fit; or if the mesh cannot divide sequences or
+            heads.
+    """
+    _check_options(bias, others)
+    drops = dropout_rate > 0 and not deterministic
+    if drops and broadcast_dropout:
+        raise ValueError(
+            "`attention_fn` is asked to drop attention weights with one mask for all examples and heads "
+            "(`broadcast_dropout=True`, the default of Flax). Pass `broadcast_dropout=False`, so that each has its own."
+        )
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            f"`attention_fn` takes (batch, sequence, heads, head_dim); got {query.shape}, {key.shape}, {value.shape}."
+        )
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    q, k, v = (x.astype(dtype) for x in (query, key, value))
+    compute = functools.partial(
+        attention,
+        causal=is_causal,
+        window=None if local_window_size is None else local_window_size + 1,
+        scale=scale,
+        dropout_rate=dropout_rate if drops else 0.0,
+    )
+    inputs: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "dropout_key": dropout_rng if drops else None}
+    roles, view = current_roles(), current_view()
+    axis = None if view == "plain" or roles.sequence not in jax.sharding.get_abstract_mesh().shape else roles.sequence
+    if axis is None or degree(axis) == 1:
+        return compute(q, k, v, **inputs)
+    if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
+        raise ValueError(
+            f"`mask` has the shape {mask.shape}, but {axis} = {degree(axis)} divides sequences, so that all heads must "
+            "share one mask: dimension 1 must be 1."
+        )
+    if view == "local":
+        return _on_rank(compute, q, k, v, inputs, axis, roles)
+    return _over_ranks(compute, q, k, v, inputs, axis, roles)
+
+
+def _check_options(bias: Any, others: dict[str, Any]) -> None:
+    """Raises a `ValueError` for options of Flax's and JAX's functions that would change the result."""
+    if bias is not None:
+        raise ValueError("`attention_fn` got a `bias`, which it does not support. Pass a boolean `mask`.")
+    harmless = {"module", "promote_dtype"}
+    for name, value in others.items():
+        if name not in harmless and value is not None and value is not False:
+            raise ValueError(f"`attention_fn` got {name}={value!r}, which it does not support. Leave it out.")
+
+
+def _on_rank(
+    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, roles: Roles
+) -> jax.Array:
+    """Returns this rank's part of the result, given its part of queries, keys and values, and the whole sequence of the
+    other inputs."""
+    if (heads := q.shape[2]) % degree(axis):
+        raise ValueError(
+            f"{axis} = {degree(axis)} does not divide the {heads} query heads of a rank, which it divides for "
+            "attention. Choose a degree that does."
+        )
+    if k.shape[:2] == q.shape[:2]:
+        q, k, v = whole_sequences([q, k, v], axis)
+    else:
+        ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
+    if (own := inputs["dropout_key"]) is not None:
+        axes = tuple(name for name in (*roles.tokens, roles.tensor) if name is not None and degree(name) > 1)
+        inputs = {**inputs, "dropout_key": jax.random.fold_in(own, jax.lax.axis_index(axes))}
+    return parts_of_sequences(compute(q, k, v, **inputs), axis)
+
+
+def _over_ranks(
+    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, roles: Roles
+) -> jax.Array:
+    """Returns the result for global arrays."""
+    for name, x in (("query", q), ("key", k)):
+        if x.shape[1] % degree(axis):
+            raise ValueError(
+                f"`{name}` has shape {x.shape}; dimension 1 is the sequence and must be a multiple of {axis} = "
+                f"{degree(axis)}. Pad the sequence."
+            )
+    names = jax.sharding.get_abstract_mesh().shape
+    rows = tuple(name for name in roles.batch if name in names)
+    batch = rows if q.shape[0] % degrees(rows) == 0 else None
+    tensor = roles.tensor if roles.tensor in names else None
+    tensor = tensor if q.shape[2] % degree(tensor) == 0 and k.shape[2] % degree(tensor) == 0 else None
+    part = PartitionSpec(batch, axis, tensor)
+    given = {name: x for name, x in inputs.items() if x is not None}
+
+    def spec(name: str, x: jax.Array) -> PartitionSpec:
+        by_example = name == "segment_ids" or (name == "mask" and x.ndim > 2 and x.shape[0] > 1)
+        return PartitionSpec(batch) if by_example else PartitionSpec()
+
+    def on_rank(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, Any]) -> jax.Array:
+        return _on_rank(compute, q, k, v, dict.fromkeys(inputs) | given, axis, roles)
+
+    into = (part, part, part, {name: spec(name, x) for name, x in given.items()})
+    return jax.shard_map(on_rank, in_specs=into, out_specs=part, check_vma=False)(q, k, v, given)
