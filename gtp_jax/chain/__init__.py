@@ -12,6 +12,10 @@ from ._events import Loop as Loop
 from ._events import Offload as Offload
 from ._events import Plan as Plan
 from ._events import Reduce as Reduce
+from ._floats import is_float as is_float
+from ._floats import joined as joined
+from ._floats import separated as separated
+from ._floats import with_changed as with_changed
 from ._forward import Forward as Forward
 from ._forward import forward as forward
 from ._offloads import Moved as Moved
@@ -26,6 +30,4 @@ from ._schedule import KeepGathered as KeepGathered
 from ._schedule import Schedule as Schedule
 from ._stage import Outputs as Outputs
 from ._stage import Stage as Stage
-from ._ties import is_float as is_float
-from ._ties import is_real as is_real
 from ._ties import together as together

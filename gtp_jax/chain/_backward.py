@@ -13,10 +13,11 @@ from jax import lax
 from ..collectives import Turn, no_turn
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
+from ._floats import is_float
 from ._forward import Residuals
 from ._host import to_device, with_activations
 from ._stage import ByLayer, Stage, in_loop, is_mark, place, renumbered
-from ._ties import is_float, tied_trees, together
+from ._ties import tied_trees, together
 
 Tree = Any
 

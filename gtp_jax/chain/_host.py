@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from ._floats import is_float
 
 Tree = Any
 
@@ -35,7 +36,7 @@ def without_activations(closure: Any) -> tuple[Any, list[jax.Array], int]:
         belong to the input.
     """
     leaves, tree = _leaves(closure)
-    away = [isinstance(leaf, jax.Array) and np.ndim(leaf) > 0 and _is_float(leaf) for leaf in leaves]
+    away = [isinstance(leaf, jax.Array) and np.ndim(leaf) > 0 and is_float(leaf) for leaf in leaves]
     rest = [_Away() if moves else leaf for leaf, moves in zip(leaves, away, strict=True)]
     moved = [leaf for leaf, moves in zip(leaves, away, strict=True) if moves]
     return _with(closure, tree, rest), moved, sum(away[: len(jax.tree.leaves(closure.args_res[_INPUT]))])
@@ -69,7 +70,3 @@ def _with(closure: Any, tree: Any, leaves: list[Any]) -> Any:
     operands = list(closure.args_res)
     operands[_INPUT] = x
     return closure.replace(args_res=operands, opaque_residuals=others)
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

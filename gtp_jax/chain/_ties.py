@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,40 +11,20 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ..collectives import Turn, tied
+from ._floats import is_float, is_real, with_changed
 
 Tree = Any
-
-
-def is_float(leaf: Any) -> bool:
-    """Returns whether an array has an inexact dtype, and so a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def is_real(leaf: Any) -> bool:
-    """Returns whether a value is an array that is neither made of random keys nor float0."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:
     """Returns the same values through an optimization barrier: none of them is available before all are. Random keys,
     float0 arrays and non-arrays are not tied."""
-    return _with_arrays(lax.optimization_barrier, trees)
+    return with_changed(trees, is_real, lax.optimization_barrier)
 
 
 def tied_trees(tree: Tree, turn: Turn) -> Tree:
     """Returns the same values, but not before the turn is available."""
-    return _with_arrays(lambda arrays: tied(arrays, turn), tree)
-
-
-def _with_arrays(change: Callable[[list[Any]], list[Any]], tree: Tree) -> Tree:
-    """Replaces the arrays of a tree with what `change` returns for them."""
-    leaves, structure = jax.tree.flatten(tree)
-    real = [i for i, leaf in enumerate(leaves) if is_real(leaf)]
-    if real:
-        for i, leaf in zip(real, change([leaves[i] for i in real]), strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
+    return with_changed(tree, is_real, lambda arrays: tied(arrays, turn))
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
@@ -58,12 +38,8 @@ def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
         outputs: the outputs, a pytree of arrays.
         inputs: the inputs.
     """
-    leaves, tree = jax.tree.flatten(outputs)
-    floats = [i for i, leaf in enumerate(leaves) if is_real(leaf) and is_float(leaf)]
-    mapped = _mapped([leaves[i] for i in floats], [leaf for leaf in inputs if is_real(leaf)])
-    for i, leaf in zip(floats, mapped, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    real = [leaf for leaf in inputs if is_real(leaf)]
+    return with_changed(outputs, is_float, lambda floats: _mapped(floats, real))
 
 
 @jax.custom_jvp

@@ -46,6 +46,7 @@ from ._facts import unit_facts as unit_facts
 from ._facts import weight_facts as weight_facts
 from ._float_ids import float_ids_explained as float_ids_explained
 from ._float_ids import ids_refused_by as ids_refused_by
+from ._jaxprs import is_reference as is_reference
 from ._jaxprs import scan_counts as scan_counts
 from ._made import with_made as with_made
 from ._movement import scatter as scatter

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..chain import is_float, is_real
+from ..chain import is_float, with_changed
 from ._jaxprs import custom_vjps, in_forward_mode
 
 # The beginning of JAX's error for a `jax.custom_vjp` function that is differentiated in forward mode.
@@ -69,11 +69,7 @@ def of_own_code(owner: str, which: str) -> TypeError:
 
 def refused_in_forward_mode(message: str, arrays: Any) -> Any:
     """Returns a tree of arrays. If their tangents are evaluated, a `TypeError` with this message is raised."""
-    leaves, tree = jax.tree.flatten(arrays)
-    floats = [i for i, leaf in enumerate(leaves) if is_real(leaf) and is_float(leaf)]
-    for i, leaf in zip(floats, _refused(message, [leaves[i] for i in floats]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    return with_changed(arrays, is_float, functools.partial(_refused, message))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

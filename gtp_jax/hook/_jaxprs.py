@@ -25,6 +25,11 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carries))
 
 
+def is_reference(v: Any) -> bool:
+    """Returns whether a variable of a jaxpr is a mutable array, which operations change in place."""
+    return hasattr(v.aval, "inner_aval")
+
+
 def custom_vjps(jaxpr: Jaxpr) -> list[str]:
     """Returns, for each call of a `jax.custom_vjp` function in a jaxpr, the function's name and source location, as JAX
     has recorded them."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..chain import is_float, is_real
+from ..chain import is_float, separated
+from ._jaxprs import is_reference
 
 # Floats that are needed only after the last call leave the chain where they are computed, unless they have this many
 # elements or more. These are passed along the chain, and so are their gradients, which takes less memory.
@@ -68,7 +69,7 @@ def can_split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any]
             return False
         if is_call(eqn) or any(v in after for v in variables(eqn.invars)):
             after.update(eqn.outvars)
-    return not any("Ref" in str(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
+    return not any(map(is_reference, (*jaxpr.invars, *jaxpr.constvars)))
 
 
 def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Sequence[Any]]) -> Split:
@@ -100,24 +101,14 @@ def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Se
     readers: dict[Any, int] = {}
     for v in (v for own in reads for v in own if v not in made):
         readers[v] = readers.get(v, 0) + 1
-    shared = tuple(v for v in readers if readers[v] > 1 and _is_float(v))
+    shared = tuple(v for v in readers if readers[v] > 1 and is_float(v.aval))
     parts = []
     for k in range(count):
         own = [v for v in reads[k] if v not in made and v not in shared]
         x, y = (tuple(v for v in made if made[v] < j <= last[v]) for j in (k, k + 1))
         left = [v for v in made if made[v] == k and v in leave]
-        parts.append(
-            Part(
-                tuple(of_part[k]),
-                calls[k],
-                x,
-                y,
-                tuple(v for v in own if _is_float(v)),
-                tuple(v for v in own if not _is_float(v)),
-                tuple(v for v in left if _is_float(v)),
-                tuple(v for v in left if not _is_float(v)),
-            )
-        )
+        (params, constants), (scalars, state) = _by_dtype(own), _by_dtype(left)
+        parts.append(Part(tuple(of_part[k]), calls[k], x, y, params, constants, scalars, state))
     return Split(tuple(prologue), tuple(parts), tuple(epilogue), shared)
 
 
@@ -164,9 +155,11 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _is_float(v: Var) -> bool:
-    return is_real(v.aval) and is_float(v.aval)
+def _by_dtype(own: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+    """Returns the floats among variables, and the others."""
+    floats, others = separated(own, [is_float(v.aval) for v in own])
+    return tuple(floats), tuple(others)
 
 
 def _is_large_float(v: Var) -> bool:
-    return _is_float(v) and v.aval.size >= _LARGE  # pyright: ignore[reportAttributeAccessIssue]
+    return is_float(v.aval) and v.aval.size >= _LARGE  # pyright: ignore[reportAttributeAccessIssue]

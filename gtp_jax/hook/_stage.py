@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from ..chain import Outputs, Remat, Schedule, Stage, is_float, is_real, run, with_remat
+from ..chain import Outputs, Remat, Schedule, Stage, is_float, joined, run, separated, with_remat
 from ..mesh import current_view, degrees
 from ..ops import SlottedWeight, linear
 from ..weights import CallKeys, Wire
@@ -221,17 +221,14 @@ def run_alone(
         rest: the other arrays; see `Program.arguments`.
         keep: whether the gathered weights are kept for backward. Otherwise, backward gathers them again.
     """
-    floats = [is_real(leaf) and is_float(leaf) for leaf in rest]
+    floats = list(map(is_float, rest))
+    params, others = separated(rest, floats)
 
     def apply(weights: Any, slots: Any, params: Any, x: Any, shared: Any, constants: Any, turn: Any) -> Any:
         del x, shared, turn
-        own, (keys, others) = iter(params), constants
-        left = iter(others)
-        given = [next(own) if chosen else next(left) for chosen in floats]
-        return call.compute(weights, slots, given, keys), Outputs()
+        keys, others = constants
+        return call.compute(weights, slots, joined(params, others, floats), keys), Outputs()
 
-    params = [leaf for leaf, chosen in zip(rest, floats, strict=True) if chosen]
-    others = [leaf for leaf, chosen in zip(rest, floats, strict=True) if not chosen]
     stage = stage_of(call, sent, shards=sent.shards, params=params, constants=(list(keys), others), apply=apply)
     return run([stage], [], Schedule(keep_gathered="all" if keep else 0))[0]
 

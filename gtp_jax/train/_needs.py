@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ..hook import scan_counts
+from ..hook import is_reference, scan_counts
 from ._terms import CALLS
 
 Tree = Any
@@ -78,7 +78,7 @@ class _Reader:
         jaxpr = getattr(closed, "jaxpr", closed)
         wanted = {jaxpr.outvars[number] for number in outputs if isinstance(jaxpr.outvars[number], core.Var)}
         for eqn in reversed(jaxpr.eqns):
-            if any(v in wanted for v in eqn.invars if _is_reference(v)):  # it may write what is read later
+            if any(v in wanted for v in eqn.invars if is_reference(v)):  # it may write what is read later
                 wanted.update(v for v in eqn.invars if isinstance(v, core.Var))
             elif found := [number for number, v in enumerate(eqn.outvars) if v in wanted]:
                 operands = [eqn.invars[number] for number in self._operands(eqn, found)]
@@ -129,7 +129,3 @@ def inner_jaxpr(eqn: core.JaxprEqn) -> Any:
     inner = next((eqn.params[key] for key in _JAXPRS if key in eqn.params), None)
     fits = inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(eqn.invars)
     return inner if fits and eqn.primitive.name in _CALLS else None
-
-
-def _is_reference(v: Any) -> bool:
-    return hasattr(v.aval, "inner_aval")  # a mutable array, which operations change in place
