@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..variables import raw_value, split_nodes, with_raw_value
+
 # A function that rebuilds a value from its arrays.
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -60,23 +62,6 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
     return [*of_nodes, *(leaves[i] for i in at_arrays)], put_together
 
 
-def variables_of(state: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of an NNX state, and its structure. A leaf is a variable, or other data of a node, such as an
-    array that is an attribute."""
-    return jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-
-
-def value_of(leaf: Any) -> Any:
-    """Returns the value of a leaf: that of a variable, or the leaf itself if it is not a variable."""
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def with_value(leaf: Any, value: Any, **metadata: Any) -> Any:
-    """Returns a leaf with another value: a copy of the variable, with the given metadata set, or, if the leaf is not a
-    variable, the value itself."""
-    return leaf.replace(value, **metadata) if isinstance(leaf, nnx.Variable) else value
-
-
 def is_dynamic(value: Any) -> bool:
     """Returns whether a value is a JAX or NumPy array."""
     return isinstance(value, jax.Array | np.ndarray)
@@ -102,13 +87,7 @@ def _constant(value: Any) -> Rebuild:
 
 
 def _nodes(nodes: list[Any], known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
-    graph, state = nnx.split(nodes)
-    leaves, structure = variables_of(state)
-    arrays, rebuild = taken_apart([value_of(leaf) for leaf in leaves], known)
-    bare = [with_value(leaf, None) for leaf in leaves]  # functions that outlive a trace must hold none of its tracers
-
-    def merged(found: Sequence[Any]) -> Any:
-        put = [with_value(leaf, value) for leaf, value in zip(bare, rebuild(found), strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(structure, put))
-
-    return arrays, merged
+    template, leaves = split_nodes(nodes)
+    arrays, rebuild = taken_apart(list(map(raw_value, leaves)), known)
+    bare = [with_raw_value(leaf, None) for leaf in leaves]  # functions that outlive a trace must hold no tracers of it
+    return arrays, lambda found: template.merged(list(map(with_raw_value, bare, rebuild(found))))

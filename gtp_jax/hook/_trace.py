@@ -14,13 +14,14 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from ..chain import is_float
+from ..variables import raw_value, split_nodes, with_raw_value
 from ..weights import CallKeys, Wire
 from ._codes import Coded, coded, moving
 from ._containers import containers_of, fill, items_of
 from ._exchange import Exchange, exchanged, scattered
 from ._made import keys_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
-from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
+from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart
 from ._path import path_of
 from ._placement import Placement
 from ._products import Multiply, Views, evaluate, values_of
@@ -150,10 +151,9 @@ def traced(
     """
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
-    graph, state = nnx.split(nodes)
-    leaves, structure = variables_of(state)
-    values, of_values = jax.tree.flatten([value_of(leaf) for leaf in leaves])
-    owners = [leaf for leaf in leaves for _ in jax.tree.leaves(value_of(leaf))]
+    template, leaves = split_nodes(nodes)
+    values, of_values = jax.tree.flatten(list(map(raw_value, leaves)))
+    owners = [leaf for leaf in leaves for _ in jax.tree.leaves(raw_value(leaf))]
     is_input = is_dynamic if within is None else _is_traced
     moves = within is None
     placements = [moving(v) if moves and is_dynamic(value) else None for v, value in zip(owners, values, strict=True)]
@@ -176,8 +176,10 @@ def traced(
             put[i] = value
         each = zip(leaves, jax.tree.unflatten(of_values, put), strict=True)
         lost = {"padded": padded, "placement": whole}
-        copies = [with_value(leaf, v, **{name: None for name in lost if id(leaf) in lost[name]}) for leaf, v in each]
-        merged = nnx.merge(graph, jax.tree.unflatten(structure, copies))
+        copies = [
+            with_raw_value(leaf, v, **{name: None for name in lost if id(leaf) in lost[name]}) for leaf, v in each
+        ]
+        merged = template.merged(copies)
         filled, own = list(flat), iter(merged[1:])
         for i, value in zip(at_arguments, arguments, strict=True):
             filled[i] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.nn import initializers
 from ..layout import Layout
 from ..mesh import current_view, degree
 from ..ops import linear, slotted
+from ..variables import Leaf, split_nodes
 from ._frozen import Frozen
 from ._weight import Initializer, placed_once
 
@@ -125,10 +127,9 @@ class Adapter(nnx.Module):
         return jnp.where(kept, x / jnp.asarray(1 - self.dropout, x.dtype), jnp.zeros((), x.dtype))
 
 
-def drops(variables: Any) -> bool:
-    """Returns whether a model, or a state of a model, has adapters with dropout."""
-    state = nnx.state(variables) if isinstance(variables, nnx.Module) else variables
-    return any(isinstance(v, DropoutWords) for _, v in nnx.to_flat_state(state))
+def drops(leaves: Iterable[Leaf]) -> bool:
+    """Returns whether a model with these leaves has adapters with dropout."""
+    return any(isinstance(leaf, DropoutWords) for leaf in leaves)
 
 
 def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
@@ -139,16 +140,16 @@ def with_dropout[M: nnx.Module](model: M, key: jax.Array) -> M:
         model: the model, which is not changed.
         key: the key of a step and a microbatch, uint32 `(2,)`.
     """
-    graph, state = nnx.split(model)
+    template, leaves = split_nodes(model)
 
-    def live(leaf: Any) -> Any:
+    def live(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, DropoutWords):
             return leaf
         words = leaf.get_raw_value()
         folded = jax.vmap(lambda own: _folded(own, key))(jnp.reshape(words, (-1, _WORDS)))
         return leaf.replace(jnp.reshape(folded, words.shape), live=True)
 
-    return nnx.merge(graph, jax.tree.map(live, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return template.merged(list(map(live, leaves)))
 
 
 def _folded(words: jax.Array, key: jax.Array) -> jax.Array:

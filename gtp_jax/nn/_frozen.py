@@ -16,7 +16,7 @@ from ..hook import Coded, decide, paths_of, placement_of
 from ..layout import Layout, Placement, cut, is_padded, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
-from ..variables import RefuseLinen, logical_shape, padded_layout
+from ..variables import RefuseLinen, logical_shape, padded_layout, split_nodes
 from ..weights import (
     FrozenAs,
     Groups,
@@ -123,19 +123,18 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
         raise ValueError(
             "`freeze` takes a model of global arrays, but it is called inside a `shard_map`. Call it outside."
         )
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
-    if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
+    template, leaves = split_nodes(model)
+    if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(leaves)):
         raise ValueError(
             "the model is abstract, so there are no values to freeze. Freeze it inside `abstract_model`: "
             "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.freeze(Model(rngs), ...))`."
         )
     is_trained = nnx.filterlib.to_predicate(trained)
-    paths = [path for path, _ in nnx.to_flat_state(state)]
+    paths = template.paths
     params = [place for place, v in enumerate(leaves) if isinstance(v, nnx.Param)]
     frozen = {place for place in params if not is_trained(paths[place], leaves[place])}
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
-    places = {path: own for path, own in kernel_places(graph, leaves, tree).items() if _all_frozen(path, own, frozen)}
+    places = {path: own for path, own in kernel_places(template, leaves).items() if _all_frozen(path, own, frozen)}
     if recipe is not None:
         _refuse_sharded([leaves[place] for place in sorted(frozen)], recipe)
     owners = weight_owners(model)
@@ -152,7 +151,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
         if place not in put:  # copied, because a step donates its state, and the given model must not change
             value = jax.tree.map(jnp.copy, variable.get_raw_value())
             put[place] = _frozen(variable, value) if place in frozen else variable.replace(value)
-    return nnx.merge(graph, jax.tree.unflatten(tree, [put[place] for place in range(len(leaves))]))
+    return template.merged([put[place] for place in range(len(leaves))])
 
 
 def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:
@@ -188,10 +187,6 @@ def _in_blocks(group: WeightGroup) -> WeightGroup:
     layouts = layouts_in_blocks(group.layouts, form)
     same = layouts == tuple(layout.of_shards for layout in group.layouts)
     return group if same else dataclasses.replace(group, layouts=layouts)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
 
 
 def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:

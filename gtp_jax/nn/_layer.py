@@ -28,13 +28,11 @@ from ..mesh import (
     stacked_spec,
     use_roles,
 )
+from ..variables import Leaf, is_variable, raw_value, split_nodes
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._cache import Cache
 from ._maxima import with_maxima, without_maxima
 from ._shared import SharedInputs
-
-# A leaf of a module's state: a variable, or an array that is a plain attribute of a module.
-Leaf = Any
 
 
 def layout_of(leaf: Leaf) -> Layout | None:
@@ -44,22 +42,21 @@ def layout_of(leaf: Leaf) -> Layout | None:
     Weights are recognized by this metadata and not by their type: most kernels are plain `nnx.Param`s, so that Flax,
     especially its Linen bridge, treats them as such.
     """
-    return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
+    return leaf.get_metadata().get("layout") if is_variable(leaf) else None
 
 
 def partition_of(leaf: Leaf) -> Any:
     """Returns the partition spec of a leaf's array, including the leading dimension of a stack. If its metadata contain
     no sharding, the array is whole. For quantized weights, returns the partition specs of the arrays of codes and
     scales."""
-    layout = layout_of(leaf)
-    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    layout, value = layout_of(leaf), raw_value(leaf)
     if layout is not None and isinstance(value, QuantizedArray):
         return codes_specs(layout, value.format, value.codes.ndim - len(layout.shape))
-    if layout is not None and isinstance(leaf, nnx.Variable):
+    if layout is not None:
         layout = leaf.get_metadata().get("array") or layout  # an array of any shape has both
     if layout is not None:
         return stacked_spec(layout.spec, value.ndim)
-    named = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
+    named = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
     return PartitionSpec(*(named or ()))
 
 
@@ -67,7 +64,7 @@ def value_of(leaf: Leaf) -> Any:
     """Returns the value of a leaf. The value of a variable is usually an array. It is a `Stored` if decisions about a
     weight are kept with its array, and a `Gathered` if the weight has been gathered already, as in a chain. A leaf that
     is an array is returned unchanged."""
-    if not isinstance(leaf, nnx.Variable):
+    if not is_variable(leaf):
         return leaf
     value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
     return value if beside is None or value is None or isinstance(value, Gathered) else beside.of(value)
@@ -358,9 +355,8 @@ def in_shard_map(
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
     _check_input(x, into, roles, f"the input of {module.title}", module.fewest_dims)
-    graph, state = nnx.split(module)
+    template, variables = split_nodes(module)
     caches = _caches(module)
-    variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     for variable in variables:
         layout = layout_of(variable)
         if layout is not None:
@@ -370,8 +366,7 @@ def in_shard_map(
     @forget_after()
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
-        put = [with_value(v, value) for v, value in zip(variables, values, strict=True)]
-        merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
+        merged = template.merged([with_value(v, value) for v, value in zip(variables, values, strict=True)])
         with use_roles(roles):
             args, kwargs = others.arguments(arrays)
             y = merged.to_global(merged(merged.from_global(x), *args, **kwargs))

@@ -13,16 +13,13 @@ from ..formats import QuantizedArray
 from ..hook import largest_unit
 from ..layout import AnyLayout, Layout, cut_shape
 from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
-from ..variables import padded_layout
+from ..variables import Leaf, Template, is_variable, padded_layout, split_nodes, with_raw_value
 from ._frozen import Frozen, padded_codes
-from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
+from ._layer import check_shape, layout_of, partition_of, value_of, with_value
 from ._owners import layer_counts
 from ._update_rule import UpdateRule, update_rule_of
 
 Tree = Any
-
-# The placeholder in a definition for an array that is a plain attribute of a module.
-_ARRAY = object()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,8 +28,9 @@ class ModelDef:
     static data of a pytree.
 
     Attributes:
-        graph: the graph definition of the modules.
-        variables: an NNX state of the model's variables and arrays, without their values.
+        template: the modules without their variables and arrays.
+        variables: the leaves of the modules: the variables without their values, and `None` for each array that is a
+            plain attribute.
         specs: a nested dict of the parameters' partitions.
         layouts: a nested dict with the `Layout` of each parameter, or `None`; see `layout_of`.
         state_specs: a nested dict of the partitions of the variables that are neither parameters nor frozen, and of the
@@ -51,8 +49,8 @@ class ModelDef:
             estimate of the bytes of one rank's part of the reduced gradients; 0 without units.
     """
 
-    graph: Any
-    variables: Any
+    template: Template
+    variables: list[Leaf]
     specs: dict[str, Any]
     layouts: dict[str, Any]
     state_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,21 +88,20 @@ class ModelDef:
             model_state: a nested dict of the other variables, if there are any.
             frozen: a nested dict of the values of the frozen variables, if there are any.
         """
-        leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
-        paths = [path for path, _ in nnx.to_flat_state(self.variables)]
         put = []
-        for path, v in zip(paths, leaves, strict=True):
+        for path, v in zip(self.template.paths, self.variables, strict=True):
             tree_of = params if isinstance(v, nnx.Param) else frozen if isinstance(v, Frozen) else model_state
             value = _at(tree_of, path)
             put.append(with_value(v, as_key(value, self.key_impls[path]) if path in self.key_impls else value))
-        return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
+        return self.template.merged(put)
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
         """Returns the values of the variables of `model` that are neither parameters nor frozen, for example after a
         call, as in `Split.model_state`. Leaves out variables that the model did not have when it was split."""
-        known = {path for path, _ in nnx.to_flat_state(self.variables)}
-        found = [(path, v) for path, v in _others(nnx.split(model)[1]) if path in known]
-        return _nested(found)
+        known = set(self.template.paths)
+        template, leaves = split_nodes(model)
+        each = zip(template.paths, leaves, strict=True)
+        return _nested([(path, _value(v)) for path, v in each if _is_other(v) and path in known])
 
 
 class Split(NamedTuple):
@@ -134,46 +131,46 @@ def split_model(model: nnx.Module) -> Split:
             write parameters when they are called.
     """
     _refuse_writers(model)
-    graph, variables = nnx.split(model)
-    for path, variable in nnx.to_flat_state(variables):
-        check_shape(variable, ".".join(map(str, path)))
-    others = _others(variables)
-    frozen = [(path, v) for path, v in nnx.to_flat_state(variables) if isinstance(v, Frozen)]
-    params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
-    specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)
-    bare = jax.tree.map(lambda v: v.replace(None) if _is_variable(v) else _ARRAY, variables, is_leaf=_is_variable)
-    layouts = jax.tree.map(layout_of, params, is_leaf=_is_variable)
+    template, leaves = split_nodes(model)
+    known = list(zip(template.paths, leaves, strict=True))
+    for path, leaf in known:
+        check_shape(leaf, ".".join(map(str, path)))
+    params = [(path, v) for path, v in known if isinstance(v, nnx.Param)]
+    frozen = [(path, v) for path, v in known if isinstance(v, Frozen)]
+    others = [(path, v) for path, v in known if _is_other(v)]
     model_def = ModelDef(
-        graph,
-        bare,
-        _dicts(specs),
-        _dicts(layouts),
+        template,
+        [with_raw_value(v, None) if is_variable(v) else None for v in leaves],
+        _nested([(path, partition_of(v)) for path, v in params]),
+        _nested([(path, layout_of(v)) for path, v in params]),
         _nested([(path, _partitions(v)) for path, v in others]),
         {path: key_impl(value_of(v)) for path, v in others if is_key(value_of(v))},
-        _roles_of((layouts, [layout_of(v) for _, v in frozen])),
+        _roles_of([layout for _, v in (*params, *frozen) if (layout := layout_of(v)) is not None]),
         _nested([(path, _partitions(v)) for path, v in frozen]),
-        {
-            tuple(map(str, path)): rule
-            for path, v in nnx.to_flat_state(variables)
-            if isinstance(v, nnx.Param) and (rule := update_rule_of(v)) is not None
-        },
+        {tuple(map(str, path)): rule for path, v in params if (rule := update_rule_of(v)) is not None},
         {
             (*map(str, path), *name): layout
-            for path, v in nnx.to_flat_state(variables)
-            if isinstance(v, nnx.Variable)
+            for path, v in known
+            if is_variable(v)
             for name, layout in _padded(v).items()
         },
         layer_counts(model),
         largest_unit(model),
     )
-    values = _dicts(jax.tree.map(lambda v: v.get_raw_value(), params, is_leaf=_is_variable))
-    return Split(model_def, values, _nested(others), _nested(frozen))
+    values = _nested([(path, v.get_raw_value()) for path, v in params])
+    return Split(model_def, values, *(_nested([(path, _value(v)) for path, v in own]) for own in (others, frozen)))
 
 
-def _others(variables: Any) -> list[tuple[Any, Leaf]]:
-    """Returns `(path, leaf)` for each variable of a state that is neither a parameter nor frozen, and for each array
-    that is a plain attribute."""
-    return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
+def _is_other(leaf: Leaf) -> bool:
+    """Returns whether a leaf is a variable that is neither a parameter nor frozen, or an array that is a plain
+    attribute."""
+    return not isinstance(leaf, nnx.Param | Frozen)
+
+
+def _value(leaf: Leaf) -> Any:
+    """Returns the value of a variable; for random keys, their words."""
+    value = value_of(leaf)
+    return key_words(value) if is_key(value) else value
 
 
 def _padded(variable: nnx.Variable) -> dict[Path, AnyLayout]:
@@ -190,26 +187,25 @@ def _partitions(leaf: Leaf) -> Any:
     return spec if isinstance(value, QuantizedArray) else jax.tree.map(lambda _: spec, value)
 
 
-def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
-    """Returns the values of variables as nested dicts, with the words of random keys instead of the keys."""
+def _nested(by_path: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Returns pairs of a path and a value as nested dicts."""
     found: dict[str, Any] = {}
-    for path, variable in variables:
+    for path, value in by_path:
         *ahead, last = map(str, path)
         node = found
         for key in ahead:
             node = node.setdefault(key, {})
-        value = value_of(variable)
-        node[last] = key_words(value) if is_key(value) else value
+        node[last] = value
     return found
 
 
-def _roles_of(layouts: Any) -> Roles:
+def _roles_of(layouts: list[Layout]) -> Roles:
     """Returns the roles with which a model's weights were laid out; the roles in scope if there are no such weights.
 
     Raises:
         ValueError: if weights were laid out with different roles.
     """
-    roles = {layout.roles for layout in jax.tree.leaves(layouts, is_leaf=_is_layout)}
+    roles = {layout.roles for layout in layouts}
     if len(roles) > 1:
         raise ValueError(
             f"the model has modules built under different roles: {', '.join(map(str, roles))}. Build the whole model "
@@ -236,18 +232,7 @@ def _is_layout(node: Any) -> bool:
     return isinstance(node, Layout)
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
 def _at(params: Tree, path: tuple[Any, ...]) -> Any:
     for key in path:
         params = params[str(key)]
     return params
-
-
-def _dicts(node: Any) -> Any:
-    """Returns an NNX state as plain nested dicts with string keys."""
-    if isinstance(node, nnx.State | dict):
-        return {str(key): _dicts(value) for key, value in node.items()}
-    return node

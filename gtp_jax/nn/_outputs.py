@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..chain import Outputs
+from ..chain import Outputs, is_float
+from ..variables import Leaf
 from ._cache import Cache
-from ._layer import Leaf, layout_of, value_of
+from ._layer import layout_of, value_of
 
 # The variables of one layer, or the stacked variables of a stack's layers, and arrays that are plain attributes, by
 # path.
@@ -118,13 +119,6 @@ def _joined(one: nnx.Variable, other: nnx.Variable) -> nnx.Variable:
         lambda a, b: b if a is None else a, one.get_value(), other.get_value(), is_leaf=lambda a: a is None
     )
     return one.replace(value)
-
-
-def is_float(leaf: Any) -> bool:
-    """Returns whether an array consists of floating-point or complex numbers, so that gradients can be taken with
-    respect to it."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 
 from ..hook import weight_paths
 from ..recipes import Recipe
+from ..variables import Leaf, Template, is_variable, split_nodes
 from ..weights import Groups, Layers, ModulePath, Structure, resolve
 from ._layer import with_value
 from ._weight import ArrayWeight, StackedLayers, Weight, WeightOwner
@@ -71,20 +71,14 @@ def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]])
         module: the module, which is not changed.
         values: for each owner of weights, by path, one value for each of its variables.
     """
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
-    for path, places in kernel_places(graph, leaves, tree).items():
+    template, leaves = split_nodes(module)
+    for path, places in kernel_places(template, leaves).items():
         for place, value in zip(places, values[path], strict=True):
             leaves[place] = with_value(leaves[place], value)
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+    return template.merged(leaves)
 
 
-def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
-    """Returns, for each owner of weights, by path, the indices of its variables among the leaves of a state."""
-    numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
-    owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
+def kernel_places(template: Template, leaves: Sequence[Leaf]) -> dict[ModulePath, tuple[int, ...]]:
+    """Returns, for each owner of weights, by path, the indices of its variables among the leaves of a module."""
+    owners = weight_owners(template.merged([v.replace(i) if is_variable(v) else v for i, v in enumerate(leaves)]))
     return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -14,10 +14,10 @@ from ..weights import Gathered
 from ._layer import layout_of
 
 # The arrays of each parameter or gathered weight, by path.
-Arrays = dict[tuple[Any, ...], list[Any]]
+Held = dict[tuple[Any, ...], list[Any]]
 
 
-def weights_of(layer: nnx.Module) -> Arrays:
+def weights_of(layer: nnx.Module) -> Held:
     """Returns the arrays of a layer's parameters and gathered weights, frozen ones too, by path."""
     return {path: jax.tree.leaves(_arrays(variable)) for path, variable in _weights(layer).items()}
 
@@ -31,7 +31,7 @@ def with_weights(layer: nnx.Module, arrays: Sequence[Any]) -> nnx.Module:
     return layer
 
 
-def refuse_set_weights(before: Arrays, after: Arrays, again: Callable[[list[Any]], Arrays], name: str) -> None:
+def refuse_set_weights(before: Held, after: Held, again: Callable[[list[Any]], Held], name: str) -> None:
     """Checks that a call of a layer has written no weight.
 
     `nnx.remat` and `nnx.jit` put new arrays into all variables. If there are new arrays, the call is traced again, and
@@ -77,5 +77,5 @@ def _arrays(variable: nnx.Variable) -> Any:
     return value.weight if isinstance(value, Gathered) else value
 
 
-def _ids(arrays: Arrays) -> dict[tuple[Any, ...], list[int]]:
+def _ids(arrays: Held) -> dict[tuple[Any, ...], list[int]]:
     return {path: list(map(id, each)) for path, each in arrays.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..chain import OFFLOADED, Outputs, Remat, Schedule, Stage, run, with_remat
+from ..chain import OFFLOADED, Outputs, Remat, Schedule, Stage, is_float, run, with_remat
 from ..collectives import Turn, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import slotted
@@ -34,18 +33,16 @@ from ..weights import (
     moved_weight,
     ranks_spec,
     reduce_gradients,
-    refuse_gradient,
     stored_gradients,
     straight_through,
     wires_of,
 )
-from ._frozen import Frozen
-from ._layer import Leaf, layout_of, value_of
+from ._layer_template import Arrays, LayerTemplate, layer_taken_apart
 from ._maxima import with_maxima, without_maxima
-from ._outputs import is_float, outputs_of, values_of, variables_of, write
-from ._owners import kernel_places, weight_owners
+from ._outputs import outputs_of, values_of, variables_of, write
+from ._owners import weight_owners
 from ._quantized import quantized_in_scope
-from ._set_weights import Arrays, refuse_set_weights, weights_of, with_weights
+from ._set_weights import Held, refuse_set_weights, weights_of, with_weights
 from ._shared import SharedInputs
 from ._weight import Weight
 
@@ -130,31 +127,37 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     """
     stacked, length = link.length is not None, link.length or 1
     module = quantized_in_scope(link.module, length) if stacked else link.module
-    template = _Template(module, stacked)
+    owners = weight_owners(module)
+    for owner in owners.values():
+        owner.check_mesh()
+    shards = {path: owner.shards() for path, owner in owners.items() if not owner.frozen}
+    frozen = {path: owner for path, owner in owners.items() if stacked and owner.frozen}
+    built = {path: owner.built_group for path, owner in frozen.items()}
+    of_frozen = frozen_wires(built, {path: owner.stored() for path, owner in frozen.items()})
+    template, arrays = layer_taken_apart(module, stacked)
+    amaxes, tops = _scaling(owners)
     if not stacked:
         alone = x is not None and isinstance(module, Weight)  # if so, `x` is the weight's own input
-        groups = {path: owner.group_for(x) if alone else owner.group for path, owner in template.owners.items()}
-        keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
-        wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
-        amaxes, tops = _scaling(template.owners)
-        constants, params = (keys, amaxes, template.constants), (template.params, tops)
-        return [template.stage(groups, template.shards, wires, params, constants, link.remat)]
+        groups = {path: owner.group_for(x) if alone else owner.group for path, owner in owners.items()}
+        keys = {path: owner.keys.next(link=True) for path, owner in owners.items() if owner.keys is not None}
+        wires = tuple(_wire(path, owner) for path, owner in sorted(owners.items()))
+        params, constants = (arrays.params, tops), (keys, amaxes, arrays.constants)
+        return [_stage(template, groups, shards, wires, params, constants, link.remat)]
 
-    by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
+    by_layers = {path: owner.groups(length) for path, owner in owners.items()}
     first_layer = {path: _of_layer(0, groups) for path, groups in by_layers.items()}
-    made = [Stretch(wire, tuple(first_layer[name] for name in wire.members), 0, length) for wire in template.frozen]
-    made += [one for owner in template.owners.values() for one in owner.prepared]
+    made = [Stretch(wire, tuple(first_layer[name] for name in wire.members), 0, length) for wire in of_frozen]
+    made += [one for owner in owners.values() for one in owner.prepared]
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
     ends |= {end for one in made for end in (one.start, one.stop)}
     bounds = sorted({0, *ends, length})
-    keys = _layer_keys(template.owners, length)
-    amaxes, tops = _scaling(template.owners)
-    pieces = _split((template.shards, (template.params, tops), (keys, amaxes, template.constants)), bounds[1:-1])
+    keys = _layer_keys(owners, length)
+    pieces = _split((shards, (arrays.params, tops), (keys, amaxes, arrays.constants)), bounds[1:-1])
     stages = []
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
-        wires, first = wires_of(groups, made, template.shards, own, start, stop)
-        stage = template.stage(groups, own, wires, params, constants, link.remat, shared)
+        wires, first = wires_of(groups, made, shards, own, start, stop)
+        stage = _stage(template, groups, own, wires, params, constants, link.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=first))
     return stages
 
@@ -168,176 +171,116 @@ def _of_layer(layer: int, groups: Sequence[tuple[Layers, WeightGroup]]) -> Weigh
     return next(group for layers, group in groups if layers.start <= layer < layers.stop)
 
 
-class _Template:
-    """The modules of one layer without their values. A chain puts the values of each layer into it in turn.
+def _stage(
+    template: LayerTemplate,
+    groups: Groups,
+    shards: Any,
+    wires: Wires,
+    params: Params,
+    constants: Constants,
+    remat: Remat,
+    shared: SharedInputs | None = None,
+) -> Stage:
+    """Returns the layer as a stage. For layers of a stack, the caller sets `length`, `stacked` and `first`.
 
-    Attributes:
-        owners: the owners of the weights that the chain gathers, by path.
-        places: for each owner, the indices of its kernels among the layer's leaves, by path.
+    Args:
+        template: the template of the layer.
+        groups: the weight groups, by path.
         shards: the shards of the weights that are trained, by path.
-        frozen: the wires of the frozen weights of a stack; empty outside stacks.
-        params: the floating-point arrays of the variables that are not gathered, except frozen ones.
-        constants: the remaining arrays of the variables that are not gathered: integers, keys and frozen arrays.
+        wires: the wires that the layer gathers.
+        params: the arrays that are differentiated without being gathered.
+        constants: the arrays without a gradient.
+        remat: the policy for what is saved for backward.
+        shared: the shared inputs; `None` if the layer receives none.
     """
 
-    def __init__(self, layer: nnx.Module, stacked: bool) -> None:
-        self.owners = weight_owners(layer)
-        for owner in self.owners.values():
-            owner.check_mesh()
-        self.name = type(layer).__name__
-        self.graph, state = nnx.split(layer)
-        self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        self.places = kernel_places(self.graph, self.leaves, self.tree)
-        self.is_put = [layout_of(v) is None for v in self.leaves]
-        self.metadata = [_of_one_layer(v) if stacked else {} for v in self.leaves]
-        self.shards = {path: owner.shards() for path, owner in self.owners.items() if not owner.frozen}
-        frozen = {path: owner for path, owner in self.owners.items() if stacked and owner.frozen}
-        groups = {path: owner.built_group for path, owner in frozen.items()}
-        self.frozen = frozen_wires(groups, {path: owner.stored() for path, owner in frozen.items()})
-        put = [v for v, is_put in zip(self.leaves, self.is_put, strict=True) if is_put]
-        values = [refuse_gradient(value_of(v)) if isinstance(v, Frozen) else value_of(v) for v in put]
-        arrays, self.values = jax.tree.flatten(values)
-        trained = [not isinstance(v, Frozen) for v in put for _ in jax.tree.leaves(value_of(v))]
-        self.is_float = [own and is_float(a) for a, own in zip(arrays, trained, strict=True)]
-        self.params = [a for a, chosen in zip(arrays, self.is_float, strict=True) if chosen]
-        self.constants = [a for a, chosen in zip(arrays, self.is_float, strict=True) if not chosen]
+    view = current_view()
+    # JAX keeps the functions of a chain after its trace has ended, so they must not hold arrays of the trace
+    rest = None if shared is None else shared.without_arrays()
 
-    def stage(
-        self,
-        groups: Groups,
-        shards: Any,
-        wires: Wires,
-        params: Params,
-        constants: Constants,
-        remat: Remat,
-        shared: SharedInputs | None = None,
-    ) -> Stage:
-        """Returns the layer as a stage. For layers of a stack, the caller sets `length`, `stacked` and `first`.
-
-        Args:
-            groups: the weight groups, by path.
-            shards: the shards of the weights that are trained, by path.
-            wires: the wires that the layer gathers.
-            params: the arrays that are differentiated without being gathered.
-            constants: the arrays without a gradient.
-            remat: the policy for what is saved for backward.
-            shared: the shared inputs; `None` if the layer receives none.
-        """
-
-        view = current_view()
-        # JAX keeps the functions of a chain after its trace has ended, so they must not hold arrays of the trace
-        template = self._without_arrays()
-        rest = None if shared is None else shared.without_arrays()
-
-        def apply(
-            weights: Weights,
-            slots: Slots,
-            params: Params,
-            x: Any,
-            arrays: list[Any],
-            constants: Constants,
-            turn: Turn,
-        ) -> tuple[Any, Outputs]:
-            (floats, tops), (keys, amaxes, others) = params, constants
-            scaling = {path: with_maxima(Scaling(amaxes[path], top)) for path, top in tops.items()}
-            values = template._values(groups, weights, slots, keys, scaling)
-            args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
-
-            def call(layer: Any) -> Any:
-                with use_turn(turn if view == "local" else None):
-                    return layer(x, *args, **kwargs)
-
-            def again(arrays: list[Any]) -> Arrays:
-                layer = with_weights(template.merged(floats, others, values), arrays)
-                call(layer)
-                return weights_of(layer)
-
-            layer = template.merged(floats, others, values)
-            before, own = values_of(variables_of(layer)), weights_of(layer)
-            y = call(layer)
-            refuse_set_weights(own, weights_of(layer), again, template.name)
-            outputs = outputs_of(before, variables_of(layer), template.name)
-            return y, outputs
-
-        def slots(weights: Weights) -> Slots:
-            found = {path: group.slot(weights[path]) for path, group in groups.items()}
-            return {path: slot for path, slot in found.items() if slot is not None}
-
-        trained = {path: group for path, group in groups.items() if not group.frozen}
-        specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in trained.items()}
-        ranks = ranks_spec()
-        local = functools.partial(_reduce_to_shards if view == "global" else _reduce, trained)
-        reduce = in_view(local, lambda gradients: ((ranks, ranks),), Reduced({}, specs))  # pyright: ignore[reportArgumentType]
-        ready = in_view(functools.partial(_ready, groups), lambda wires: (_specs(groups, wires),))
-        gather = in_view(
-            functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
-        )
-        finish = functools.partial(stored_gradients, trained)
-        padded = any(group.cut_late for group in groups.values())
-        cut = in_view(functools.partial(_cut, groups), lambda weights: (ranks,)) if padded else None
-        return Stage(
-            shards,
-            wires,
-            params,
-            prepare=ready,
-            gather=gather,
-            slots=in_view(slots, lambda weights: (ranks,)),
-            reduce=reduce,
-            finish=finish,
-            apply=with_remat(apply, remat),
-            constants=constants,
-            takes_shared=shared is not None,
-            travels=any(group.travels for group in groups.values()),
-            offload=remat in OFFLOADED,
-            frozen=frozenset(groups) - frozenset(trained),
-            name=self.name,
-            cut=cut,
-        )
-
-    def _without_arrays(self) -> _Template:
-        template = copy.copy(self)
-        template.leaves = [v.replace(None) if isinstance(v, nnx.Variable) else None for v in self.leaves]
-        template.owners, template.shards, template.frozen = {}, {}, []
-        template.params, template.constants = [], []
-        return template
-
-    def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
-        """Returns the layer with the given values in its variables.
-
-        Args:
-            params: the floating-point arrays, as in the attribute `params`.
-            constants: the other arrays, as in the attribute `constants`.
-            weights: the values of the weights' variables, by index among the leaves.
-        """
-        floats, others = iter(params), iter(constants)
-        arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
-        values = iter(jax.tree.unflatten(self.values, arrays))
-        put = []
-        for place, (v, is_put, metadata) in enumerate(zip(self.leaves, self.is_put, self.metadata, strict=True)):
-            if is_put:
-                value = next(values)
-                v = v.replace(value, **metadata) if isinstance(v, nnx.Variable) else value
-            elif place in weights:
-                v = v.replace(weights[place], **metadata)
-            put.append(v)
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
-
-    def _values(
-        self,
-        groups: Groups,
-        weights: Any,
+    def apply(
+        weights: Weights,
         slots: Slots,
-        keys: dict[Any, jax.Array],
-        scaling: dict[Any, Scaling],
-    ) -> dict[int, Any]:
-        """Returns the values that the weights' variables have in a call, by index among the leaves."""
-        found: dict[int, Any] = {}
-        for path, (first, *others) in self.places.items():
-            weight = slotted(weights[path], slots[path]) if path in slots else weights[path]
-            own = CallKeys(keys[path]) if path in keys else None
-            found[first] = Gathered(weight, groups[path], own, scaling.get(path))
-            found |= dict.fromkeys(others)
-        return found
+        params: Params,
+        x: Any,
+        arrays: list[Any],
+        constants: Constants,
+        turn: Turn,
+    ) -> tuple[Any, Outputs]:
+        (floats, tops), (keys, amaxes, others) = params, constants
+        own = Arrays(floats, others)
+        scaling = {path: with_maxima(Scaling(amaxes[path], top)) for path, top in tops.items()}
+        values = _values(template, groups, weights, slots, keys, scaling)
+        args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
+
+        def call(layer: Any) -> Any:
+            with use_turn(turn if view == "local" else None):
+                return layer(x, *args, **kwargs)
+
+        def again(arrays: list[Any]) -> Held:
+            layer = with_weights(template.merged(own, values), arrays)
+            call(layer)
+            return weights_of(layer)
+
+        layer = template.merged(own, values)
+        before, weights_before = values_of(variables_of(layer)), weights_of(layer)
+        y = call(layer)
+        refuse_set_weights(weights_before, weights_of(layer), again, template.name)
+        outputs = outputs_of(before, variables_of(layer), template.name)
+        return y, outputs
+
+    def slots(weights: Weights) -> Slots:
+        found = {path: group.slot(weights[path]) for path, group in groups.items()}
+        return {path: slot for path, slot in found.items() if slot is not None}
+
+    trained = {path: group for path, group in groups.items() if not group.frozen}
+    specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in trained.items()}
+    ranks = ranks_spec()
+    local = functools.partial(_reduce_to_shards if view == "global" else _reduce, trained)
+    reduce = in_view(local, lambda gradients: ((ranks, ranks),), Reduced({}, specs))  # pyright: ignore[reportArgumentType]
+    ready = in_view(functools.partial(_ready, groups), lambda wires: (_specs(groups, wires),))
+    gather = in_view(
+        functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
+    )
+    finish = functools.partial(stored_gradients, trained)
+    padded = any(group.cut_late for group in groups.values())
+    cut = in_view(functools.partial(_cut, groups), lambda weights: (ranks,)) if padded else None
+    return Stage(
+        shards,
+        wires,
+        params,
+        prepare=ready,
+        gather=gather,
+        slots=in_view(slots, lambda weights: (ranks,)),
+        reduce=reduce,
+        finish=finish,
+        apply=with_remat(apply, remat),
+        constants=constants,
+        takes_shared=shared is not None,
+        travels=any(group.travels for group in groups.values()),
+        offload=remat in OFFLOADED,
+        frozen=frozenset(groups) - frozenset(trained),
+        name=template.name,
+        cut=cut,
+    )
+
+
+def _values(
+    template: LayerTemplate,
+    groups: Groups,
+    weights: Any,
+    slots: Slots,
+    keys: dict[Any, jax.Array],
+    scaling: dict[Any, Scaling],
+) -> dict[int, Any]:
+    """Returns the values that the weights' variables have in a call, by index among the leaves."""
+    found: dict[int, Any] = {}
+    for path, (first, *others) in template.places.items():
+        weight = slotted(weights[path], slots[path]) if path in slots else weights[path]
+        own = CallKeys(keys[path]) if path in keys else None
+        found[first] = Gathered(weight, groups[path], own, scaling.get(path))
+        found |= dict.fromkeys(others)
+    return found
 
 
 def _specs(groups: Groups, wires: Wires) -> Any:
@@ -383,12 +326,6 @@ def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
     summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
     found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # the dtype of the sum over replicas
     return Reduced({}, sum_over_replicas(found, specs))
-
-
-def _of_one_layer(leaf: Leaf) -> dict[str, Any]:
-    """Returns the metadata in which one layer's variable differs from the stacked variable."""
-    sharding = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
-    return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
 def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from ..mesh import current_view
+from ..variables import Leaf, is_variable, split_nodes
 from ..weights import Gathered, Kernels, in_view
 from ._layer import Layer, partition_of
 from ._owners import weight_owners
@@ -73,10 +74,10 @@ def _child(node: Any, key: Any) -> Any:
 
 def _layer(stack: Any, index: int) -> nnx.Module:
     """Returns one layer of a stack."""
-    graph, state = nnx.split(stack.layers)
+    template, leaves = split_nodes(stack.layers)
 
-    def of_layer(leaf: Any) -> Any:
-        if not isinstance(leaf, nnx.Variable):
+    def of_layer(leaf: Leaf) -> Leaf:
+        if not is_variable(leaf):
             return leaf[index]
         sharding = leaf.get_metadata().get("out_sharding")
         metadata = {"out_sharding": tuple(sharding)[1:]} if sharding else {}
@@ -85,7 +86,7 @@ def _layer(stack: Any, index: int) -> nnx.Module:
             one = one.replace(lax.with_sharding_constraint(one.get_raw_value(), partition_of(one)))
         return one
 
-    return nnx.merge(graph, jax.tree.map(of_layer, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return template.merged(list(map(of_layer, leaves)))
 
 
 def _gathered(owner: Weight) -> Gathered:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from ..layout import cut_shape, padded_shape
 from ..mesh import Path, with_paths
 from ..nn import ModelDef, Split, abstract_model, split_model
+from ..variables import split_nodes
 from ._layouts import LeafSpecs
 
 Tree = Any
@@ -28,11 +29,11 @@ def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> Sp
 def with_whole_sequences(model_def: ModelDef) -> ModelDef:
     """Returns the same model without sequence parallelism, so that the tensor-parallel degree need not divide
     sequences. It computes the same numbers; between layers, each rank has the whole sequence."""
-    model = nnx.merge(model_def.graph, model_def.variables)
+    model = model_def.template.merged(model_def.variables)
     for _, module in nnx.iter_modules(model):
         if getattr(module, "sequence_parallel", False):
             module.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
-    return dataclasses.replace(model_def, graph=nnx.split(model)[0])
+    return dataclasses.replace(model_def, template=split_nodes(model)[0])
 
 
 def leaf_specs(

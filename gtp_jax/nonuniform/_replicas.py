@@ -144,7 +144,7 @@ def _check_view(view: View) -> None:
 
 
 def _check_terms(model_def: ModelDef) -> None:
-    for path, module in nnx.iter_modules(nnx.merge(model_def.graph, model_def.variables)):
+    for path, module in nnx.iter_modules(model_def.template.merged(model_def.variables)):
         if isinstance(module, MoE) and module.aux_loss_coeff and module.routing.aux_loss == "microbatch":
             raise ValueError(
                 f"the MoE at {'.'.join(map(str, path)) or 'the top'} has `aux_loss` 'microbatch', a term of the load "

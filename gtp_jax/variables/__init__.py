@@ -1,4 +1,4 @@
-"""Variables that store a padded array, but are read and set in their logical shape."""
+"""Takes NNX nodes apart, and provides variables that store a padded array but are read in their logical shape."""
 
 from ._padded import Padded as Padded
 from ._padded import PaddedParam as PaddedParam
@@ -7,3 +7,9 @@ from ._padded import logical_shape as logical_shape
 from ._padded import make_padded as make_padded
 from ._padded import padded_layout as padded_layout
 from ._padded import refuse_optimizer as refuse_optimizer
+from ._template import Leaf as Leaf
+from ._template import Template as Template
+from ._template import is_variable as is_variable
+from ._template import raw_value as raw_value
+from ._template import split_nodes as split_nodes
+from ._template import with_raw_value as with_raw_value

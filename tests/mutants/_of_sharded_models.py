@@ -129,8 +129,8 @@ MUTANTS = (
     ),
     Mutant(
         "a node that a unit returns twice becomes two",
-        "    graph, state = nnx.split(nodes)\n    leaves, structure = variables_of(state)\n    a",
-        "    graph, state = nnx.split(list(map(nnx.clone, nodes)))\n    leaves, structure = variables_of(state)\n    a",
+        "template, leaves = split_nodes(nodes)\n    a",
+        "template, leaves = split_nodes(list(map(nnx.clone, nodes)))\n    a",
         (
             "tests/hook/test_what_blocks_write.py::test_what_new_nodes_share_when_a_block_returns_them_they_share_afterwards",
         ),
