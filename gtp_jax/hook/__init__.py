@@ -12,8 +12,9 @@
 
 [Note: a model as a chain]
 `shard` changes the class of a unit to a subclass. In this subclass, the methods named by the argument `methods` call
-this package (`_call`). A call that must gather or quantize weights traces the unit's code to a jaxpr once, under the
-caller's context managers (`_trace`).
+this package (`_call`). A call that must gather or quantize weights traces the unit's code to a jaxpr once (`_trace`),
+on copies of the unit and of its arguments' nodes, under the caller's context managers (`_copies`); what the code writes
+to the copies (`_writes`) is written to the originals afterwards.
 
 In traced code, the outermost call of a model is recorded (`_record`): its code is traced to a jaxpr, in which each call
 of a unit is one operation. The jaxpr is split at these operations (`_split`), and they run as the stages (`_stage`) of

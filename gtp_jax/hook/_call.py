@@ -101,7 +101,7 @@ def call_unit(
     if not is_under_way():
         args, kwargs = divided(given, axes)
     with _explained(unit):
-        call = traced(method, unit, args, kwargs, axes, given=given)
+        call = traced(method, unit, args, kwargs, axes, given)
     owner = f"{type(unit).__name__} (of the weight {call.names[0]})" if moves else type(unit).__name__
     staged = StagedCall(call.program, remat=remat, axes=axes, wide=wide, owner=owner)
     pairs = zip(call.weights, call.program.placements, strict=True)
@@ -143,7 +143,7 @@ def call_holder(
         again = functools.partial(_call_again, method, placements, batch)
         divided_args, divided_kwargs = divided((args, kwargs), batch_axes(batch))
         with contextlib.suppress(TraceContextError):  # the model writes a variable that it does not contain
-            return recorded(again, holder, divided_args, divided_kwargs, batch_axes(batch), (args, kwargs))
+            return recorded(again, holder, divided_args, divided_kwargs, (args, kwargs))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
 

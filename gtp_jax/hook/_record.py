@@ -24,12 +24,13 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr, Literal, Primitive
 
 from ..chain import OFFLOADED, Outputs, Schedule, run
+from ._copies import OnCopies
 from ._forward_mode import refused_in_forward_mode
 from ._recording import current_recording, recording
 from ._rows import is_mapped
 from ._split import Part, Split, can_split, split, variables
 from ._stage import StagedCall, run_alone, stage_of
-from ._trace import Traced, traced
+from ._trace import Traced
 from ._walk import FIRST, NOT_STAGED, is_under_way, reason_alone
 
 _unit = Primitive("gtp_unit")
@@ -100,7 +101,7 @@ def is_recording() -> bool:
     return current_recording() is not None and is_under_way()
 
 
-def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, axes: tuple[str, ...], given: Any) -> Any:
+def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, given: Any) -> Any:
     """Records `method(holder, *args, **kwargs)`, runs what it has recorded, and returns the result.
 
     Args:
@@ -108,19 +109,20 @@ def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, ax
         holder: the module.
         args: positional arguments.
         kwargs: keyword arguments.
-        axes: the axes of the mesh that shard the batch.
         given: as in `traced`.
     """
+    call = OnCopies(method, holder, args, kwargs, given)
+    inputs = {i: value for i, value in enumerate(call.values) if isinstance(value, Tracer)}
+    arguments = [i for i, leaf in enumerate(call.arguments) if isinstance(leaf, Tracer)]
     within = functools.partial(recording, is_mapped((args, kwargs)))
-    call = traced(method, holder, args, kwargs, axes, within, given=given)
-    jaxpr = call.program.jaxpr
-    consts = call.program.constants(call.rest)
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *call.rest), strict=False))
+    closed, effects = call.trace(inputs, arguments, within)
+    jaxpr, arrays = closed.jaxpr, (*closed.consts, *inputs.values(), *(call.arguments[i] for i in arguments))
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), arrays, strict=True))
     if any(map(_is_call, jaxpr.eqns)) and can_split(jaxpr, _is_call, _sent):
         _run(split(jaxpr, _is_call, _sent), known)
     else:
         _run_in_order(jaxpr, known)
-    return call.finish([v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars])
+    return effects.repeat([_value(v, known) for v in jaxpr.outvars], stored=lambda _, value: value)
 
 
 def _is_call(eqn: Any) -> bool:
