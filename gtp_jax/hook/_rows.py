@@ -46,30 +46,29 @@ def divided(arguments: Tree, axes: tuple[str, ...]) -> Tree:
     if degrees(axes) == 1 or mesh.manual_axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return arguments
     leaves, structure = _leaves(arguments)
-    examples = _examples(leaves)
-    if examples % degrees(axes) or not any(map(_is_array, leaves)):
+    examples = _examples(leaves, axes)
+    if not examples:
         return arguments
     found = [_held(x, axes) if _is_array(x) and x.shape[0] == examples else x for x in leaves]
     return jax.tree.unflatten(structure, found)
 
 
 def divisible_examples(arguments: Tree, axes: tuple[str, ...]) -> int:
-    """Returns the number of examples that a call receives, if `axes` divide them: the size of the first dimension of
-    the first array that is not a scalar. Returns 0 if they do not, if that array is not traced, or if it is mapped by a
-    `jax.vmap`, under which that dimension is another."""
-    first = next((x for x in _leaves(arguments)[0] if _is_array(x)), None)
-    found = current_recording()
-    if first is None or first.shape[0] % degrees(axes):
-        return 0
-    return 0 if (is_mapped(arguments) if found is None else found.mapped) else first.shape[0]
+    """Returns the number of examples that a call receives; 0 if `axes` do not divide them, if there is no traced array,
+    or if the first is mapped by a `jax.vmap`, under which its first dimension is another."""
+    examples, found = _examples(_leaves(arguments)[0], axes), current_recording()
+    mapped = examples and (is_mapped(arguments) if found is None else found.mapped)
+    return 0 if mapped else examples
 
 
 def _leaves(arguments: Tree) -> tuple[list[Any], Any]:
     return jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
 
 
-def _examples(leaves: list[Any]) -> int:
-    return next((x.shape[0] for x in leaves if _is_array(x)), 1)
+def _examples(leaves: list[Any], axes: tuple[str, ...]) -> int:
+    """Returns the size of the first dimension of the first array; 0 if there is none, or `axes` do not divide it."""
+    found = next(filter(_is_array, leaves), None)
+    return 0 if found is None or found.shape[0] % degrees(axes) else found.shape[0]
 
 
 def _is_array(x: Any) -> bool:
@@ -90,8 +89,9 @@ def is_mapped(arguments: Tree) -> bool:
     found: list[bool] = []
     mark = _maps.set(found)
     try:
-        for x in [x for x in _leaves(arguments)[0] if _is_array(x)][:1]:
-            _probe.bind(x)
+        first = next(filter(_is_array, _leaves(arguments)[0]), None)
+        if first is not None:
+            _probe.bind(first)
     finally:
         _maps.reset(mark)
     return bool(found)
