@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..variables import raw_value, split_nodes, with_raw_value
+from ..variables import is_same, raw_value, split_nodes, with_raw_value
 from ._containers import containers_of, fill, items_of
 from ._nodes import Rebuild, is_node
 from ._sources import Sources
-from ._writes import Attribute, Before, Write, is_same
+from ._writes import Attribute, Before, Write
 
 
 @dataclasses.dataclass(frozen=True)
 class Effects:
-    """What a method returns and writes.
+    """Holds what a method returns and writes.
 
     Attributes:
         rebuild: a function from the jaxpr's first outputs to the result, the values of `attributes`, and the contents
@@ -96,7 +96,7 @@ class OnCopies:
             arguments: the indices of the `arguments` that are further inputs.
             within: a function that returns the context in which the method is called, given the originals of the copies
                 and of the values that are inputs, by `id`.
-            metadata: by the `id`s of variables, the metadata in which their copies differ.
+            metadata: the metadata in which copies of variables differ from the originals, by the `id` of the original.
 
         Returns:
             The closed jaxpr, and what the method returns and writes.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from ..variables import is_variable
+from ..variables import is_same, is_variable
 from ._nodes import Rebuild, is_array, is_node, taken_apart
 from ._sources import Sources
 
@@ -112,11 +112,6 @@ class Before:
             writes.append(Write(original, tuple(inputs.get(id(leaf)) for leaf in had), outputs, same_form, rebuild))
             arrays += own
         return writes, arrays
-
-
-def is_same(had: Sequence[Any], has: Sequence[Any]) -> bool:
-    """Returns whether two sequences consist of the same objects."""
-    return len(had) == len(has) and all(a is b for a, b in zip(had, has, strict=True))
 
 
 def _differs(now: Any, before: Any) -> bool:

@@ -134,10 +134,10 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     params = [place for place, v in enumerate(leaves) if isinstance(v, nnx.Param)]
     frozen = {place for place in params if not is_trained(paths[place], leaves[place])}
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
-    places = {path: own for path, own in kernel_places(template, leaves).items() if _all_frozen(path, own, frozen)}
+    owners = weight_owners(model)
+    places = {path: own for path, own in kernel_places(owners, leaves).items() if _all_frozen(path, own, frozen)}
     if recipe is not None:
         _refuse_sharded([leaves[place] for place in sorted(frozen)], recipe)
-    owners = weight_owners(model)
     groups = _groups(groups_of(model, recipe), {path: owners[path] for path in places})
     kept = _kept([groups[path] for path in places], [owners[path] for path in places])
     put: dict[int, nnx.Variable] = {}

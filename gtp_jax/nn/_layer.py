@@ -28,7 +28,7 @@ from ..mesh import (
     stacked_spec,
     use_roles,
 )
-from ..variables import Leaf, is_variable, raw_value, split_nodes
+from ..variables import Leaf, is_variable, leaves_of, raw_value, split_nodes
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._cache import Cache
 from ._maxima import with_maxima, without_maxima
@@ -408,7 +408,7 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
     """Raises a `ValueError` if a call has written variables other than caches, because each rank may have written a
     different value."""
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
-    for path, v in nnx.to_flat_state(nnx.split(module)[1]):
+    for path, v in leaves_of(module).items():
         leaves = jax.tree.leaves(value_of(v))
         if not isinstance(v, Cache) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(

@@ -11,10 +11,11 @@ from flax import nnx
 
 from ..chain import is_float, joined, separated
 from ..variables import Leaf, Template, is_variable, split_nodes, with_raw_value
-from ..weights import refuse_gradient
+from ..weights import ModulePath, refuse_gradient
 from ._frozen import Frozen
 from ._layer import layout_of, value_of
 from ._owners import kernel_places
+from ._weight import Weight
 
 
 class Arrays(NamedTuple):
@@ -64,12 +65,15 @@ class LayerTemplate:
         return self.modules.merged([with_raw_value(v, value) for v, value in zip(self.leaves, put, strict=True)])
 
 
-def layer_taken_apart(layer: nnx.Module, stacked: bool) -> tuple[LayerTemplate, Arrays]:
+def layer_taken_apart(
+    layer: nnx.Module, owners: Mapping[ModulePath, Weight], stacked: bool
+) -> tuple[LayerTemplate, Arrays]:
     """Returns the template of a layer, and those of its arrays that are not gathered.
 
     Args:
         layer: the layer; or, if `stacked`, the layers of a stack, whose variables are stacked. Their template is that
             of one layer.
+        owners: the owners of its weights, by path.
         stacked: whether the variables are stacked.
     """
     modules, leaves = split_nodes(layer)
@@ -81,7 +85,7 @@ def layer_taken_apart(layer: nnx.Module, stacked: bool) -> tuple[LayerTemplate, 
     trained = [one and is_float(a) for a, one in zip(arrays, own, strict=True)]
     bare = [v.replace(None, **(_of_one_layer(v) if stacked else {})) if is_variable(v) else None for v in leaves]
     template = LayerTemplate(
-        type(layer).__name__, modules, bare, kernel_places(modules, leaves), gathered, others, trained
+        type(layer).__name__, modules, bare, kernel_places(owners, leaves), gathered, others, trained
     )
     return template, Arrays(*separated(arrays, trained))
 

@@ -13,7 +13,7 @@ from ..formats import QuantizedArray
 from ..hook import largest_unit
 from ..layout import AnyLayout, Layout, cut_shape
 from ..mesh import Path, Roles, check_mesh_in_scope, current_roles, with_paths
-from ..variables import Leaf, Template, is_variable, padded_layout, split_nodes, with_raw_value
+from ..variables import Leaf, Template, is_variable, leaves_of, padded_layout, split_nodes, with_raw_value
 from ._frozen import Frozen, padded_codes
 from ._layer import check_shape, layout_of, partition_of, value_of, with_value
 from ._owners import layer_counts
@@ -99,9 +99,8 @@ class ModelDef:
         """Returns the values of the variables of `model` that are neither parameters nor frozen, for example after a
         call, as in `Split.model_state`. Leaves out variables that the model did not have when it was split."""
         known = set(self.template.paths)
-        template, leaves = split_nodes(model)
-        each = zip(template.paths, leaves, strict=True)
-        return _nested([(path, _value(v)) for path, v in each if _is_other(v) and path in known])
+        found = leaves_of(model)
+        return _nested([(path, _value(v)) for path, v in found.items() if _is_other(v) and path in known])
 
 
 class Split(NamedTuple):

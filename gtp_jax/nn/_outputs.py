@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, is_float
-from ..variables import Leaf
+from ..variables import Leaf, is_same, is_variable, leaves_of, raw_value
 from ._cache import Cache
-from ._layer import layout_of, value_of
+from ._set_weights import Held, is_weight
 
 # The variables of one layer, or the stacked variables of a stack's layers, and arrays that are plain attributes, by
 # path.
@@ -42,23 +42,12 @@ class Metric(nnx.Variable):
 _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState, Cache)
 
 
-def variables_of(module: nnx.Module) -> Written:
-    """Returns the module's variables and attributes that are arrays, by path."""
-    return dict(nnx.to_flat_state(nnx.split(module)[1]))
-
-
-def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Returns the current values of the variables. Containers are copied, because a call may change them in place:
-    `Module.sow` may add to a dict."""
-    return {path: jax.tree.map(lambda a: a, value_of(variable)) for path, variable in variables.items()}
-
-
-def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
+def outputs_of(before: Held, after: Written, name: str) -> Outputs:
     """Returns the variables, other than parameters, that a call has written, as outputs of a layer in a chain.
 
     Args:
-        before: the values of the module's variables before the call, by path.
-        after: the variables after the call, which may have created some.
+        before: what `held_in` returned for leaves that are not weights before the call.
+        after: the leaves of the module after the call, which may have created some.
         name: the name of the module in error messages.
 
     Raises:
@@ -66,12 +55,11 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
-        if isinstance(variable, nnx.Param) or layout_of(variable) is not None:  # see `refuse_set_weights`
+        if is_weight(variable):  # see `refuse_set_weights`
             continue
-        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
-        if path in before and _is_same(before[path], value):
+        if path in before and is_same(before[path], jax.tree.leaves(raw_value(variable))):
             continue
-        if not isinstance(variable, nnx.Variable):
+        if not is_variable(variable):
             raise ValueError(
                 f"a call of {name} writes {'.'.join(map(str, path))}, an array that is an attribute. A layer of a "
                 "chain may only write variables; make it an `nnx.Variable`."
@@ -102,7 +90,7 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
             merged[path] = variable if path not in merged else _joined(merged[path], variable)
     if not merged:
         return
-    before = variables_of(module)
+    before = leaves_of(module)
     written = [(path, before[path].replace(v.get_value()) if path in before else v) for path, v in merged.items()]
     nnx.update(module, nnx.from_flat_state(written))
 
@@ -119,9 +107,3 @@ def _joined(one: nnx.Variable, other: nnx.Variable) -> nnx.Variable:
         lambda a, b: b if a is None else a, one.get_value(), other.get_value(), is_leaf=lambda a: a is None
     )
     return one.replace(value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Returns whether a call has left a value as it was."""
-    before, after = jax.tree.leaves(one), jax.tree.leaves(other)
-    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from ..hook import weight_paths
 from ..recipes import Recipe
-from ..variables import Leaf, Template, is_variable, split_nodes
+from ..variables import Leaf, split_nodes
 from ..weights import Groups, Layers, ModulePath, Structure, resolve
 from ._layer import with_value
 from ._weight import ArrayWeight, StackedLayers, Weight, WeightOwner
@@ -72,13 +72,13 @@ def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]])
         values: for each owner of weights, by path, one value for each of its variables.
     """
     template, leaves = split_nodes(module)
-    for path, places in kernel_places(template, leaves).items():
+    for path, places in kernel_places(weight_owners(module), leaves).items():
         for place, value in zip(places, values[path], strict=True):
             leaves[place] = with_value(leaves[place], value)
     return template.merged(leaves)
 
 
-def kernel_places(template: Template, leaves: Sequence[Leaf]) -> dict[ModulePath, tuple[int, ...]]:
+def kernel_places(owners: Mapping[ModulePath, Weight], leaves: Sequence[Leaf]) -> dict[ModulePath, tuple[int, ...]]:
     """Returns, for each owner of weights, by path, the indices of its variables among the leaves of a module."""
-    owners = weight_owners(template.merged([v.replace(i) if is_variable(v) else v for i, v in enumerate(leaves)]))
-    return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
+    places = {id(leaf): i for i, leaf in enumerate(leaves)}
+    return {path: tuple(places[id(variable)] for variable in owner.weights()) for path, owner in owners.items()}

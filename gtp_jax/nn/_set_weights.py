@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from ..hook import inputs_returned
+from ..variables import Leaf, leaves_of, raw_value
 from ..weights import Gathered
 from ._layer import layout_of
 
-# The arrays of each parameter or gathered weight, by path.
+# The arrays that variables and plain attributes hold, by path.
 Held = dict[tuple[Any, ...], list[Any]]
 
 
-def weights_of(layer: nnx.Module) -> Held:
-    """Returns the arrays of a layer's parameters and gathered weights, frozen ones too, by path."""
-    return {path: jax.tree.leaves(_arrays(variable)) for path, variable in _weights(layer).items()}
+def is_weight(leaf: Leaf) -> bool:
+    """Returns whether a leaf of a layer is a parameter or a gathered weight, frozen ones included."""
+    return isinstance(leaf, nnx.Param) or layout_of(leaf) is not None  # a frozen weight is not an `nnx.Param`
+
+
+def held_in(leaves: Mapping[tuple[Any, ...], Leaf], *, weights: bool) -> Held:
+    """Returns the arrays that the weights among a layer's leaves hold, or those that the other leaves hold."""
+    return {path: jax.tree.leaves(_arrays(leaf)) for path, leaf in leaves.items() if is_weight(leaf) is weights}
 
 
 def with_weights(layer: nnx.Module, arrays: Sequence[Any]) -> nnx.Module:
-    """Puts other arrays, in the order of `weights_of`, into a layer's weights, and returns the layer."""
+    """Puts other arrays, in the order of `held_in`, into a layer's weights, and returns the layer."""
     left = iter(arrays)
-    for variable in _weights(layer).values():
+    for variable in filter(is_weight, leaves_of(layer).values()):
         value, put = variable.get_raw_value(), jax.tree.map(lambda _: next(left), _arrays(variable))
         variable.set_raw_value(dataclasses.replace(value, weight=put) if isinstance(value, Gathered) else put)
     return layer
@@ -38,10 +44,9 @@ def refuse_set_weights(before: Held, after: Held, again: Callable[[list[Any]], H
     its jaxpr shows which of them are those that the variables had.
 
     Args:
-        before: what `weights_of` returned before the call.
+        before: what `held_in` returned for the weights before the call.
         after: what it returned after the call.
-        again: replaces the arrays of `before` with others, repeats the call, and returns what `weights_of` returns
-            then.
+        again: replaces the arrays of `before` with others, repeats the call, and returns what `held_in` returns then.
         name: the name of the module in error messages.
 
     Raises:
@@ -63,17 +68,8 @@ def refuse_set_weights(before: Held, after: Held, again: Callable[[list[Any]], H
         )
 
 
-def _weights(layer: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
-    return {
-        path: node
-        for path, node in nnx.iter_graph(layer)
-        if isinstance(node, nnx.Param)
-        or (isinstance(node, nnx.Variable) and layout_of(node) is not None)  # a frozen weight is not an `nnx.Param`
-    }
-
-
-def _arrays(variable: nnx.Variable) -> Any:
-    value = variable.get_raw_value()
+def _arrays(leaf: Leaf) -> Any:
+    value = raw_value(leaf)
     return value.weight if isinstance(value, Gathered) else value
 
 

@@ -15,6 +15,7 @@ from ..chain import OFFLOADED, Outputs, Remat, Schedule, Stage, is_float, run, w
 from ..collectives import Turn, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import slotted
+from ..variables import leaves_of
 from ..weights import (
     CallKeys,
     Gathered,
@@ -39,10 +40,10 @@ from ..weights import (
 )
 from ._layer_template import Arrays, LayerTemplate, layer_taken_apart
 from ._maxima import with_maxima, without_maxima
-from ._outputs import outputs_of, values_of, variables_of, write
+from ._outputs import outputs_of, write
 from ._owners import weight_owners
 from ._quantized import quantized_in_scope
-from ._set_weights import Held, refuse_set_weights, weights_of, with_weights
+from ._set_weights import Held, held_in, refuse_set_weights, with_weights
 from ._shared import SharedInputs
 from ._weight import Weight
 
@@ -134,7 +135,7 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     frozen = {path: owner for path, owner in owners.items() if stacked and owner.frozen}
     built = {path: owner.built_group for path, owner in frozen.items()}
     of_frozen = frozen_wires(built, {path: owner.stored() for path, owner in frozen.items()})
-    template, arrays = layer_taken_apart(module, stacked)
+    template, arrays = layer_taken_apart(module, owners, stacked)
     amaxes, tops = _scaling(owners)
     if not stacked:
         alone = x is not None and isinstance(module, Weight)  # if so, `x` is the weight's own input
@@ -220,14 +221,15 @@ def _stage(
         def again(arrays: list[Any]) -> Held:
             layer = with_weights(template.merged(own, values), arrays)
             call(layer)
-            return weights_of(layer)
+            return held_in(leaves_of(layer), weights=True)
 
         layer = template.merged(own, values)
-        before, weights_before = values_of(variables_of(layer)), weights_of(layer)
+        leaves = leaves_of(layer)
+        weights_before, others_before = held_in(leaves, weights=True), held_in(leaves, weights=False)
         y = call(layer)
-        refuse_set_weights(weights_before, weights_of(layer), again, template.name)
-        outputs = outputs_of(before, variables_of(layer), template.name)
-        return y, outputs
+        leaves = leaves_of(layer)
+        refuse_set_weights(weights_before, held_in(leaves, weights=True), again, template.name)
+        return y, outputs_of(others_before, leaves, template.name)
 
     def slots(weights: Weights) -> Slots:
         found = {path: group.slot(weights[path]) for path, group in groups.items()}

@@ -9,7 +9,9 @@ from ._padded import padded_layout as padded_layout
 from ._padded import refuse_optimizer as refuse_optimizer
 from ._template import Leaf as Leaf
 from ._template import Template as Template
+from ._template import is_same as is_same
 from ._template import is_variable as is_variable
+from ._template import leaves_of as leaves_of
 from ._template import raw_value as raw_value
 from ._template import split_nodes as split_nodes
 from ._template import with_raw_value as with_raw_value

@@ -37,10 +37,17 @@ class Template:
 
 
 def split_nodes(nodes: Any) -> tuple[Template, list[Leaf]]:
-    """Splits a node, or a pytree of nodes, into a template and leaves. Each shared variable is one leaf."""
+    """Splits a node, or a pytree of nodes, into a template and leaves. The leaves are the nodes' own, not copies. Each
+    shared variable is one leaf."""
     graph, state = nnx.split(nodes)
     leaves, tree = jax.tree.flatten(state, is_leaf=is_variable)
     return Template(graph, tree), leaves
+
+
+def leaves_of(node: Any) -> dict[tuple[Any, ...], Leaf]:
+    """Returns the variables of a node, and its arrays that are plain attributes, by path. They are the node's own, not
+    copies. Of several paths of a shared variable, it is the first."""
+    return dict(nnx.to_flat_state(nnx.split(node)[1]))
 
 
 def is_variable(leaf: Any) -> TypeGuard[nnx.Variable]:
@@ -51,6 +58,11 @@ def is_variable(leaf: Any) -> TypeGuard[nnx.Variable]:
 def raw_value(leaf: Leaf) -> Any:
     """Returns what a variable holds, or the leaf itself if it is not a variable."""
     return leaf.get_raw_value() if is_variable(leaf) else leaf
+
+
+def is_same(had: Sequence[Any], has: Sequence[Any]) -> bool:
+    """Returns whether two sequences consist of the same objects, as do the leaves of a value that no call has set."""
+    return len(had) == len(has) and all(a is b for a, b in zip(had, has, strict=True))
 
 
 def with_raw_value(leaf: Leaf, value: Any, **metadata: Any) -> Leaf:
