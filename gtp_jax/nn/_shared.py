@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..chain import joined, separated
+
 _NO_ARGUMENTS = jax.tree.structure(((), {})).num_nodes
 
 
@@ -37,10 +39,9 @@ class SharedInputs:
                     "Block(rngs=rngs), ...)`), and pass the value of a variable instead of the variable."
                 )
         self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
-        self._others = [None if array else leaf for leaf, array in zip(leaves, self._is_array, strict=True)]
         arguments = [path[1] for path, leaf in paths if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
         self.names = [path.key if isinstance(path, jax.tree_util.DictKey) else path.idx for path in arguments]
-        self.arrays = [leaf for leaf, array in zip(leaves, self._is_array, strict=True) if array]
+        self.arrays, self._others = separated(leaves, self._is_array)
 
     @property
     def empty(self) -> bool:
@@ -55,9 +56,7 @@ class SharedInputs:
 
     def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the positional and the keyword arguments, with the given arrays instead of `arrays`."""
-        values = iter(arrays)
-        leaves = [next(values) if array else v for v, array in zip(self._others, self._is_array, strict=True)]
-        return jax.tree.unflatten(self._tree, leaves)
+        return jax.tree.unflatten(self._tree, joined(arrays, self._others, self._is_array))
 
 
 def _is_nnx(leaf: Any) -> bool:
