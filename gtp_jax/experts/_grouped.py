@@ -84,6 +84,8 @@ class GroupedDense(WeightOwner):
             experts.
     """
 
+    context_parallel = True
+
     codes_multiply = True
 
     def __init__(

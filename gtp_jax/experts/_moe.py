@@ -101,6 +101,7 @@ class MoE(Layer):
     """
 
     fewest_dims = 2
+    context_parallel = True
 
     def __init__(
         self,

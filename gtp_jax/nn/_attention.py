@@ -57,6 +57,8 @@ class Attention(Layer):
             consistent with the others.
     """
 
+    context_parallel = True
+
     def __init__(
         self,
         features: int,
@@ -185,6 +187,8 @@ class CrossAttention(Layer):
     Raises:
         ValueError: as for `Attention`.
     """
+
+    context_parallel = True
 
     def __init__(
         self,

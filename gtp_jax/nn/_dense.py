@@ -94,6 +94,8 @@ class Dense(WeightOwner):
             one of its names.
     """
 
+    context_parallel = True
+
     codes_multiply = True
     fewest_dims = 2
 

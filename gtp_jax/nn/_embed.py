@@ -68,6 +68,8 @@ class Embed(WeightOwner):
         ValueError: if a size is not a positive integer, or `grad_reduce` is not one of its names.
     """
 
+    context_parallel = True
+
     def __init__(
         self,
         num_embeddings: int,
@@ -194,6 +196,7 @@ class TiedHead(Layer):
     """
 
     fewest_dims = 2
+    context_parallel = True
 
     def __init__(
         self,

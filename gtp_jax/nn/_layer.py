@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -197,10 +198,13 @@ class Layer(nnx.Module):
             `shards_sequence`.
         fewest_dims: the minimum number of dimensions of the input if the batch is sharded. Dimension 0 must then be the
             batch.
+        context_parallel: whether `local` is right if `x` is this rank's part of every sequence (`Roles.sequence`): it
+            treats each token alike, or calls layers that know. The class that defines `local` sets it.
     """
 
     sequence_parallel: bool
     fewest_dims: int = 1
+    context_parallel: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -281,8 +285,28 @@ class Layer(nnx.Module):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         check_mesh_in_scope()
         if current_view() != "global":
+            if current_view() == "local" and not _takes_parts(type(self)):
+                refuse_parts_of_sequences(self, self.roles)
             return self.local(x, *args, **kwargs)
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)), SharedInputs(args, kwargs))
+
+
+@functools.cache
+def _takes_parts(cls: type[Layer]) -> bool:
+    """Returns whether the class that defines `local` sets `context_parallel`. A subclass may have a `local` that does
+    not know."""
+    return bool(next(vars(base).get("context_parallel") for base in cls.__mro__ if "local" in vars(base)))
+
+
+def refuse_parts_of_sequences(module: nnx.Module, roles: Roles) -> None:
+    """Raises a `ValueError` if an axis divides sequences, for a module whose code may take the part for the whole."""
+    if (axis := sequence_axis(roles, 3)) is not None:
+        raise ValueError(
+            f"{type(module).__name__} is called on this rank's part of every sequence ({axis} = {degree(axis)}), and "
+            "does not say that its code is right for a part. If it treats every token alike, or calls gtp_jax's layers "
+            "where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` with a "
+            "`local` of its own. Otherwise, call it on global arrays, outside of a `Stack` or in global view."
+        )
 
 
 def wrap_methods[T: type](cls: T) -> T:

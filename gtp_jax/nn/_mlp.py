@@ -33,6 +33,7 @@ class MLP(Layer):
     """
 
     fewest_dims = 2
+    context_parallel = True
 
     def __init__(
         self,

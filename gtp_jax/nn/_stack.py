@@ -17,7 +17,7 @@ from ..chain import Remat, Schedule, with_remat
 from ..mesh import axes_by_dim, check_mesh_in_scope, current_view, degree
 from ._cache import Cache
 from ._frozen import Frozen
-from ._layer import Layer, sides_of, states_partitions
+from ._layer import Layer, refuse_parts_of_sequences, sides_of, states_partitions
 from ._shared import SharedInputs
 from ._stages import Link, run_links
 from ._unstacked import Unstacked
@@ -72,6 +72,8 @@ class Stack(StackedLayers):
         TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """
 
+    context_parallel = True
+
     def __init__(
         self,
         factory: Callable[..., nnx.Module],
@@ -106,6 +108,8 @@ class Stack(StackedLayers):
         return _call((self._link(self.remat),), (self,), x, self.schedule, SharedInputs(shared, named))
 
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
+        if current_view() == "local" and not isinstance(self.layers, Layer):
+            refuse_parts_of_sequences(self.layers, self.roles)
         inputs = SharedInputs(shared, named)
         return run_links((self._link(self.remat),), x, self.schedule, inputs)
 
@@ -241,6 +245,8 @@ class Chain(Layer):
     Raises:
         OtherDimensions: by a call, if the output does not have `ndim` dimensions.
     """
+
+    context_parallel = True
 
     def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...], ndim: int) -> None:
         super().__init__()

@@ -24,6 +24,8 @@ class Unstacked(Layer):
         layers: the layers, in order.
     """
 
+    context_parallel = True
+
     def __init__(self, layers: list[nnx.Module]) -> None:
         super().__init__()
         self.layers = nnx.List(layers)

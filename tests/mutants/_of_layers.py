@@ -43,8 +43,8 @@ MUTANTS = (
     ),
     Mutant(
         "cross_entropy partitions dimension 2 whatever the rank of the logits",
-        "examples = (*by_example, *(None,) * (targets.ndim - len(by_example)))",
-        "examples = (*by_example, *(None,) * (2 - len(by_example)))",
+        "tokens = (*by_token, *(None,) * (targets.ndim - len(by_token)))",
+        "tokens = (*by_token, *(None,) * (2 - len(by_token)))",
         (
             "tests/nn/test_cross_entropy.py::test_logits_of_any_rank_and_any_batch_have_the_loss_and_gradient_of_the_formula",
         ),

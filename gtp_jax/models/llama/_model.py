@@ -34,6 +34,8 @@ from ._config import LlamaConfig
 class LlamaBlock(Layer):
     """Attention followed by an MLP or experts, each on a residual branch."""
 
+    context_parallel = True
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
