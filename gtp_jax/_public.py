@@ -49,6 +49,7 @@ from .nn import attention_fn as attention_fn
 from .nn import cross_entropy as cross_entropy
 from .nn import freeze as freeze
 from .nn import init as init
+from .nn import linear_cross_entropy as linear_cross_entropy
 from .nn import lora as lora
 from .nn import run_chain as run_chain
 from .nonuniform import FaultPlan as FaultPlan

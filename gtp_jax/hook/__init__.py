@@ -30,6 +30,7 @@ view, gradients that ranks exchange (`_exchange`).
 """
 
 from ._codes import Coded as Coded
+from ._codes import coded as coded
 from ._codes import decide as decide
 from ._codes import encode as encode
 from ._exchange import exchange as exchange
@@ -60,5 +61,6 @@ from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard
 from ._sources import inputs_returned as inputs_returned
+from ._unit import call_with_weights as call_with_weights
 from ._walk import INSIDE_TRANSFORMATION as INSIDE_TRANSFORMATION
 from ._weights import Weights as Weights

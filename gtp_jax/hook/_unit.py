@@ -109,6 +109,19 @@ def _is_method(member: Any) -> bool:
     return callable(member) and hasattr(type(member), "__get__")
 
 
+def call_with_weights(function: Callable[..., Any], module: nnx.Module, *args: Any) -> Any:
+    """Returns `function(module, *args)`, as a call of one of the module's own methods: if the module is a unit, its
+    weights are gathered for the call.
+
+    Args:
+        function: the function. It may close over no array.
+        module: any module.
+        args: its further arguments.
+    """
+    kind = kind_of(module)
+    return _hook(function, kind)(module, *args) if isinstance(kind, Unit) else function(module, *args)
+
+
 class _Hooked(type(nnx.Module)):
     """The metaclass of the subclasses that `make` creates. `pickle` stores such a subclass as the original class and
     the kind."""

@@ -218,11 +218,15 @@ class TiedHead(Layer):
 
     def local(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, ..., features)` to this rank's part of the logits `(batch, ..., vocab)`."""
+        return self.embed.attend(self.prepare(x))
+
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """Returns the input of the product with the table."""
         if self.norm == "rms":
-            x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
-        elif self.norm == "layer":
-            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
-        return self.embed.attend(x)
+            return rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
+        if self.norm == "layer":
+            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
+        return x
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         inside = inside_layer(self.roles, ndim, even=not self.converts[1])

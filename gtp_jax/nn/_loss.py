@@ -50,15 +50,8 @@ def cross_entropy(
             "shape of the logits without the last dimension. With sequence parallelism, a head returns the logits "
             "of the whole sequence."
         )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"`targets` are {targets.dtype}; they must be token ids, which are integers.")
-    sharded, vocab_size = _vocabulary(logits.shape[-1], vocab_size)
-    if weights is None:
-        weights = jnp.ones(targets.shape, jnp.float32)
-    # from here on, a token is left out if and only if its target is negative
-    targets = jnp.where(weights == 0, -1, to_index(jnp.asarray(targets)))
-    weights = jnp.where(targets < 0, 0, weights)
-    check_concrete_ids(targets, vocab_size, name="targets", ignore_negative=True)
+    sharded, vocab_size = vocabulary(logits.shape[-1], vocab_size, "cross_entropy")
+    targets, weights = counted(targets, weights, vocab_size)
     if current_view() != "global":
         return _sums(logits, targets, weights, sharded, vocab_size)
     roles = current_roles()
@@ -74,8 +67,30 @@ def cross_entropy(
     return mapped(logits, targets, weights)
 
 
-def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
-    """Returns whether the vocabulary of these logits is sharded over tp, and its size.
+def counted(targets: jax.Array, weights: jax.Array | None, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns targets that are negative exactly where a token is left out, and weights that are 0 there.
+
+    Raises:
+        TypeError: if targets are not integers.
+        ValueError: if a concrete target is not below the vocabulary size.
+    """
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"`targets` are {targets.dtype}; they must be token ids, which are integers.")
+    if weights is None:
+        weights = jnp.ones(targets.shape, jnp.float32)
+    targets = jnp.where(weights == 0, -1, to_index(jnp.asarray(targets)))
+    weights = jnp.where(targets < 0, 0, weights)
+    check_concrete_ids(targets, vocab_size, name="targets", ignore_negative=True)
+    return targets, weights
+
+
+def vocabulary(width: int, vocab_size: int | None, caller: str) -> tuple[bool, int]:
+    """Returns whether the vocabulary of logits is sharded over tp, and its size.
+
+    Args:
+        width: the last dimension of the logits.
+        vocab_size: the size of the vocabulary, if it is known.
+        caller: the name of the calling function in error messages.
 
     Raises:
         ValueError: if the size does not fit the logits, or is required but missing.
@@ -92,7 +107,7 @@ def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
         return tp > 1 and width % tp == 0, width
     if vocab_size is None:
         raise ValueError(
-            f"the last dimension of the logits of `cross_entropy` is {width} inside a `shard_map` over {axis} = {tp}, "
+            f"the last dimension of the logits of `{caller}` is {width} inside a `shard_map` over {axis} = {tp}, "
             "so it may be either the whole vocabulary or this rank's part of it. Pass the size of the whole vocabulary "
             "as `vocab_size=`."
         )

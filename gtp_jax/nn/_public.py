@@ -27,6 +27,7 @@ from ._init import init as init
 from ._layer import Layer as Layer
 from ._layer import layout_of as layout_of
 from ._layer import partition_of as partition_of
+from ._linear_loss import linear_cross_entropy as linear_cross_entropy
 from ._lora import lora as lora
 from ._loss import cross_entropy as cross_entropy
 from ._maxima import maximum_gradient as maximum_gradient

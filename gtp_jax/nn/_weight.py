@@ -351,6 +351,13 @@ class Weight(abc.ABC):
         for shape, layout in zip(self.shapes, self.layouts, strict=True):
             layout.check_mesh(f"the weight of shape {shape} of {self.name}")
 
+    def gathered(self) -> Any:
+        """Returns the fused weight, gathered unless a chain has done so; with a slot (`SlottedWeight`) if its gradient
+        needs one. If backward needs the weight, it is saved: unlike `with_weight`, nothing gathers it again."""
+        self.check_mesh()
+        value = self.value
+        return value.weight if isinstance(value, Gathered) else gathered(self.group, self.shards(), self.wire())
+
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Returns `function(weight, *operands)`; see `apply_gathered`."""
         return apply_gathered((self,), function, *operands)

@@ -34,6 +34,10 @@ from ._linear import linear as linear
 from ._linear import to_input as to_input
 from ._linear import to_weight as to_weight
 from ._linear_blocks import linear_blocks as linear_blocks
+from ._linear_cross_entropy import Head as Head
+from ._linear_cross_entropy import Product as Product
+from ._linear_cross_entropy import TokenLoss as TokenLoss
+from ._linear_cross_entropy import linear_token_losses as linear_token_losses
 from ._linear_fp8 import codes_for_wgrad as codes_for_wgrad
 from ._linear_fp8 import codes_of_input as codes_of_input
 from ._linear_fp8 import fp8_codes_and_slot as fp8_codes_and_slot

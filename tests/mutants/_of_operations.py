@@ -93,4 +93,18 @@ MUTANTS = (
         "return primals[0], tangents[0]",
         ("tests/hook/test_recipe_refusals.py::test_second_derivatives_of_fp8_matmuls_are_refused",),
     ),
+    Mutant(
+        "the gradient of a head is summed over chunks in bfloat16",
+        "jnp.zeros(head.weight.shape, wide) if wanted.weight else None",
+        "jnp.zeros(head.weight.shape, x.dtype) if wanted.weight else None",
+        ("tests/nn/test_linear_cross_entropy.py::test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32",),
+    ),
+    Mutant(
+        "tokens of two chunks count twice",
+        "own = jnp.where(jnp.arange(size) + first < begin, -1, own)",
+        "own = jnp.where(False, -1, own)",
+        (
+            "tests/nn/test_linear_cross_entropy.py::test_two_derivatives_equal_the_formula_whatever_the_options_and_the_last_chunk",
+        ),
+    ),
 )
