@@ -59,7 +59,7 @@ def linear_cross_entropy(
         soft_cap: the largest magnitude of logits: `soft_cap * tanh(logits / soft_cap)` replaces them.
         z_loss: the factor of the square of each token's log-sum-exp, which is added to its loss.
         label_smoothing: the share of the target's probability that is spread evenly over the whole vocabulary.
-        chunk: the fewest tokens of a chunk. A rank with fewer than twice as many has one chunk. Larger chunks take more
+        chunk: the fewest tokens of a chunk. Below twice this number, a rank has one chunk. Larger chunks take more
             memory, and add to the head's gradient less often.
 
     Raises:

@@ -31,8 +31,8 @@ _TILE = 128  # the number of tokens of a chunk is a multiple of it, so that prod
 
 
 class TokenLoss(NamedTuple):
-    """What is computed of a token's logits: `(1 - s) * (L - logit of the target) + s * (L - mean logit) + z * L**2`,
-    where `L` is the log-sum-exp of the logits and `s` is `label_smoothing`.
+    """The loss of a token: `(1 - s) * (L - logit of the target) + s * (L - mean logit) + z * L**2`, where `L` is the
+    log-sum-exp of its logits and `s` is `label_smoothing`.
 
     Attributes:
         vocab_size: the size of the whole vocabulary.
@@ -70,7 +70,7 @@ class Product(NamedTuple):
     Attributes:
         vocab_dim: the dimension of the weight that is the vocabulary.
         precision: the precision of all products, as in `jax.lax.dot_general`.
-        chunk: the fewest tokens of a chunk, if there are as many. A chunk has less than twice as many, and a tile.
+        chunk: the fewest tokens of a chunk. Below twice this number, all tokens are one chunk.
     """
 
     vocab_dim: int = 0
@@ -108,7 +108,7 @@ def linear_token_losses(
 
 
 class _Wanted(NamedTuple):
-    """What is differentiated."""
+    """Flags of the operands that are differentiated."""
 
     x: bool = False
     weight: bool = False
@@ -217,8 +217,8 @@ def _sums(
 
 
 def _chunks(tokens: int, chunk: int) -> tuple[int, int]:
-    """Returns the number of tokens of a chunk, and the number of chunks: as many as have at least `chunk` tokens, of
-    equal size."""
+    """Returns the number of tokens of a chunk, and the number of chunks: the largest for which chunks of equal
+    size have at least `chunk` tokens."""
     count = max(1, tokens // chunk)
     if count == 1:
         return tokens, 1

@@ -11,6 +11,7 @@ from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax import hlo
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 from .test_cross_entropy import MESHES, close, under
 
@@ -228,3 +229,38 @@ def test_a_head_whose_recipe_multiplies_in_a_format_is_refused(stock):
             head = gtp.nn.abstract_model(lambda rngs: gtp.Dense(128, 128, rngs=rngs))
         with pytest.raises(ValueError, match=naming("recipe `head` Exclude `gtp_jax.cross_entropy(head(x), targets)`")):
             jax.eval_shape(lambda x: gtp.linear_cross_entropy(x, head, np.zeros((8, 3), int)), jnp.ones((8, 3, 128)))
+
+
+def llama(**options):
+    sizes = dict(hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=32)
+    config = LlamaConfig(vocab_size=49, **sizes, dtype="float64", **options)
+    return lambda rngs: Llama(config, rngs=rngs)
+
+
+def packed_batch():
+    rng = np.random.default_rng(3)
+    tokens, targets = rng.integers(0, 49, (8, 12)), rng.integers(-1, 49, (8, 12))
+    return {"tokens": tokens, "targets": targets, "segment_ids": np.repeat([[0] * 5 + [1] * 7], 8, axis=0)}
+
+
+@pytest.mark.parametrize(("view", "tied"), [("local", True), pytest.param("global", False, marks=pytest.mark.full)])
+def test_a_llama_with_a_loss_chunk_trains_as_without(view, tied, x64):
+    optimizer, found = optax.sgd(1.0), []
+    with under(dict(dp=2, gtp=2, tp=2)):
+        for chunk in (0, 5):
+            model = gtp.init(llama(tie_embeddings=tied, loss_chunk=chunk), nnx.Rngs(0))
+            state = gtp.TrainState.create(model, optimizer)
+            step = gtp.train_step(next_token_loss, optimizer, view=view, microbatches=2)
+            state, metrics = step(state, packed_batch())
+            found.append((metrics["loss"], metrics["tokens"], state.params))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        close(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.filterwarnings("ignore:no mesh is in scope")
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_a_llama_with_a_loss_chunk_has_no_logits_of_all_tokens(chunk, x64):
+    graph, params = nnx.split(nnx.eval_shape(lambda: llama(loss_chunk=chunk)(nnx.Rngs(0))))
+    loss = lambda params, batch: next_token_loss(nnx.merge(graph, params), batch)  # noqa: E731
+    traced = jax.make_jaxpr(loss)(params, packed_batch())
+    assert any(shape in str(traced) for shape in ("[8,12,49]", "[96,49]")) == (chunk == 0)

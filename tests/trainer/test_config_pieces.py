@@ -22,7 +22,7 @@ from gtp_jax.runner.trainer import TrainConfig
 CONFIG = TrainConfig(
     steps=7,
     parallelism=Parallelism(dp=2, tp=2),
-    execution=Execution(microbatches=2, keep_gathered="all", prefetch=False),
+    execution=Execution(microbatches=2, keep_gathered="all", prefetch=False, loss_chunk=64),
     quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",)),
 )
 
@@ -39,6 +39,13 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["dp"], saved["keep_gathered"], saved["recipe"], saved["steps"]) == (2, "all", "nvfp4", 7)
     assert TrainConfig.load(tmp_path / "config.json") == CONFIG
+
+
+def test_a_model_gets_the_fields_of_its_execution():
+    assert {name: getattr(CONFIG.model(256, dtype="float32"), name) for name in CONFIG.execution.of_model} == {
+        **{"prefetch": False, "unroll": "full", "keep_gathered": "all", "grad_reduce": "float32"},
+        **{"remat": "matmuls", "loss_chunk": 64},
+    }
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ class LlamaConfig:
         sequence_parallel: whether the sequence is sharded over tp between layers.
         remat: what blocks keep for backward.
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
+        loss_chunk: the fewest tokens whose logits `next_token_loss` computes at once; 0 for the logits of all tokens.
+            See `gtp_jax.linear_cross_entropy`.
     """
 
     vocab_size: int
@@ -101,6 +103,7 @@ class LlamaConfig:
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
     keep_gathered: KeepGathered = "auto"
+    loss_chunk: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # from a checkpoint
@@ -138,6 +141,11 @@ class LlamaConfig:
         if not _is_size(self.num_experts):
             raise ValueError(
                 f"`num_experts` is {brief(self.num_experts)}; it must be a whole number, 0 for an MLP, below 2**31."
+            )
+        if not _is_size(self.loss_chunk):
+            raise ValueError(
+                f"`loss_chunk` is {brief(self.loss_chunk)}; it must be a whole number of tokens, 0 for all, below "
+                "2**31."
             )
         self._check_experts()
         reduction_of(self.grad_reduce, self.dtype)

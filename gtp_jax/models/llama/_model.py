@@ -25,6 +25,7 @@ from ...nn import (
     Stack,
     TiedHead,
     cross_entropy,
+    linear_cross_entropy,
     run_chain,
 )
 from ...ops import positions_of
@@ -96,6 +97,7 @@ class Llama(nnx.Module):
             sequence_parallel=config.sequence_parallel,
             rngs=rngs,
         )
+        self.loss_chunk = config.loss_chunk
         self.head = (
             TiedHead(self.embed, epsilon=config.epsilon, param_dtype=shared["param_dtype"], rngs=rngs)
             if config.tie_embeddings
@@ -120,19 +122,22 @@ class Llama(nnx.Module):
             logits_at: the index in each row of the one token whose logits are returned, `(batch,)`; the result is then
                 `(batch, 1, vocab)`. By default, the logits of all tokens are returned.
         """
-        if positions is None and segment_ids is not None:
-            positions = positions_of(segment_ids)
-        shared = {"positions": positions, "segment_ids": segment_ids}
-        given = {name: array for name, array in shared.items() if array is not None}
         if logits_at is None:
-            return run_chain(tokens, self.embed, self.blocks, self.head, shared=given)
+            return run_chain(tokens, self.embed, self.blocks, self.head, shared=_given(positions, segment_ids))
         if current_view() == "local" and (axis := sequence_axis(self.embed.roles, 3)) is not None:
             raise ValueError(
                 f"`logits_at` names tokens of whole sequences, of which each rank has a part on a mesh with {axis} = "
                 f"{degree(axis)}. Call the model in global view."
             )
-        x = run_chain(tokens, self.embed, self.blocks, shared=given)
+        x = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
         return self.head(jnp.take_along_axis(x, logits_at[:, None, None], axis=1))
+
+    def hidden(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Maps `(batch, sequence)` tokens to the head's input, `(batch, sequence, hidden_size)`. Arguments are those of
+        a call."""
+        return run_chain(tokens, self.embed, self.blocks, shared=_given(positions, segment_ids))
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -140,9 +145,24 @@ def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arr
 
     The batch has `tokens` and `targets`, and optionally `weights`, `positions` and `segment_ids`. If documents are
     packed, set the target of each document's last token to -1, because the next token belongs to another document.
+
+    If the model's configuration has a `loss_chunk`, the logits of all tokens are never computed at once; see
+    `gtp_jax.linear_cross_entropy`.
     """
-    logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
+    shared = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
+    if model.loss_chunk:
+        x = model.hidden(batch["tokens"], **shared)
+        return linear_cross_entropy(x, model.head, batch["targets"], batch.get("weights"), chunk=model.loss_chunk)
+    logits = model(batch["tokens"], **shared)
     return cross_entropy(logits, batch["targets"], batch.get("weights"), vocab_size=model.embed.num_embeddings)
+
+
+def _given(positions: jax.Array | None, segment_ids: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the arrays that every block receives."""
+    if positions is None and segment_ids is not None:
+        positions = positions_of(segment_ids)
+    shared = {"positions": positions, "segment_ids": segment_ids}
+    return {name: array for name, array in shared.items() if array is not None}
 
 
 def _shared(config: LlamaConfig) -> dict[str, Any]:

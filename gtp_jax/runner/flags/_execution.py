@@ -58,6 +58,14 @@ class Execution:
         kind=str,
         choices=REMAT,
     )
+    loss_chunk: int = knob(
+        0,
+        "execution",
+        "fewest tokens whose logits are computed at once, such as 4096, with their gradients; 0 for the logits of all "
+        "tokens of a rank's microbatch",
+        least=0,
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -66,7 +74,7 @@ class Execution:
     @property
     def of_model(self) -> dict[str, Any]:
         """The fields that a model's configuration also has."""
-        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat")
+        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "loss_chunk")
         return {name: getattr(self, name) for name in names}
 
     def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:
