@@ -119,7 +119,7 @@ def test_two_derivatives_equal_the_formula_whatever_the_options_and_the_last_chu
 def test_a_token_left_out_affects_nothing_even_if_its_input_is_not_finite(x64):
     x, kernel, targets, weights = example()
     left_out = targets < 0
-    wanted = jax.value_and_grad(formula, argnums=(0, 1), has_aux=True)(x, kernel, targets, weights)
+    wanted = jax.jit(jax.value_and_grad(formula, argnums=(0, 1), has_aux=True))(x, kernel, targets, weights)
     loss = jax.jit(jax.value_and_grad(lambda *a: gtp.linear_cross_entropy(*a, chunk=5), argnums=(0, 1), has_aux=True))
     found = loss(jnp.where(left_out[:, None], jnp.nan, x), kernel, targets, weights)
     jax.tree.map(close, found, wanted)
@@ -155,7 +155,7 @@ def test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32():
 def test_under_vmap_and_checkpoint_gradients_stay_and_forward_mode_is_refused(x64):
     x, kernel, targets, weights = example()
     loss = lambda x: gtp.linear_cross_entropy(x, kernel, targets, weights, chunk=5)[0]  # noqa: E731
-    wanted = jax.vmap(jax.grad(lambda x: formula(x, kernel, targets, weights)[0]))(jnp.stack([x, 2 * x]))
+    wanted = jax.jit(jax.vmap(jax.grad(lambda x: formula(x, kernel, targets, weights)[0])))(jnp.stack([x, 2 * x]))
     close(jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(jnp.stack([x, 2 * x])), wanted)
     with pytest.raises(TypeError, match=naming("jvp custom_vjp")):
         jax.jvp(loss, (x,), (x,))
@@ -189,15 +189,17 @@ def test_a_head_is_gathered_once_and_its_gradient_is_reduced_once_without_logits
 
 
 def refused_heads():
-    embed = gtp.Embed(8, 4, rngs=nnx.Rngs(0))
-    dense = lambda out=8, **options: gtp.Dense(4, out, rngs=nnx.Rngs(0), **options)  # noqa: E731
-    adapted = gtp.lora(nnx.Dict(head=dense()), 2, 2.0, targets=("head",), rngs=nnx.Rngs(0)).head
+    make = lambda kind, *args, **options: nnx.eval_shape(lambda: kind(*args, rngs=nnx.Rngs(0), **options))  # noqa: E731
+    embed, dense = make(gtp.Embed, 8, 4), lambda out=8, **options: make(gtp.Dense, 4, out, **options)
+    adapted = nnx.eval_shape(
+        lambda: gtp.lora(nnx.Dict(head=gtp.Dense(4, 8, rngs=nnx.Rngs(0))), 2, 2.0, targets=("head",), rngs=nnx.Rngs(1))
+    ).head
     return {
         "row": (dense(parallel="row"), {}, ValueError, "`head` row-parallel 'column'"),
         "two kernels": (dense({"a": 4, "b": 4}), {}, ValueError, "`head` 'a' 'b' one"),
         "adapters": (adapted, {}, ValueError, "`head` adapters"),
-        "own product": (nnx.Linear(4, 8, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0)), {}, ValueError, "own"),
-        "own class": (nnx.LoRALinear(4, 8, lora_rank=2, rngs=nnx.Rngs(0)), {}, ValueError, "`head` LoRALinear"),
+        "own product": (make(nnx.Linear, 4, 8, preferred_element_type=jnp.float32), {}, ValueError, "own"),
+        "own class": (make(nnx.LoRALinear, 4, 8, lora_rank=2), {}, ValueError, "`head` LoRALinear"),
         "a function": (lambda x: x, {}, TypeError, "`head` function `gtp_jax.cross_entropy(head(x), targets)`"),
         "a vector": (np.ones(4), {}, TypeError, "`head` (4,)"),
         "features": (np.ones((5, 8)), {}, ValueError, "`x` (2, 3, 4) 5"),
