@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from .._numbers import is_size
 from ..collectives import gather_sequence
 from ..hook import call_with_weights, coded, placement_of
-from ..mesh import current_roles, current_view, degree, spec_of_batch
+from ..mesh import axes_of, current_roles, current_view, degree, sequence_axis, spec_of_tokens
 from ..ops import Head, Product, SlottedWeight, TokenLoss, linear_token_losses, values_and_slot
 from ._dense import Dense
 from ._embed import Embed, TiedHead
@@ -125,15 +125,15 @@ class _How(NamedTuple):
         axis = roles.tensor if sharded else None
         if current_view() != "global":
             return self.total(x, head, targets, weights, vocab_size, axis)
-        by_example = spec_of_batch(roles, targets.shape)
+        by_token = spec_of_tokens(roles, targets.shape)
 
         def local(x: jax.Array, head: Head, targets: jax.Array, weights: jax.Array) -> jax.Array:
             total = self.total(x, head, targets, weights, vocab_size, axis)
-            return lax.psum(total, roles.batch) if len(by_example) else total
+            return lax.psum(total, tuple(axes_of(by_token))) if len(by_token) else total
 
         of_weight = PartitionSpec(axis) if self.product.vocab_dim == 0 else PartitionSpec(None, axis)
         of_head: Any = Head(of_weight, None if head.bias is None else PartitionSpec(axis))  # pyright: ignore[reportArgumentType]
-        into = (by_example, of_head, by_example, by_example)
+        into = (by_token, of_head, by_token, by_token)
         mapped = jax.shard_map(local, in_specs=into, out_specs=PartitionSpec(), check_vma=False)
         return mapped(x, head, targets, weights)
 
@@ -180,7 +180,7 @@ def _of_own(
     whole = degree(head.roles.tensor) if current_view() == "local" and head.shards_sequence(x.ndim) else 1
     _check_shapes(x, features, targets, weights, whole)
     targets, weights = counted(targets, weights, size)
-    return _LossOfHead(how, head)(x, targets, weights), weights
+    return _LossOfHead(how, head, x.ndim)(x, targets, weights), weights
 
 
 class _LossOfHead(Layer):
@@ -189,14 +189,18 @@ class _LossOfHead(Layer):
     Args:
         how: how losses are computed.
         head: the head.
+        ndim: the number of dimensions of the head's input.
     """
 
     fewest_dims = 2
+    context_parallel = True
 
-    def __init__(self, how: _How, head: Any) -> None:
+    def __init__(self, how: _How, head: Any, ndim: int) -> None:
         super().__init__()
         self._roles = head.roles
         self.how, self.head = how, head
+        axis = sequence_axis(self.roles, ndim)
+        self.tokens = PartitionSpec(self.roles.batch) if axis is None else PartitionSpec(self.roles.batch, axis)
 
     @property
     def title(self) -> str:
@@ -218,10 +222,15 @@ class _LossOfHead(Layer):
         return self.how.total(x, Head(values, bias, slot), targets, weights, layout.shape[layout.rows], axis)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        return between_layers(self.roles, self.head.shards_sequence(ndim)), PartitionSpec()
+        return between_layers(self.roles, ndim, self.head.shards_sequence(ndim)), PartitionSpec()
+
+    def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
+        del name, array
+        return self.tokens
 
     def to_global(self, y: jax.Array) -> jax.Array:
-        return lax.psum(y, self.roles.batch) if self.roles.batch else y
+        axes = tuple(axes_of(self.tokens))
+        return lax.psum(y, axes) if axes else y
 
 
 def _owner(head: Any) -> Any:
