@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gtp_jax
-from gtp_jax.mesh import EP, has_gpu
+from gtp_jax.mesh import CP, EP, has_gpu
 from gtp_jax.models import PRESETS, preset_of
 from gtp_jax.runner.flags import ExpertOptions, Parallelism, check_knobs, knob, piece
 
@@ -65,7 +65,7 @@ class StepOptions:
                 experts but the benchmark does not support them.
         """
         degrees = degrees_within(self.parallelism, count)
-        gtp, ep, tp = degrees["gtp"], degrees.get(EP, 1), degrees["tp"]
+        gtp, cp, ep, tp = degrees["gtp"], degrees.get(CP, 1), degrees.get(EP, 1), degrees["tp"]
         name = self.preset or _PRESET[platform]
         config = preset_of(name)
         if experts is not None:
@@ -77,7 +77,7 @@ class StepOptions:
             )
         seq = self.seq or _SEQ[platform]
         share = gtp * ep * self.microbatches
-        total = self.tokens * gtp * ep * tp if self.tokens else share * seq
+        total = self.tokens * gtp * cp * ep * tp if self.tokens else share * seq
         if total % (share * seq):
             whole = self.microbatches * seq
             ranks = f"{gtp} gtp ranks" if ep == 1 else f"{gtp * ep} gtp x ep ranks"
@@ -95,6 +95,7 @@ class StepOptions:
             sequences=total // seq,
             microbatches=self.microbatches,
             gtp=gtp,
+            cp=cp,
             ep=ep,
             tp=tp,
             steps=steps,
@@ -117,7 +118,7 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
 
 def describe(work: Workload, device: str) -> str:
     """Returns a one-line description of a step."""
-    ep = "" if work.ep == 1 else f"ep {work.ep}, "
+    ep = "".join(f"{name} {size}, " for name, size in (("cp", work.cp), ("ep", work.ep)) if size > 1)
     parts = f", {work.microbatches} microbatches" if work.microbatches > 1 else ""
     experts = f", {work.top_k} of {work.num_experts} experts per token" if work.num_experts else ""
     return (

@@ -51,7 +51,7 @@ def main() -> None:
     experts = ExpertOptions(**options)
     config = experts.of(LlamaConfig(**work.model, **execution.of_model), "of the workload")
     devices = devices_of(args.target, work)
-    degrees = {"gtp": work.gtp, **({} if work.ep == 1 else {"ep": work.ep}), "tp": work.tp}
+    degrees = {"gtp": work.gtp, "cp": work.cp, "ep": work.ep, "tp": work.tp}
     mesh_in_scope = jax.set_mesh(gtp.make_mesh(**degrees, devices=None if devices == jax.devices() else devices))
     with mesh_in_scope, gtp.even_shares():  # as in `gtp-jax train`
         mesh: Any = jax.sharding.get_mesh()
@@ -68,7 +68,7 @@ def main() -> None:
         )
         if args.xla_options == "default":
             step = jax.jit(step, donate_argnums=0, compiler_options=COMMAND_BUFFERS[args.command_buffers])
-        placed = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis != "tp")))
+        placed = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in ("cp", "tp"))))
         if args.target:
             like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
             state = gtp.TrainState.create(

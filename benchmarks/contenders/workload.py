@@ -31,7 +31,7 @@ COMMAND_BUFFERS = {
 # The XLA options of a step of gtp_jax: those of `train_step`, or the defaults, as with a plain `jax.jit`.
 XLA_OPTIONS = ("gtp_jax", "default")
 
-NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1"
+NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1, and no cp"
 
 MARK = "RESULT "  # the beginning of the line with the results
 
@@ -47,6 +47,7 @@ class Workload:
         sequences: the number of sequences per step, over all devices.
         microbatches: the number of parts into which the sequences of a step are divided, to run one after another.
         gtp: the degree of the axis that shards weights. Each rank of gtp has its own sequences.
+        cp: the number of ranks that divide each sequence.
         ep: the number of ranks that divide the experts. Each has its own sequences.
         tp: the tensor-parallel degree, with sequence parallelism.
         warmup: the number of steps before those that are timed.
@@ -71,6 +72,7 @@ class Workload:
     sequences: int = 1
     microbatches: int = 1
     gtp: int = 1
+    cp: int = 1
     ep: int = 1
     tp: int = 1
     warmup: int = 3
@@ -92,7 +94,7 @@ class Workload:
     @property
     def devices(self) -> int:
         """The number of devices that run the step."""
-        return self.gtp * self.ep * self.tp
+        return self.gtp * self.cp * self.ep * self.tp
 
     @property
     def has_experts(self) -> bool:
@@ -116,7 +118,7 @@ class Workload:
     @property
     def is_ours_alone(self) -> bool:
         """Whether gtp_jax's contenders support the workload, but the scripts of FSDP2 and the partitioner do not."""
-        return self.tp > 1 and (self.has_experts or self.qk_norm)
+        return self.cp > 1 or (self.tp > 1 and (self.has_experts or self.qk_norm))
 
     @property
     def tokens(self) -> int:
@@ -161,8 +163,8 @@ def workload(args: argparse.Namespace, *, all_over_tp: bool = False) -> Workload
 
     Args:
         args: the parsed flags.
-        all_over_tp: whether the contender supports experts, and norms of queries and keys, at tp above 1. If not, such
-            a workload ends the program.
+        all_over_tp: whether the contender supports experts, and norms of queries and keys, at tp above 1, and cp. If
+            not, such a workload ends the program.
     """
     try:
         work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})

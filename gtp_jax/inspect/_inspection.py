@@ -186,7 +186,7 @@ def inspect(options: InspectOptions) -> Inspection:
     execution, recipe = options.execution, options.quantization.to_recipe()
     config = dataclasses.replace(options.model, **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
-    config.check_mesh(tp=degrees["tp"], seq=options.seq)
+    config.check_mesh(tp=degrees["tp"], seq=options.seq, cp=options.parallelism.cp)
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
     batch = options.batch or ranks * execution.microbatches
     execution.check_batch(batch, degrees)

@@ -47,7 +47,7 @@ class ModelConfig(Protocol):
         """The name of the compute dtype."""
         ...
 
-    def check_mesh(self, *, tp: int, seq: int) -> None:
+    def check_mesh(self, *, tp: int, seq: int, cp: int = 1) -> None:
         """Raises a ValueError if the model and its sequences cannot be divided over tp."""
         ...
 

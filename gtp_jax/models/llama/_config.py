@@ -179,14 +179,21 @@ class LlamaConfig:
         """The chain's schedule."""
         return Schedule(prefetch=self.prefetch, unroll=self.unroll, keep_gathered=self.keep_gathered)
 
-    def check_mesh(self, *, tp: int, seq: int) -> None:
-        """Checks that the model and its sequences can be divided over tp.
+    def check_mesh(self, *, tp: int, seq: int, cp: int = 1) -> None:
+        """Checks that the model and its sequences can be divided over tp and cp.
 
         Raises:
-            ValueError: if a tp rank would have no key-value head, or if the sequence is sharded over tp and tp does not
-            divide it.
+            ValueError: if a tp rank would have no key-value head, if cp does not divide the query heads of a tp rank,
+                or if an axis that shards the sequence does not divide it.
         """
         check_heads(self.num_heads, self.num_kv_heads, tp)
+        if cp > 1 and self.num_heads % (tp * cp):
+            raise ValueError(
+                f"`num_heads` is {self.num_heads}, which tp {tp} x cp {cp} do not divide; the ranks of cp divide the "
+                "query heads of a tp rank for attention."
+            )
+        if cp > 1 and seq % (cp * (tp if self.sequence_parallel else 1)):
+            raise ValueError(f"`seq` is {seq}, which cp {cp} x tp {tp} do not divide; both shard the sequence.")
         if self.sequence_parallel and seq % tp:
             raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
 

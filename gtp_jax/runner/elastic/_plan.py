@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 
-from ...mesh import DP, EP, GTP, TP
+from ...mesh import CP, DP, EP, GTP, TP
 from ...nonuniform import plan_faults
 
 
@@ -55,12 +55,17 @@ def plan_fleet(
         unequal: whether replicas of unequal tp are allowed.
 
     Raises:
-        ValueError: if too few devices are left, or experts are sharded over ep.
+        ValueError: if too few devices are left, tokens are divided over cp, or experts are sharded over ep.
     """
     if degrees.get(EP, 1) > 1:
         raise ValueError(
             f"no plan: experts are sharded over ep {degrees[EP]}, and resharding them over fewer devices is not "
             "supported yet. Start a new run with a different --ep from the last checkpoint (--from)."
+        )
+    if degrees.get(CP, 1) > 1:
+        raise ValueError(
+            f"no plan: sequences are divided over cp {degrees[CP]}, and dividing them over fewer devices is not "
+            "supported yet. Start a new run with a different --cp from the last checkpoint (--from)."
         )
     total = degrees[DP] * degrees[GTP] * degrees[TP]
     if not set(lost) <= set(range(total)):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...chain import REMAT, KeepGathered, Remat, Schedule
-from ...mesh import TP
+from ...mesh import CP, TP
 from ...nn import GRAD_REDUCE, GradReduce
 from ...train import REDUCE_OVER_DP, ReduceOverDp
 from ._knobs import check_knobs, count_or, knob
@@ -82,12 +82,13 @@ class Execution:
 
         Args:
             batch: the number of sequences per step.
-            degrees: the degrees of the mesh axes, by name; tp does not shard the batch.
+            degrees: the degrees of the mesh axes, by name; cp and tp do not shard the batch.
 
         Raises:
             ValueError: if the batch is not divisible by the number of ranks times microbatches.
         """
-        factors = {axis: size for axis, size in degrees.items() if axis != TP} | {"microbatches": self.microbatches}
+        ranks = {axis: size for axis, size in degrees.items() if axis not in (CP, TP)}
+        factors = {**ranks, "microbatches": self.microbatches}
         parts = math.prod(factors.values())
         if batch % parts:
             raise ValueError(

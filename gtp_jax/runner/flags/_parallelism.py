@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ...mesh import EP, Roles, default_roles, fill_degrees
+from ...mesh import CP, EP, Roles, default_roles, fill_degrees
 from ._knobs import check_knobs, knob
 
 
@@ -19,6 +19,7 @@ class Parallelism:
 
     dp: int = knob(1, "mesh", "number of replicas; each gathers weights within itself", metavar="N")
     gtp: int | None = knob(None, "mesh", "number of shards per weight (default: all remaining devices)", metavar="N")
+    cp: int = knob(1, "mesh", "number of ranks that divide the tokens of each sequence", metavar="N")
     ep: int = knob(1, "mesh", "number of ranks that divide the experts of each layer and exchange tokens", metavar="N")
     tp: int | None = knob(
         None,
@@ -38,13 +39,17 @@ class Parallelism:
     @property
     def roles(self) -> Roles:
         """The roles of the axes."""
-        roles = default_roles(("dp", "gtp", "tp", *(() if self.ep == 1 else (EP,))))
+        roles = default_roles(("dp", "gtp", "tp", *self._rare))
         return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
         """Returns the degrees for this number of devices, some of which may be unused."""
-        ep = {} if self.ep == 1 else {EP: self.ep}
-        return fill_degrees({"dp": self.dp, "gtp": self.gtp, **ep, "tp": self.tp or 1}, devices)
+        return fill_degrees({"dp": self.dp, "gtp": self.gtp, **self._rare, "tp": self.tp or 1}, devices)
+
+    @property
+    def _rare(self) -> dict[str, int]:
+        """The degrees of the axes that a mesh has only if they are above 1."""
+        return {axis: size for axis, size in ((CP, self.cp), (EP, self.ep)) if size > 1}
 
     def virtual_devices(self, usual: int) -> int:
         """Returns the number of virtual devices that the degrees need.

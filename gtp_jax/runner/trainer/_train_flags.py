@@ -371,13 +371,13 @@ class TrainConfig:
             self.fault_plan(degrees).devices_of(range(devices))
             self.base.check_mesh(tp=degrees["tp"], seq=self.seq)
             return degrees
-        if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.ep) == 0:
+        if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.cp * asked.ep) == 0:
             with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
-                self.base.check_mesh(tp=2, seq=self.seq)
+                self.base.check_mesh(tp=2, seq=self.seq, cp=asked.cp)
                 asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
-        self.base.check_mesh(tp=degrees["tp"], seq=self.seq)
+        self.base.check_mesh(tp=degrees["tp"], seq=self.seq, cp=asked.cp)
         self.execution.check_batch(self.batch, degrees)
         return degrees
 
@@ -400,13 +400,14 @@ class TrainConfig:
             degrees: the degrees of the run before the failures.
 
         Raises:
-            ValueError: for the same reasons as `plan_faults`, or if experts are divided over ep.
+            ValueError: for the same reasons as `plan_faults`, or if tokens are divided over cp or experts over ep.
         """
-        if self.parallelism.ep > 1:
-            raise ValueError(
-                f"`ep` is {self.parallelism.ep} and devices have failed, but replicas of unequal degree have no "
-                "ranks to exchange tokens with. Remove --ep."
-            )
+        for name in ("cp", "ep"):
+            if (size := getattr(self.parallelism, name)) > 1:
+                raise ValueError(
+                    f"`{name}` is {size} and devices have failed, but replicas of unequal degree have no ranks to "
+                    f"exchange tokens with. Remove --{name}."
+                )
         return self.faults.plan(**degrees, batch=self.batch, microbatches=self.execution.microbatches)
 
     @property
