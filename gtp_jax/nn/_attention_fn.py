@@ -86,6 +86,7 @@ def attention_fn(
         scale=scale,
         dropout_rate=dropout_rate if drops else 0.0,
     )
+    mask, segment_ids = (None if a is None else jnp.asarray(a) for a in (mask, segment_ids))
     inputs: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "dropout_key": dropout_rng if drops else None}
     roles, view = current_roles(), current_view()
     axis = None if view == "plain" or roles.sequence not in jax.sharding.get_abstract_mesh().shape else roles.sequence

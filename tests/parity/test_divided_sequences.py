@@ -1,0 +1,251 @@
+"""Sequences that the ranks of cp divide: the numbers of one device, or a refusal where a part could pass for a whole."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from messages import naming
+from placed import placed
+from selection import others_full
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+
+ROWS, SEQ, VOCAB = 4, 32, 64
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, intermediate_size=48
+)
+CONFIG = dataclasses.replace(CONFIG, dtype="float64", remat="nothing")
+KINDS = {
+    "packed": {},
+    "window": dict(window=9),
+    "tied, no logits": dict(tie_embeddings=True, loss_chunk=16),
+    "experts": dict(num_experts=4, top_k=2, aux_loss_coeff=0.1),
+    "norms of heads": dict(qk_norm=True),
+}
+MESHES = {
+    "gtp 2, cp 2": dict(gtp=2, cp=2),
+    "cp 4": dict(cp=4),  # more ranks than key-value heads
+    "gtp 2, cp 2, tp 2": dict(gtp=2, cp=2, tp=2),
+    "dp 2, cp 2": dict(dp=2, cp=2),
+    "cp 2, ep 2": dict(cp=2, ep=2),
+}
+
+
+def mesh_of(degrees):
+    size = int(np.prod(list(degrees.values())))
+    return gtp.make_mesh(**{"dp": 1, **degrees}, devices=jax.devices()[:size])
+
+
+def batch_of(kind):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": np.where(rng.random((ROWS, SEQ)) < 0.1, -1, tokens[:, 1:])}
+    return batch if kind == "window" else {**batch, "segment_ids": np.cumsum(rng.random((ROWS, SEQ)) < 0.1, axis=1)}
+
+
+@functools.cache
+def trained(kind, degrees=(), view="global"):
+    """Metrics and parameters after a step on a mesh, in logical order."""
+    config = dataclasses.replace(CONFIG, **KINDS[kind])
+    with jax.set_mesh(mesh_of(dict(degrees) or dict(gtp=1))):
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        state, metrics = gtp.train_step(next_token_loss, optimizer, view=view)(state, batch_of(kind))
+        return {name: float(metrics[name]) for name in ("loss", "grad_norm", "tokens")}, jax.tree.map(
+            np.asarray, state.params
+        )
+
+
+CASES = list(itertools.product(KINDS, MESHES, ("global", "local")))
+USUAL = [("packed", "gtp 2, cp 2, tp 2", "global"), ("tied, no logits", "cp 4", "local")]
+
+
+@pytest.mark.parametrize("kind, mesh, view", others_full(CASES, USUAL))
+def test_a_step_is_that_of_one_device(kind, mesh, view, x64):
+    found, wanted = trained(kind, tuple(MESHES[mesh].items()), view), trained(kind)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+CAUSAL = functools.partial(gtp.attention_fn, is_causal=True)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(32, rngs=rngs, **F64)
+        self.attention = nnx.MultiHeadAttention(8, 32, decode=False, attention_fn=CAUSAL, rngs=rngs, **F64)
+        self.up = nnx.Linear(32, 32, rngs=rngs, **F64)
+
+    def __call__(self, x):
+        return x + self.up(jnp.tanh(self.attention(self.norm(x))))
+
+
+class Stock(nnx.Module):
+    """A model that shifts tokens and counts positions by its own code."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, 32, rngs=rngs, **F64)
+        self.positions = nnx.Embed(SEQ, 32, rngs=rngs, **F64)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(32, VOCAB, rngs=rngs, **F64)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1])) + jnp.roll(self.embed(tokens), 1, axis=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def stock_loss(model, batch):
+    return gtp.cross_entropy(model(batch["ids"]), jnp.roll(batch["ids"], -1, axis=1))
+
+
+def stock_step():
+    state = gtp.TrainState.create(gtp.shard(Stock(nnx.Rngs(0)), min_size=64), optax.sgd(0.1))
+    step = gtp.train_step(stock_loss, optax.sgd(0.1))
+    return step, state, {"ids": np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))}
+
+
+def test_a_model_of_stock_layers_trains_as_on_one_device_and_gathers_no_sequence(x64):
+    found = []
+    for degrees in (dict(gtp=1), dict(gtp=2, cp=2)):
+        with jax.set_mesh(mesh_of(degrees)):
+            step, state, batch = stock_step()
+            compiled = step.lower(state, batch).compile()
+            found.append(float(step(state, batch)[1]["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    collectives = hlo.collectives(compiled.as_text())
+    # in each of two layers: queries, keys and values there and the result back, in forward, recomputed, and in backward
+    assert sum(c.times for c in collectives if c.kind == "all-to-all") == 2 * 6
+    weights = {array.shape for array in jax.tree.leaves(state.params)}
+    gathered = {
+        shape.dims for c in collectives if c.kind == "all-gather" for shape in c.results if shape.dtype == "f64"
+    }
+    assert gathered <= weights
+
+
+def heads(seed, count, sequence=SEQ):
+    return np.random.default_rng(seed).normal(size=(ROWS, sequence, count, 8))
+
+
+OPTIONS = {
+    "causal": dict(is_causal=True),
+    "whole": {},
+    "a window and a scale": dict(is_causal=True, local_window_size=5, scale=0.3),
+    "a window to both sides": dict(local_window_size=3),
+    "a mask": dict(mask=np.tril(np.random.default_rng(9).random((ROWS, 1, SEQ, SEQ)) < 0.7) | np.eye(SEQ, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("options", others_full(OPTIONS, ["causal", "a mask"]))
+@pytest.mark.parametrize("kv", [8, 2])
+def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options, kv, x64):
+    given = OPTIONS[options]
+    q, k, v = heads(0, 8), heads(1, kv), heads(2, kv)
+
+    def of(function):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(function(q, k, v, **given)))
+
+        return [np.asarray(a) for a in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)]
+
+    wanted = of(jax.nn.dot_product_attention)  # which computes scores in float32
+    alone = of(gtp.attention_fn)
+    with jax.set_mesh(mesh_of(dict(gtp=2, cp=4))):
+        divided = of(gtp.attention_fn)
+    for one, other, jaxs in zip(alone, divided, wanted, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(one, jaxs, rtol=0, atol=2e-5)
+
+
+def call(**options):
+    def run():
+        gtp.attention_fn(*(jnp.ones((4, SEQ, 8, 8)),) * 3, **options)
+
+    return run
+
+
+def with_heads(count, sequence=SEQ):
+    return lambda: gtp.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3)
+
+
+def local_step(batch):
+    def run():
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0)), optimizer)
+        gtp.train_step(next_token_loss, optimizer, view="local").lower(state, batch)
+
+    return run
+
+
+def local_stock():
+    _, state, batch = stock_step()
+    step = gtp.train_step(lambda model, batch: (jnp.sum(model(batch["tokens"])), 1), optax.sgd(0.1), view="local")
+    step.lower(state, {"tokens": batch["ids"]})
+
+
+class Shift(gtp.nn.Layer):
+    sequence_parallel = False
+
+    def local(self, x):
+        return jnp.roll(x, 1, axis=1)
+
+
+class ShiftedMLP(gtp.MLP):
+    def local(self, x):
+        return super().local(jnp.roll(x, 1, axis=1))
+
+
+REFUSED = {
+    "a bias": (call(bias=jnp.zeros(())), "`bias` `mask`"),
+    "one mask of dropout": (call(dropout_rate=0.1, dropout_rng=jax.random.key(0)), "`broadcast_dropout=False`"),
+    "an unknown option": (call(return_residual=True), "return_residual=True"),
+    "a mask per head": (call(mask=jnp.ones((4, 8, SEQ, SEQ), bool)), "`mask` (4, 8, 32, 32) cp = 4 dimension 1"),
+    "too few heads": (with_heads(6), "cp = 4 6 query heads"),
+    "a sequence of another length": (with_heads(8, 30), "`query` (4, 30, 8, 8) cp = 4 Pad"),
+    "an array of an unknown name": (
+        local_step({"tokens": np.ones((4, 32), int), "targets": np.ones((4, 32), int), "y": np.ones((4, 32))}),
+        "['y'] cp = 4 'tokens' 'positions' view='global'",
+    ),
+    "stock layers in local view": (local_stock, "Stock `gtp_jax.shard` local view cp = 4 `view='global'`"),
+    "a layer of one's own": (lambda: Shift()(jnp.ones((4, SEQ, 8))), "Shift cp = 4 `context_parallel = True`"),
+    "a layer that derives from one that knows": (
+        lambda: gtp.init(lambda rngs: ShiftedMLP(32, 48, rngs=rngs), nnx.Rngs(0))(jnp.ones((4, SEQ, 32))),
+        "ShiftedMLP cp = 4 `context_parallel = True`",
+    ),
+    "roles": (lambda: gtp.Roles(sequence="gtp"), "`sequence` 'gtp' `batch`"),
+    "another name of the axis": (lambda: gtp.make_mesh(context_parallel=2), "`context_parallel` `cp=2`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_could_take_a_part_for_the_whole_is_refused_by_name(case):
+    run, message = REFUSED[case]
+    with jax.set_mesh(mesh_of(dict(cp=4))), pytest.raises((ValueError, TypeError), match=naming(message)):
+        run()
+
+
+def test_attention_of_a_rank_drops_what_no_other_rank_drops():
+    ones = jnp.ones((1, 8, 8, 4))
+    options = dict(dropout_rate=0.5, broadcast_dropout=False, dropout_rng=jax.random.key(0))
+    with jax.set_mesh(mesh_of(dict(cp=8))):
+        found = np.asarray(jax.jit(lambda x: gtp.attention_fn(x, x, x, **options))(ones))[0, :, :, 0]
+    assert len({tuple(column) for column in found.T}) > 1  # a head for each rank
+    assert found.mean() == pytest.approx(1.0, abs=0.3)
+
+
+def test_a_batch_lies_where_its_tokens_are_computed():
+    with jax.set_mesh(mesh_of(dict(gtp=2, cp=2))):
+        assert gtp.mesh.spec_of_tokens(gtp.mesh.current_roles(), (4, 32)) == P(("dp", "gtp"), "cp")
+        assert gtp.mesh.spec_of_tokens(gtp.mesh.current_roles(), (4, 31)) == P(("dp", "gtp"))
