@@ -152,6 +152,7 @@ def test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32():
         assert np.abs(np.float32(one) - other).max() < 0.01 * np.abs(other).max()
 
 
+@pytest.mark.full
 def test_under_vmap_and_checkpoint_gradients_stay_and_forward_mode_is_refused(x64):
     x, kernel, targets, weights = example()
     loss = lambda x: gtp.linear_cross_entropy(x, kernel, targets, weights, chunk=5)[0]  # noqa: E731

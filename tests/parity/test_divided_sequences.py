@@ -1,4 +1,4 @@
-"""Sequences that the ranks of cp divide: the numbers of one device, or a refusal where a part could pass for a whole."""
+"""Sequences that the ranks of cp divide: the numbers of one device, or a refusal of what takes a part for a whole."""
 
 import dataclasses
 import functools
@@ -148,8 +148,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", others_full(OPTIONS, ["causal", "a mask"]))
-@pytest.mark.parametrize("kv", [8, 2])
+WAYS = list(itertools.product(OPTIONS, (8, 2)))
+
+
+@pytest.mark.parametrize("options, kv", others_full(WAYS, [("causal", 2), ("a mask", 8)]))
 def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options, kv, x64):
     given = OPTIONS[options]
     q, k, v = heads(0, 8), heads(1, kv), heads(2, kv)
