@@ -114,7 +114,7 @@ def offload_facts(model: nnx.Module, call: Callable[[Any], Any]) -> tuple[Offloa
 
 
 def _of_blocks(name: str, unit: OffloadingUnit, moved: Sequence[Sequence[Moved]]) -> OffloadFact:
-    """Returns the fact of blocks that are alike.
+    """Returns the fact of blocks of one list.
 
     Args:
         name: the name of the blocks.

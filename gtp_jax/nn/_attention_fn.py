@@ -54,7 +54,7 @@ def attention_fn(
         segment_ids: `(batch, sequence)` integers. Tokens attend only to tokens with the same id.
         dropout_rate: the fraction of attention weights that are dropped, unless `deterministic`.
         dropout_rng: the key for dropout. On a mesh that divides sequences, each rank folds its index into it.
-        broadcast_dropout: must be `False` if weights are dropped: each head and example draws its own mask.
+        broadcast_dropout: must be `False` if weights are dropped: each head and example has a mask of its own.
         deterministic: whether nothing is dropped.
         dtype: the dtype to which query, key and value are cast; by default, that to which JAX promotes them.
         others: further options of the two functions. Only their defaults are allowed.

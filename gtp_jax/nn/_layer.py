@@ -199,7 +199,7 @@ class Layer(nnx.Module):
         fewest_dims: the minimum number of dimensions of the input if the batch is sharded. Dimension 0 must then be the
             batch.
         context_parallel: whether `local` is right if `x` is this rank's part of every sequence (`Roles.sequence`): it
-            treats each token alike, or calls layers that know. The class that defines `local` sets it.
+            computes each token by itself, or calls layers that know. The class that defines `local` sets it.
     """
 
     sequence_parallel: bool
@@ -303,8 +303,8 @@ def refuse_parts_of_sequences(module: nnx.Module, roles: Roles) -> None:
     if (axis := sequence_axis(roles, 3)) is not None:
         raise ValueError(
             f"{type(module).__name__} is called on this rank's part of every sequence ({axis} = {degree(axis)}), and "
-            "does not say that its code is right for a part. If it treats every token alike, or calls gtp_jax's layers "
-            "where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` with a "
+            "does not say that its code is right for a part. If it computes each token by itself, or calls gtp_jax's "
+            "layers where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` with a "
             "`local` of its own. Otherwise, call it on global arrays, outside of a `Stack` or in global view."
         )
 

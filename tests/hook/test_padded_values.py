@@ -41,6 +41,7 @@ def test_a_padded_weight_is_read_in_its_logical_shape(x64):
         assert (2 * kernel).shape == (26, 26) and "(26, 26)" in str(kernel) and "28" not in str(kernel.shape)
 
 
+@pytest.mark.full
 def test_logical_arrays_that_are_put_into_padded_weights_are_padded(x64):
     new, stacked = (np.random.default_rng(0).normal(size=shape) for shape in ((26, 26), (5, 26, 26)))
     spec, of_stack = jax.P("gtp", None), jax.P(None, None, "gtp")

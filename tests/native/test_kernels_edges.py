@@ -60,6 +60,7 @@ def test_copies_of_a_stack_may_have_amaxes_of_different_shapes(format):
             assert format is FP8_E4M3 or np.array_equal(q.scales, alone.scales), f"{axis} scales, amax {amax.shape}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", others_full(FORMATS, [NVFP4, FP8_E4M3]), ids=str)
 def test_a_layer_of_many_weights_of_several_dtypes(format):
     # more pieces than one launch takes, whose dtypes and orientations alternate

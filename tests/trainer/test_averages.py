@@ -93,6 +93,7 @@ def test_an_average_weighs_a_step_less_with_each_one_behind_it(mesh):
         np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_schedule_free_weights_are_those_of_optax(mesh):
     found, state = after_each_step(TrainConfig(optimizer="schedule-free", warmup=0), 3)
     weights = dict(with_paths(evaluation_weights(state.params, state.opt_state)))
