@@ -304,8 +304,8 @@ def refuse_parts_of_sequences(module: nnx.Module, roles: Roles) -> None:
         raise ValueError(
             f"{type(module).__name__} is called on this rank's part of every sequence ({axis} = {degree(axis)}), and "
             "does not say that its code is right for a part. If it computes each token by itself, or calls gtp_jax's "
-            "layers where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` with a "
-            "`local` of its own. Otherwise, call it on global arrays, outside of a `Stack` or in global view."
+            "layers where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` "
+            "with a `local` of its own. Otherwise, call it on global arrays, outside of a `Stack` or in global view."
         )
 
 
