@@ -31,6 +31,7 @@ from ..mesh import (
 )
 from ..variables import Leaf, is_variable, leaves_of, raw_value, split_nodes
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
+from ._attributes import attributes_of, refuse_set_attributes
 from ._cache import Cache
 from ._maxima import with_maxima, without_maxima
 from ._shared import SharedInputs
@@ -374,7 +375,7 @@ def in_shard_map(
         ValueError: if the input has too few dimensions; if the mesh does not divide the batch or the sequence evenly;
             if a further input that is sharded over the batch does not have the batch size of `x`; if the model was
             built for other mesh degrees; if a weight's array does not have the shape that it was built with; or if the
-            call writes variables other than caches.
+            call writes variables other than caches, or changes a plain attribute.
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
@@ -391,10 +392,12 @@ def in_shard_map(
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
         merged = template.merged([with_value(v, value) for v, value in zip(variables, values, strict=True)])
+        attributes = attributes_of(merged)
         with use_roles(roles):
             args, kwargs = others.arguments(arrays)
             y = merged.to_global(merged(merged.from_global(x), *args, **kwargs))
         _refuse_writes(values, merged)
+        refuse_set_attributes(attributes, type(merged).__name__)
         return (y, [cache.get_value() for _, cache in _caches(merged)]) if caches else y
 
     specs = [_value_spec(v) for v in variables]

@@ -66,8 +66,8 @@ class Stack(StackedLayers):
 
     Raises:
         ValueError: if `length` is not a whole number of at least 1, `remat` is not a known policy, or a layer contains
-            a `Stack` or variables that `factory` did not make. A call raises it if a layer writes a parameter, or an
-            array that is a plain attribute; if, in global view, a `gtp_jax.nn.Layer` writes a variable that is neither
+            a `Stack` or variables that `factory` did not make. A call raises it if a layer writes a parameter, or
+            changes a plain attribute; if, in global view, a `gtp_jax.nn.Layer` writes a variable that is neither
             a parameter nor a cache; or if the weights were built for other mesh degrees.
         TypeError: if `schedule` is not a `Schedule`. A call raises it if an NNX object is among the shared inputs.
     """

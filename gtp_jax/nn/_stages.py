@@ -38,6 +38,7 @@ from ..weights import (
     straight_through,
     wires_of,
 )
+from ._attributes import attributes_of, refuse_set_attributes
 from ._layer_template import Arrays, LayerTemplate, layer_taken_apart
 from ._maxima import with_maxima, without_maxima
 from ._outputs import outputs_of, write
@@ -226,10 +227,13 @@ def _stage(
         layer = template.merged(own, values)
         leaves = leaves_of(layer)
         weights_before, others_before = held_in(leaves, weights=True), held_in(leaves, weights=False)
+        attributes = attributes_of(layer)
         y = call(layer)
         leaves = leaves_of(layer)
         refuse_set_weights(weights_before, held_in(leaves, weights=True), again, template.name)
-        return y, outputs_of(others_before, leaves, template.name)
+        outputs = outputs_of(others_before, leaves, template.name)
+        refuse_set_attributes(attributes, template.name)
+        return y, outputs
 
     def slots(weights: Weights) -> Slots:
         found = {path: group.slot(weights[path]) for path, group in groups.items()}

@@ -1,4 +1,6 @@
-"""Arrays that modules keep as attributes, not in variables: right, or refused."""
+"""Arrays and other values that modules keep as attributes, not in variables: right, or refused."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,77 @@ def test_a_layer_of_a_stack_that_writes_one_is_refused(x64):
     stack = gtp.Stack(lambda rngs: Counting(rngs), LAYERS, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=naming("Counting calls nnx.Variable")):
         stack(inputs())
+
+
+class Noting(nnx.Module):
+    """A layer whose call does something to its attributes."""
+
+    def __init__(self, change, rngs):
+        self.dense, self.change = gtp.Dense(WIDTH, WIDTH, rngs=rngs), change
+        self.inner = nnx.Dict(count=0, other=nnx.Dict())
+        self.calls, self.kind, self.rate, self.seen, self.names = 3, "x", float("nan"), [], {"a": {1}}
+
+    @functools.cached_property
+    def length(self):
+        return LENGTH
+
+    def __call__(self, x):
+        self.change(self)
+        return self.dense(x)
+
+
+class OnRanks(gtp.nn.Layer):
+    """A layer written for local view that contains one."""
+
+    def __init__(self, change, rngs):
+        super().__init__()
+        self.noting, self.sequence_parallel = Noting(change, rngs), False
+
+    def local(self, x):
+        return self.noting(x)
+
+
+CHANGES = {
+    "calls": lambda layer: setattr(layer, "calls", layer.calls + 1),
+    "kind": lambda layer: delattr(layer, "kind"),
+    "last": lambda layer: setattr(layer, "last", None),
+    "rate": lambda layer: setattr(layer, "rate", 1.0),
+    "seen": lambda layer: layer.seen.append(1),
+    "names": lambda layer: layer.names["a"].add(2),
+    "inner.count": lambda layer: setattr(layer.inner, "count", 0.0),
+    "inner.other": lambda layer: setattr(layer.inner, "other", nnx.Dict()),
+}
+
+
+def leaves_them(layer):
+    """Sets every attribute to what it was, and computes a property that the layer keeps."""
+    layer.calls, layer.kind, layer.rate, layer.inner.count = layer.length - 1, "x", layer.rate, 0
+    layer.seen, layer.names, layer.inner.other = [], {"a": {1}}, layer.inner.other
+
+
+def stack_of(change):
+    return lambda rngs: gtp.Stack(lambda rngs: Noting(change, rngs), LAYERS, rngs=rngs)
+
+
+@pytest.mark.parametrize("degrees", [None, MESH])
+@pytest.mark.parametrize("how", ["stack", "run_chain", "alone"])
+def test_what_a_call_does_to_an_attribute_is_refused_by_name_where_it_would_be_lost(how, degrees):
+    name, owner = ("Noting", "") if how == "stack" else ("OnRanks", "noting.")
+
+    def trace(change):
+        make = stack_of(change) if how == "stack" else functools.partial(OnRanks, change)
+        call = gtp.run_chain if how == "run_chain" else lambda x, model: model(x)
+        with scope(degrees):
+            graph, state = nnx.split(abstract_model(make))
+            return jax.eval_shape(lambda state, x: call(x, nnx.merge(graph, state)), state, inputs())
+
+    assert trace(leaves_them).shape == inputs().shape
+    for path, change in CHANGES.items():
+        if how == "alone" and degrees is None:  # called itself, not a copy
+            assert trace(change).shape == inputs().shape
+            continue
+        with pytest.raises(ValueError, match=naming(f"{name} {owner}{path}, copy lost nnx.Variable")):
+            trace(change)
 
 
 class Traced(nnx.Module):

@@ -22,6 +22,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "a layer of a chain that appends to a list of its own is not noticed",
+        "return type(value), [_form(one) for one in value]",
+        "return type(value), value",
+        (
+            "tests/meaning/test_arrays_of_modules.py::test_what_a_call_does_to_an_attribute_is_refused_by_name_where_it_would_be_lost",
+        ),
+    ),
+    Mutant(
         "a new array in a gathered weight is taken for the old one",
         "found = {path: [next(returned) for _ in arrays] for path, arrays in after.items()}",
         "found = held",
