@@ -97,3 +97,23 @@ def test_as_many_calls_as_asked_keep_their_weights_counted_from_the_end(x64):
     none, last, everything = count(keep_gathered=0), count(), count(keep_gathered="all")
     # the tied head gathers a table, and each block three kernels and two biases; backward of the lookup needs no table
     assert (none - last, last - count(keep_gathered=2), last - everything) == (1, 5, 5 * DEPTH)
+
+
+def test_blocks_keep_for_backward_the_casts_that_they_sent_or_the_gathered_weights_or_nothing():
+    def saved(keep_gathered):
+        """The numbers of matrices in bfloat16 and in float32 that forward hands backward."""
+        found = []
+        with jax.set_mesh(gtp.make_mesh(gtp=8)):
+            layers = [nnx.Linear(64, 64, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(4)]
+            schedule = gtp.Schedule(keep_gathered=keep_gathered)
+            graph, state = nnx.split(gtp.shard(nnx.Sequential(*layers), min_size=64, schedule=schedule))
+
+            def call(state, x):
+                y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+                found.extend(leaf.dtype for leaf in jax.tree.leaves(backward) if leaf.shape == (64, 64))
+                return y
+
+            jax.eval_shape(call, state, jax.ShapeDtypeStruct((16, 64), jnp.bfloat16))
+        return found.count(jnp.bfloat16), found.count(jnp.float32)
+
+    assert list(map(saved, (0, 1, "all"))) == [(0, 4), (4, 4), (4, 4)]

@@ -30,6 +30,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "backward runs through all layers below those that are trained",
+        "return _Trained(tuple(frozen), next(wanted, 0))",
+        "return _Trained(tuple(frozen), 0)",
+        ("tests/hook/test_ways_to_call.py::test_backward_ends_at_the_first_block_that_is_trained",),
+    ),
+    Mutant(
         "a new array in a gathered weight is taken for the old one",
         "found = {path: [next(returned) for _ in arrays] for path, arrays in after.items()}",
         "found = held",
