@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import join_split
 from ..layout import ArrayLayout, cut, is_padded, layout_of_array, pad
-from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
+from ..mesh import Roles, check_mesh_in_scope, current_view, degree, sequence_axis, spec_of_batch
 from ..variables import Padded, PaddedParam
 from ..weights import Gathered, GradReduce, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
@@ -186,7 +186,7 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
 
 
 def over_batch(
-    module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool
+    module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool, by_token: bool
 ) -> jax.Array:
     """Returns `function(module, x)`. If the module's `kernel` is sharded, gathers it for the call, and again in
     backward, unless a chain has already gathered it.
@@ -201,11 +201,17 @@ def over_batch(
         x: the input.
         batched: whether dimension 0 of `x` and of the result is the batch, and examples are computed independently of
             each other.
+        by_token: whether dimension 1 is computed in the same way.
+
+    Raises:
+        ValueError: in local view, if an axis divides sequences and the result depends on whole ones.
     """
     check_mesh_in_scope()
     graph, state = nnx.split(module)
     kernel = state.pop("kernel")
     owner = ArrayWeight(kernel)
+    if current_view() == "local" and not by_token:
+        _refuse_parts(module, owner.layouts[0].roles, x)
     if not isinstance(owner.value, Gathered):
         _check_not_stacked(owner)
         owner.check_mesh()
@@ -226,6 +232,15 @@ def over_batch(
     sharded = spec_of_batch(owner.layouts[0].roles, x.shape) if batched else PartitionSpec()
     into = ranks_spec() if isinstance(owner.value, Gathered) else partition_of(kernel)
     return on_ranks(call, (into, PartitionSpec(), sharded), sharded)(owner.value, state, x)
+
+
+def _refuse_parts(module: nnx.Module, roles: Roles, x: jax.Array) -> None:
+    if (axis := sequence_axis(roles, x.ndim)) is not None:
+        raise ValueError(
+            f"{type(module).__name__} is called in local view, or in a `Stack`, with shape {x.shape}: this rank's part "
+            f"of every sequence ({axis} = {degree(axis)}). Its result depends on whole sequences. Call it in global "
+            "view, outside of a `Stack`."
+        )
 
 
 def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, sums: np.dtype) -> jax.Array:

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
+from .._numbers import whole
 from ..collectives import parts_of_sequences, whole_sequences
 from ..mesh import Roles, current_roles, current_view, degree, degrees
 from ..ops import attention
@@ -46,11 +48,11 @@ def attention_fn(
         key: `(batch, keys, key-value heads, head_dim)`; their number divides that of the query heads.
         value: the same shape as `key`.
         bias: not supported; `None`.
-        mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries, keys)`. On a mesh that divides
-            sequences, all heads share it. A query that may attend to no key has the output 0.
+        mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries, keys)`, or `(queries, keys)`.
+            On a mesh that divides sequences, all heads share it. A query that may attend to no key has the output 0.
         is_causal: whether a query may not attend to later keys.
         scale: the factor of the scores; `head_dim ** -0.5` by default.
-        local_window_size: how many positions away a key may be, to each side that `is_causal` leaves.
+        local_window_size: how many positions away a key may be, to each side that `is_causal` leaves: a whole number.
         segment_ids: `(batch, sequence)` integers. Tokens attend only to tokens with the same id.
         dropout_rate: the fraction of attention weights that are dropped, unless `deterministic`.
         dropout_rng: the key for dropout. On a mesh that divides sequences, each rank folds its index into it.
@@ -66,17 +68,14 @@ def attention_fn(
         ValueError: if an option is not supported; if the shapes do not fit; or if the mesh cannot divide sequences or
             heads.
     """
-    _check_options(bias, others)
+    _check_options(bias, local_window_size, others)
     drops = dropout_rate > 0 and not deterministic
     if drops and broadcast_dropout:
         raise ValueError(
             "`attention_fn` is asked to drop attention weights with one mask for all examples and heads "
             "(`broadcast_dropout=True`, the default of Flax). Pass `broadcast_dropout=False`, so that each has its own."
         )
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(
-            f"`attention_fn` takes (batch, sequence, heads, head_dim); got {query.shape}, {key.shape}, {value.shape}."
-        )
+    _check_shapes(query, key, value, mask)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     q, k, v = (x.astype(dtype) for x in (query, key, value))
     compute = functools.partial(
@@ -98,25 +97,56 @@ def attention_fn(
             "share one mask: dimension 1 must be 1."
         )
     if view == "local":
-        return _on_rank(compute, q, k, v, inputs, axis, roles)
+        apart = tuple(name for name in (*roles.tokens, roles.tensor) if name is not None)
+        return _on_rank(compute, q, k, v, inputs, axis, apart)
     return _over_ranks(compute, q, k, v, inputs, axis, roles)
 
 
-def _check_options(bias: Any, others: dict[str, Any]) -> None:
+def _check_options(bias: Any, window: Any, others: dict[str, Any]) -> None:
     """Raises a `ValueError` for options of Flax's and JAX's functions that would change the result."""
     if bias is not None:
         raise ValueError("`attention_fn` got a `bias`, which it does not support. Pass a boolean `mask`.")
-    harmless = {"module", "promote_dtype"}
+    if window is not None and ((size := whole(window)) is None or size < 0):
+        raise ValueError(
+            f"`local_window_size` is {window!r}; it must be a whole number, the same to each side that `is_causal` "
+            "leaves. For another window, pass a boolean `mask`."
+        )
+    if others.get("module") is not None:
+        raise ValueError(
+            "`attention_fn` got a `module`, to sow the attention weights in, but it does not compute them all on one "
+            "device. Call the layer without `sow_weights`."
+        )
     for name, value in others.items():
-        if name not in harmless and value is not None and value is not False:
+        if value is not None and value is not False and value is not promote_dtype:
             raise ValueError(f"`attention_fn` got {name}={value!r}, which it does not support. Leave it out.")
 
 
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> None:
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"`attention_fn` takes (batch, sequence, heads, head_dim); got {q.shape}, {k.shape}, {v.shape}."
+        )
+    if v.shape != k.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"query {q.shape}, key {k.shape}, value {v.shape}: key and value must have the same shape, with the batch "
+            "and head_dim of the query, and a number of heads that divides that of the query."
+        )
+    if mask is not None and jnp.ndim(mask) not in (2, 4):
+        raise ValueError(
+            f"`mask` has the shape {jnp.shape(mask)}; it must be (batch or 1, heads or 1, queries, keys) or (queries, "
+            "keys). Flax would take dimension 0 of three for the heads; add the dimension that is missing."
+        )
+
+
 def _on_rank(
-    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, roles: Roles
+    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, apart: tuple[str, ...]
 ) -> jax.Array:
     """Returns this rank's part of the result, given its part of queries, keys and values, and the whole sequence of the
-    other inputs."""
+    other inputs.
+
+    Ranks along the axes `apart` have different examples, tokens or heads, and draw different masks for dropout. Others
+    compute the same, and must draw the same.
+    """
     if (heads := q.shape[2]) % degree(axis):
         raise ValueError(
             f"{axis} = {degree(axis)} does not divide the {heads} query heads of a rank, which it divides for "
@@ -127,7 +157,7 @@ def _on_rank(
     else:
         ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
     if (own := inputs["dropout_key"]) is not None:
-        axes = tuple(name for name in (*roles.tokens, roles.tensor) if name is not None and degree(name) > 1)
+        axes = tuple(name for name in apart if degree(name) > 1)
         inputs = {**inputs, "dropout_key": jax.random.fold_in(own, jax.lax.axis_index(axes))}
     return parts_of_sequences(compute(q, k, v, **inputs), axis)
 
@@ -148,6 +178,7 @@ def _over_ranks(
     tensor = roles.tensor if roles.tensor in names else None
     tensor = tensor if q.shape[2] % degree(tensor) == 0 and k.shape[2] % degree(tensor) == 0 else None
     part = PartitionSpec(batch, axis, tensor)
+    apart = tuple(name for name in (*(batch or ()), axis, tensor) if name is not None)
     given = {name: x for name, x in inputs.items() if x is not None}
 
     def spec(name: str, x: jax.Array) -> PartitionSpec:
@@ -155,7 +186,7 @@ def _over_ranks(
         return PartitionSpec(batch) if by_example else PartitionSpec()
 
     def on_rank(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, Any]) -> jax.Array:
-        return _on_rank(compute, q, k, v, dict.fromkeys(inputs) | given, axis, roles)
+        return _on_rank(compute, q, k, v, dict.fromkeys(inputs) | given, axis, apart)
 
     into = (part, part, part, {name: spec(name, x) for name, x in given.items()})
     return jax.shard_map(on_rank, in_specs=into, out_specs=part, check_vma=False)(q, k, v, given)

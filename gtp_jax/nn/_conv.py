@@ -77,4 +77,4 @@ class Conv(nnx.Conv):
                 f"Conv takes (*batch, {dims - 1} spatial dimensions, {self.in_features} features); got shape "
                 f"{inputs.shape}."
             )
-        return over_batch(self, nnx.Conv.__call__, inputs, batched=inputs.ndim > dims)
+        return over_batch(self, nnx.Conv.__call__, inputs, batched=inputs.ndim > dims, by_token=inputs.ndim > dims + 1)

@@ -27,7 +27,7 @@ from ..collectives import (
     split_parts,
 )
 from ..layout import Layout, layouts_of_kernels
-from ..mesh import current_view, degree
+from ..mesh import current_view, degree, sequence_axis
 from ..ops import layer_norm, rms_norm, save_for_backward
 from ..weights import GradReduce, split_features
 from ._adapter import Adapter
@@ -259,7 +259,8 @@ class Dense(WeightOwner):
         dimension. Returns an empty list if the layer has no adapters."""
         if self.lora is None:
             return []
-        ranks = self.roles.tokens
+        # without a sequence, ranks of its axis compute the same, and must draw the same mask for dropout
+        ranks = self.roles.batch if sequence_axis(self.roles, x.ndim) is None else self.roles.tokens
         if self.roles.tensor is not None and (self.parallel == "row" or self.shards_sequence(x.ndim)):
             ranks = (*ranks, self.roles.tensor)
         pairs = zip(self._adapters(), self.layouts, strict=True)

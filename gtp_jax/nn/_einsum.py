@@ -58,7 +58,8 @@ class Einsum(nnx.Einsum):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the einsum of the input and the kernel, plus the bias if there is one."""
-        return over_batch(self, nnx.Einsum.__call__, inputs, batched=_leads_with_batch(self.einsum_str, inputs.ndim))
+        batched, by_token = (_keeps(self.einsum_str, inputs.ndim, dim) for dim in (0, 1))
+        return over_batch(self, nnx.Einsum.__call__, inputs, batched=batched, by_token=by_token)
 
 
 def _check_string(string: str, kernel_shape: tuple[int, ...]) -> None:
@@ -76,17 +77,18 @@ def _check_string(string: str, kernel_shape: tuple[int, ...]) -> None:
         )
 
 
-def _leads_with_batch(string: str, ndim: int) -> bool:
-    """Returns whether dimension 0 of the input is also dimension 0 of the output, and the elements along it are
-    computed independently of each other.
+def _keeps(string: str, ndim: int, dim: int) -> bool:
+    """Returns whether a dimension of the input is also that dimension of the output, and the elements along it are
+    computed alike and independently of each other.
 
     Args:
         string: the einsum string, without spaces.
         ndim: the number of dimensions of the input.
+        dim: the dimension, not negative.
     """
     operands, _, output = string.partition("->")
     term, kernel = operands.split(",")
-    if term.startswith("..."):
-        return output.startswith("...") and "..." not in kernel and ndim > len(term) - 3
-    first = term[:1]
-    return bool(first) and output.startswith(first) and first not in kernel and term.count(first) == 1
+    unnamed = "".join(map(str, range(ndim - len(term) + 3)))
+    term, kernel, output = (letters.replace("...", unnamed) for letters in (term, kernel, output))
+    letter = term[dim : dim + 1]
+    return bool(letter) and output[dim : dim + 1] == letter and letter not in kernel and term.count(letter) == 1

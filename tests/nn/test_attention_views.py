@@ -227,3 +227,32 @@ def test_a_layer_of_ones_own_takes_further_inputs_in_every_view(x64):
         np.testing.assert_allclose(found, -(x * gate[:, None] + 2), rtol=0, atol=1e-15)
         with pytest.raises(ValueError, match=naming("0 Gated (4, 8)")):
             layer(x, gate[:4], sign="+")
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(4, 2), (3, 4)])
+def test_ranks_that_compute_the_same_heads_and_examples_drop_the_same_weights(rows, heads):
+    degrees = dict(cp=2, tp=4) if heads == 2 else dict(gtp=2, cp=2)
+    count = math.prod(degrees.values())
+    x = jax.random.normal(jax.random.key(0), (rows, 8, heads, 4))
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
+        drop = dict(dropout_rate=0.5, dropout_rng=jax.random.key(1), broadcast_dropout=False)
+        y = jax.jit(lambda x: gtp.attention_fn(x, x, x, **drop))(x)
+    parts = {}
+    for shard in y.addressable_shards:
+        parts.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
+    assert len(parts) < count and all(len(set(copies)) == 1 for copies in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(local_window_size=(2, 0)), "`local_window_size` (2, 0) `mask`"),
+        (dict(mask=np.ones((2, 4, 4), bool)), "`mask` (2, 4, 4) heads"),
+        (dict(module=nnx.Module()), "`module` `sow_weights`"),
+        (dict(value=np.ones((2, 4, 2, 3))), "value (2, 4, 2, 3) same shape"),
+    ],
+)
+def test_options_that_attention_fn_would_take_otherwise_than_flax_are_refused(options, message):
+    x = np.ones((2, 4, 2, 4))
+    with pytest.raises(ValueError, match=naming(message)):
+        gtp.attention_fn(**{**dict(query=x, key=x, value=x), **options})

@@ -130,3 +130,29 @@ REFUSED = [
 def test_a_bad_argument_is_named(call, message):
     with pytest.raises(ValueError, match=naming(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("make", "whole"),
+    [
+        (lambda rngs: gtp.Conv(8, 8, (3,), rngs=rngs), True),
+        (lambda rngs: gtp.Einsum("bte,ts->bse", (4, 4), rngs=rngs), True),
+        (lambda rngs: gtp.Einsum("...e,ef->...f", (8, 8), rngs=rngs), False),
+    ],
+)
+def test_a_part_of_a_sequence_is_refused_where_the_result_depends_on_the_whole(make, whole):
+    with jax.set_mesh(gtp.make_mesh(cp=2, devices=jax.devices()[:2])):
+        model, state = nnx.split(placed(make))
+
+        def local(state, x):
+            return nnx.merge(model, state)(x)
+
+        specs = jax.tree.map(lambda a: a.sharding.spec, state)
+        tokens = jax.sharding.PartitionSpec(None, "cp")
+        call = jax.shard_map(local, in_specs=(specs, tokens), out_specs=tokens, check_vma=False)
+        x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
+        if not whole:
+            assert jax.eval_shape(call, state, x).shape == x.shape
+            return
+        with pytest.raises(ValueError, match=naming("part of every sequence cp = 2 global view")):
+            jax.eval_shape(call, state, x)

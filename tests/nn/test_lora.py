@@ -254,6 +254,18 @@ def test_dropout_is_of_a_step_and_of_nothing_else(view):
     assert len({*losses, evaluated}) == 3
 
 
+def test_ranks_that_divide_no_sequence_drop_the_same():
+    with jax.set_mesh(gtp.make_mesh(cp=2, devices=jax.devices()[:2])):
+        layer = gtp.lora(
+            gtp.init(lambda rngs: gtp.Dense(8, 4, rngs=rngs), nnx.Rngs(0)), 2, 2, dropout=0.5, rngs=nnx.Rngs(1)
+        )
+        layer.lora.b.set_value(jnp.ones((2, 4)))
+        words = jax.random.key_data(jax.random.key(3))
+        y = jax.jit(lambda x: gtp.nn.with_dropout(layer, words)(x))(jnp.ones((4, 8)))
+    first, second = (np.asarray(shard.data) for shard in y.addressable_shards)
+    np.testing.assert_array_equal(first, second)
+
+
 def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
     layer = gtp.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
     layer.lora.b.set_raw_value(jnp.ones((2, 4)))
