@@ -71,12 +71,13 @@ def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:
 
     Raises:
         ValueError: if there is such an axis, and the name of an array does not say whether it has a number for each
-            token; or if the axis does not divide the sequence.
+            token; if there is one number for each example, whose loss every rank of the axis would count; or if the
+            axis does not divide the sequence.
     """
     axis = sequence_axis(roles, 3)
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        if axis is None or jnp.ndim(leaf) < 2:
+        if axis is None:
             return PartitionSpec(roles.batch)
         where, name = f"`batch`{jax.tree_util.keystr(path)}", name_of(path)
         if name in WHOLE:
@@ -87,6 +88,12 @@ def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:
                 f"the names of arrays say how: {', '.join(map(repr, BY_TOKEN))} are divided along dimension 1, and "
                 f"{', '.join(map(repr, WHOLE))} are not. Rename it, or use `view='global'`, where arrays of any name "
                 "are right."
+            )
+        if jnp.ndim(leaf) < 2:
+            raise ValueError(
+                f"{where} has shape {jnp.shape(leaf)}, one number for each example, and {axis} = {degree(axis)} "
+                "divides sequences. In local view, a rank has a part of each example, to which this number does not "
+                "belong. Use `view='global'`."
             )
         if leaf.shape[1] % degree(axis):
             raise ValueError(
