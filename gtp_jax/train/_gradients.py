@@ -144,7 +144,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
         _refuse_metric(one, model_of, params, {})
         return over_all_ranks((returned.total, returned.tokens))
 
-    total, tokens = over_mesh(local, state, 1, PartitionSpec())(batch)
+    total, tokens = over_mesh(local, request.loss, state, 1, PartitionSpec())(batch)
     return Computed(total, tokens, (), (), ())
 
 
@@ -271,7 +271,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         refuse_metric(closed, number, params, ({}, {}))
         refuse_examples(closed, number, routed, degrees(jax.sharding.get_abstract_mesh().axis_names))
 
-    on_mesh = over_mesh(uncast(local, examine), state, microbatches, (model_def.specs, PartitionSpec()))
+    on_mesh = over_mesh(uncast(local, examine), request.loss, state, microbatches, (model_def.specs, PartitionSpec()))
     with routed_into(routed):
         found, (total, tokens, amaxes) = on_mesh(batch)
     return Computed(total, tokens, found, {}, (), amaxes)

@@ -18,12 +18,15 @@ from ._state import TrainState
 Tree = Any
 
 
-def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
+def over_mesh(
+    local: Callable[..., Any], loss: Callable[..., Any], state: TrainState, microbatches: int, out: Any
+) -> Callable[..., Any]:
     """Returns a function of a batch that calls `local` on each rank's own part of the arrays. Without a mesh, it calls
     `local` once, on the whole arrays.
 
     Args:
         local: `(params, frozen, scaling, batch, step) -> result`.
+        loss: the loss that `local` computes.
         state: the state, which holds all arguments of `local` except the batch.
         microbatches: the number of microbatches into which `local` splits its batch.
         out: the partitions of the result, a pytree prefix.
@@ -32,13 +35,14 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
         ValueError: if the model has variables that are neither parameters nor frozen. By the function, if the batch
             contains a list of numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot
             divide evenly; if the batch is split and its arrays have different numbers of rows; for the reasons of
-            `_specs_of_batch`; or if the model was built for other mesh degrees.
+            `_check_loss` and `_specs_of_batch`; or if the model was built for other mesh degrees.
     """
     model_def = state.model_def
     _check_model_state(state)
 
     def run(batch: Tree) -> Any:
         model_def.check_mesh()
+        _check_loss(loss, model_def.roles)
         check_arrays(batch)
         roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
@@ -63,6 +67,18 @@ def over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, o
         return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
 
     return run
+
+
+def _check_loss(loss: Any, roles: Roles) -> None:
+    """Raises a `ValueError` if an axis divides sequences, and the loss does not say that it is right for a part: a
+    shift of tokens, or positions that a model counts from 0, would be those of each part."""
+    axis = sequence_axis(roles, 3)
+    if axis is not None and not getattr(loss, "context_parallel", False):
+        raise ValueError(
+            f"the loss is computed in local view, where each rank has its own part of every sequence ({axis} = "
+            f"{degree(axis)}), and does not say that it and its model are right for a part. Use `view='global'`; or, "
+            "if no code of theirs shifts tokens or counts positions, set `loss.context_parallel = True`."
+        )
 
 
 def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:

@@ -193,8 +193,14 @@ def local_step(batch):
 
 def local_stock():
     _, state, batch = stock_step()
-    step = gtp.train_step(lambda model, batch: (jnp.sum(model(batch["tokens"])), 1), optax.sgd(0.1), view="local")
-    step.lower(state, {"tokens": batch["ids"]})
+    loss = functools.partial(lambda model, batch: (jnp.sum(model(batch["tokens"])), 1))
+    loss.context_parallel = True
+    gtp.train_step(loss, optax.sgd(0.1), view="local").lower(state, {"tokens": batch["ids"]})
+
+
+def local_loss_of_ones_own():
+    _, state, batch = stock_step()
+    gtp.train_step(stock_loss, optax.sgd(0.1), view="local").lower(state, {"tokens": batch["ids"]})
 
 
 class Shift(gtp.nn.Layer):
@@ -221,6 +227,7 @@ REFUSED = {
         "['y'] cp = 4 'tokens' 'positions' view='global'",
     ),
     "stock layers in local view": (local_stock, "Stock `gtp_jax.shard` local view cp = 4 `view='global'`"),
+    "a loss in local view": (local_loss_of_ones_own, "loss cp = 4 `view='global'` `loss.context_parallel = True`"),
     "a layer of one's own": (lambda: Shift()(jnp.ones((4, SEQ, 8))), "Shift cp = 4 `context_parallel = True`"),
     "a layer that derives from one that knows": (
         lambda: gtp.init(lambda rngs: ShiftedMLP(32, 48, rngs=rngs), nnx.Rngs(0))(jnp.ones((4, SEQ, 32))),

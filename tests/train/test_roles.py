@@ -126,6 +126,11 @@ def test_roles_of_another_kind_are_refused():
 def test_a_number_for_each_example_is_refused_where_ranks_divide_sequences():
     with jax.set_mesh(gtp.make_mesh(cp=2, devices=jax.devices()[:2])):
         state = gtp.TrainState.create(gtp.init(lambda rngs: gtp.Embed(8, 4, rngs=rngs), nnx.Rngs(0)), optax.sgd(0.1))
-        step = gtp.train_step(lambda model, batch: (model(batch["tokens"]).sum(), 1.0), optax.sgd(0.1), view="local")
+
+        def loss(model, batch):
+            return model(batch["tokens"]).sum(), 1.0
+
+        loss.context_parallel = True
+        step = gtp.train_step(loss, optax.sgd(0.1), view="local")
         with pytest.raises(ValueError, match=r"targets.* has shape \(4,\).*cp = 2.*view='global'"):
             step(state, {"tokens": np.zeros((4, 8), int), "targets": np.zeros(4, int)})

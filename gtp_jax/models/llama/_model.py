@@ -157,6 +157,9 @@ def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arr
     return cross_entropy(logits, batch["targets"], batch.get("weights"), vocab_size=model.embed.num_embeddings)
 
 
+next_token_loss.context_parallel = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _given(positions: jax.Array | None, segment_ids: jax.Array | None) -> dict[str, jax.Array]:
     """Returns the arrays that every block receives."""
     if positions is None and segment_ids is not None:
