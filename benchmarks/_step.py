@@ -15,7 +15,7 @@ from gtp_jax.hlo import step_flops
 
 from ._contenders import FSDP2, PARTITIONER, TE, Contender
 from ._process import reason, run
-from .contenders.workload import MARK, NOT_OVER_TP, Workload
+from .contenders.workload import MARK, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,8 @@ def measure_step(
         torch_python: the interpreter that has PyTorch.
         log: a file for its output; by default, output is not saved.
     """
-    refused = NOT_OVER_TP if work.is_ours_alone and contender.family in (FSDP2, PARTITIONER, TE) else contender.refused
+    lacking = work.ours_alone if contender.family in (FSDP2, PARTITIONER, TE) else ""
+    refused = lacking or contender.refused
     if refused:
         return Row(contender, failure=refused)
     shown = environment.get("CUDA_VISIBLE_DEVICES")

@@ -31,7 +31,8 @@ COMMAND_BUFFERS = {
 # The XLA options of a step of gtp_jax: those of `train_step`, or the defaults, as with a plain `jax.jit`.
 XLA_OPTIONS = ("gtp_jax", "default")
 
-NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1, and no cp"
+NOT_OVER_TP = "supports experts, and norms of queries and keys, only at tp 1"
+NOT_OVER_CP = "does not divide sequences over cp"
 
 MARK = "RESULT "  # the beginning of the line with the results
 
@@ -116,9 +117,12 @@ class Workload:
         return self.ep > 1 and self.has_experts
 
     @property
-    def is_ours_alone(self) -> bool:
-        """Whether gtp_jax's contenders support the workload, but the scripts of FSDP2 and the partitioner do not."""
-        return self.cp > 1 or (self.tp > 1 and (self.has_experts or self.qk_norm))
+    def ours_alone(self) -> str:
+        """What of the workload gtp_jax's contenders support, but the scripts of FSDP2 and the partitioner do not; an
+        empty string if they support all of it."""
+        if self.cp > 1:
+            return NOT_OVER_CP
+        return NOT_OVER_TP if self.tp > 1 and (self.has_experts or self.qk_norm) else ""
 
     @property
     def tokens(self) -> int:
@@ -170,8 +174,8 @@ def workload(args: argparse.Namespace, *, all_over_tp: bool = False) -> Workload
         work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
     except ValueError as error:
         sys.exit(f"error: {error}")
-    if not all_over_tp and work.is_ours_alone:
-        sys.exit(f"error: {NOT_OVER_TP}")
+    if not all_over_tp and work.ours_alone:
+        sys.exit(f"error: {work.ours_alone}")
     return work
 
 

@@ -27,6 +27,7 @@ def holds(variable, wanted, spec):
     assert variable.get_raw_value().sharding.spec == spec
 
 
+@pytest.mark.full
 def test_a_padded_weight_is_read_in_its_logical_shape(x64):
     with on(gtp=1):
         wanted, stacked = np.asarray(make().last.kernel[...]), np.asarray(make(Stacked).layers.kernel[...])
@@ -132,6 +133,7 @@ def test_a_padded_model_is_pickled_cloned_and_split(x64):
             same(copy(tokens), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", others_full(["sgd", "adamw", "adafactor"], ["adafactor"]))
 def test_nnx_optimizer_refuses_a_padded_model(name, x64):
     optimizer = getattr(optax, name)(1e-2)

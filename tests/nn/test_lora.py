@@ -229,6 +229,7 @@ def sum_of_squares(model, batch):
     return copies * jnp.sum(y**2), jnp.float64(batch["tokens"].size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", others_full(["local", "global"], ["local"]))
 def test_dropout_is_of_a_step_and_of_nothing_else(view):
     with mesh_in_scope("gtp 4 x tp 2"):

@@ -79,6 +79,7 @@ def is_bias(path):
     return path[-1] == "router_bias"
 
 
+@pytest.mark.full
 def test_an_average_weighs_a_step_less_with_each_one_behind_it(mesh):
     found, state = after_each_step(TrainConfig(average=0.8, warmup=0), 4)
     weights = dict(with_paths(evaluation_weights(state.params, state.opt_state)))
