@@ -4,7 +4,7 @@
     python benchmarks/linear_cross_entropy.py --tokens 512 --features 64 --vocab 1000 --chunk 128      # on CPU
 
 Each row is computed in a process of its own, so that its peak of memory is its own. The head is a `gtp_jax.Dense` with
-weights in float32, which are multiplied in bfloat16. `planned` is what XLA plans beside the arguments and the results:
+weights in float32, which are multiplied in bfloat16. `planned` is what XLA plans in addition to arguments and results:
 the input, the weight and their gradients. `peak` counts everything.
 """
 

@@ -118,8 +118,8 @@ class Workload:
 
     @property
     def ours_alone(self) -> str:
-        """What of the workload gtp_jax's contenders support, but the scripts of FSDP2 and the partitioner do not; an
-        empty string if they support all of it."""
+        """The reason why the scripts of FSDP2 and the partitioner cannot run the workload; an empty string if they
+        can."""
         if self.cp > 1:
             return NOT_OVER_CP
         return NOT_OVER_TP if self.tp > 1 and (self.has_experts or self.qk_norm) else ""

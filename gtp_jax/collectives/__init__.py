@@ -3,7 +3,7 @@
 from ._bits import in_bits as in_bits
 from ._bits import moved_in_bits as moved_in_bits
 from ._heads import parts_of_sequences as parts_of_sequences
-from ._heads import whole_sequences as whole_sequences
+from ._heads import whole_sequences_of as whole_sequences_of
 from ._over_gloo import all_gather as all_gather
 from ._over_gloo import reduce_scatter as reduce_scatter
 from ._replicas import replica_axes as replica_axes

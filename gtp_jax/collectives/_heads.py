@@ -20,6 +20,25 @@ from ..mesh import degree
 from ._turns import in_turn, turn_in_scope
 
 
+def whole_sequences_of(q: jax.Array, k: jax.Array, v: jax.Array, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values as `whole_sequences` does: in one launch, or in two if keys and values are of
+    other sequences than queries.
+
+    Raises:
+        ValueError: if the axis does not divide the query heads, or for the reason of `whole_sequences`.
+    """
+    if (heads := q.shape[2]) % degree(axis):
+        raise ValueError(
+            f"{axis} = {degree(axis)} does not divide the {heads} query heads of a rank, which it divides for "
+            "attention. Choose a degree that does."
+        )
+    if k.shape[:2] == q.shape[:2]:
+        q, k, v = whole_sequences([q, k, v], axis)
+    else:
+        ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
+    return q, k, v
+
+
 def whole_sequences(
     parts: Sequence[Shaped[jax.Array, "batch part _ head_dim"]], axis: str
 ) -> list[Shaped[jax.Array, "batch sequence _ head_dim"]]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import parts_of_sequences, whole_sequences
+from ..collectives import parts_of_sequences, whole_sequences_of
 from ..layout import Layout, Split
 from ..mesh import Roles, current_view, degree, sequence_axis
 from ..ops import (
@@ -158,35 +158,18 @@ class AttentionCore(nnx.Module):
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         axis = sequence_axis(self.roles, q.ndim) if current_view() == "local" else None
         if axis is not None:
-            q, k, v = self._whole_sequences(q, k, v, axis)
+            self._check_not_cached(axis)
+            q, k, v = whole_sequences_of(q, k, v, axis)
         given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "mask": mask}
         y = self._of_sequences(q, k, v, dropout_key=dropout_key, fp8=fp8, **given)
         return y if axis is None else parts_of_sequences(y, axis)
 
-    def _whole_sequences(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, axis: str
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns whole sequences of this rank's heads among those that the ranks of the axis `sequence` divide.
-
-        Raises:
-            ValueError: if these ranks do not divide the query heads, or the key-value heads neither divide nor are
-                divided by them; or in the copy of a model that `gtp_jax.generate` calls.
-        """
+    def _check_not_cached(self, axis: str) -> None:
         if self.cached_keys is not None:
             raise ValueError(
                 f"`gtp_jax.generate` caches keys and values of whole sequences, but {axis} = {degree(axis)} divides "
                 f"sequences. Generate on a mesh without {axis}."
             )
-        if q.shape[2] % degree(axis):
-            raise ValueError(
-                f"{axis} = {degree(axis)} does not divide the {q.shape[2]} query heads of a tp rank, which its ranks "
-                "divide for attention. Choose a degree that does."
-            )
-        if k.shape[:2] == q.shape[:2]:
-            q, k, v = whole_sequences([q, k, v], axis)
-        else:
-            ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
-        return q, k, v
 
     def _of_sequences(
         self,

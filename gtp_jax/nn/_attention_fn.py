@@ -11,7 +11,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
 from .._numbers import whole
-from ..collectives import parts_of_sequences, whole_sequences
+from ..collectives import parts_of_sequences, whole_sequences_of
 from ..mesh import Roles, current_roles, current_view, degree, degrees
 from ..ops import attention
 
@@ -144,18 +144,10 @@ def _on_rank(
     """Returns this rank's part of the result, given its part of queries, keys and values, and the whole sequence of the
     other inputs.
 
-    Ranks along the axes `apart` have different examples, tokens or heads, and draw different masks for dropout. Others
-    compute the same, and must draw the same.
+    Ranks along the axes `apart` have different examples, tokens or heads, and different masks for dropout. Others
+    compute the same, and need the same mask.
     """
-    if (heads := q.shape[2]) % degree(axis):
-        raise ValueError(
-            f"{axis} = {degree(axis)} does not divide the {heads} query heads of a rank, which it divides for "
-            "attention. Choose a degree that does."
-        )
-    if k.shape[:2] == q.shape[:2]:
-        q, k, v = whole_sequences([q, k, v], axis)
-    else:
-        ((q,), (k, v)) = whole_sequences([q], axis), whole_sequences([k, v], axis)
+    q, k, v = whole_sequences_of(q, k, v, axis)
     if (own := inputs["dropout_key"]) is not None:
         axes = tuple(name for name in apart if degree(name) > 1)
         inputs = {**inputs, "dropout_key": jax.random.fold_in(own, jax.lax.axis_index(axes))}

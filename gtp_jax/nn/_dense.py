@@ -259,7 +259,7 @@ class Dense(WeightOwner):
         dimension. Returns an empty list if the layer has no adapters."""
         if self.lora is None:
             return []
-        # without a sequence, ranks of its axis compute the same, and must draw the same mask for dropout
+        # without a sequence, ranks of its axis compute the same, and need the same mask for dropout
         ranks = self.roles.batch if sequence_axis(self.roles, x.ndim) is None else self.roles.tokens
         if self.roles.tensor is not None and (self.parallel == "row" or self.shards_sequence(x.ndim)):
             ranks = (*ranks, self.roles.tensor)
