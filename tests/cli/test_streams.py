@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -30,9 +31,10 @@ assert sys.stdin.read() == ""
 
 
 def shell(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a line of a shell, in which `$0` is Python and `$1` the first argument."""
+    """Runs a line of a shell, in which `$0` is Python, with buffered streams, and `$1` the first argument."""
     command = ["sh", "-c", line, sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=buffered)
 
 
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):

@@ -13,7 +13,7 @@ from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, of_signal
 from ..trainer import Diverged
 from ._errors import EXPECTED, explanation
-from ._streams import discard_output
+from ._streams import discard_output, discard_unwritable_output
 from ._warnings import plain_warnings
 
 # Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
             return of_signal(signal.SIGPIPE)
         if args.traceback or (text := explanation(error)) is None:
             raise
+        if isinstance(error, OSError):
+            discard_unwritable_output()
         _say(f"gtp-jax {args.command}: error: {text}")
         return of_error(error)
     except Diverged as error:

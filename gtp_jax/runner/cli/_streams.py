@@ -33,6 +33,17 @@ def discard_output() -> None:
     os.close(null)
 
 
+def discard_unwritable_output() -> None:
+    """Discards what standard output still holds, if it cannot be written, for example because a disk is full.
+
+    Otherwise the interpreter fails to write it when it exits, and replaces the exit status by 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output()
+
+
 def _is_open(number: int) -> bool:
     try:
         os.fstat(number)
