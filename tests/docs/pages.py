@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 _FOLDERS = ("benchmarks", "docs", "examples", "ffi", "gtp_jax", "tests")
-# Pages for users, each of which the README links to; the others are for contributors, or the changelog.
+# Pages for users, each of which docs/README.md links to; the others are for contributors, or the changelog.
 PAGES = (README, *sorted(page for folder in _FOLDERS for page in (ROOT / folder).rglob("*.md")))
 DOCUMENTS = (*PAGES, *sorted({*ROOT.glob("*.md")} - {README}))
 
