@@ -58,6 +58,7 @@ def add_topic(topics: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=("preset", "axes", "contenders", "scan", "target", "steps", "within", "json", "png"),
     )
     add_flags(topic, benchmarks.StepOptions, but=("dp", "ep"))
     topic.add_argument(

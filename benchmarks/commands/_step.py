@@ -77,6 +77,7 @@ def add_topic(topics: Any) -> None:
         f"{_FORMULA}.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=("preset", "num-layers", "seq", "tokens", "gtp", "tp", "contenders", "steps", "json"),
     )
     add_flags(topic, benchmarks.StepOptions, but=("dp",))
     add_flags(topic, ExpertOptions, but=("transport",))

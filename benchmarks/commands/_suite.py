@@ -55,6 +55,7 @@ def add_topic(topics: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=("devices", "workloads", "contenders", "list", "rounds", "slower", "cache", "within", "json", "png"),
     )
     topic.add_argument(
         "--devices", type=whole, metavar="N", help="run only workloads of this many devices (default: all that fit)"

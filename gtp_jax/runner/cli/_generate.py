@@ -58,6 +58,7 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=("source", "prompt", "chat", "max-new-tokens", "stop", "temperature", "seed", "recipe"),
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="the directory of a run, or of an import")
     begin = parser.add_mutually_exclusive_group(required=True)

@@ -14,12 +14,26 @@ from ._waiting import waiting
 # Measured on two cores: `tiny` 43 s, `1b` 71 s.
 _USUALLY = "a minute for a small model, and several minutes for one of billions of parameters"
 
+_EXAMPLES = """\
+examples:
+  gtp-jax inspect                                   the small model of `gtp-jax train`, on virtual CPU devices
+  gtp-jax inspect --preset 8b --target h200:8       8 billion parameters on eight H200s
+  gtp-jax inspect --preset 8b --target h200:8 --recipe nvfp4 --png step.png
+  gtp-jax inspect --preset 70b --target h200:64 --gtp 8 --tp 8 --unroll 1 --network-rate 50
+"""
+# what `--help` shows
+_MAIN = ("preset", "target", "dp", "gtp", "tp", "cp", "ep", "seq", "batch", "microbatches", "recipe", "remat", "unroll")
+_MAIN += ("png", "json")
+
 
 def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = add(
         description="Compiles a training step from shapes alone and shows how weights are sharded, what is "
         "communicated, how much memory a device needs and, for GPUs, the order of execution. Needs no GPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=_MAIN,
     )
     add_flags(parser, InspectOptions)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -19,12 +19,10 @@ examples:
   gtp-jax train --resume                continue where a run was stopped
   gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
   gtp-jax generate gtp-run --prompt "def "
-                                        text from a trained model, or from an imported one
   gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
   gtp-jax plan-faults --tp 8 --failed-devices 3
-                                        how a run continues without some of its devices
   gtp-jax checkpoint verify gtp-run     checks that no byte of a run's checkpoints has changed
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import itertools
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..._foreign import printable
@@ -19,6 +22,7 @@ AddParser = Callable[..., argparse.ArgumentParser]
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
 
 
+_EXAMPLE_LINES = 9  # of the examples that the brief help repeats, with their heading
 _USAGE_LINES = 12  # a longer usage fills the terminal, and the message below it is easily missed
 
 
@@ -28,11 +32,19 @@ class Parser(argparse.ArgumentParser):
     argparse creates the parsers of subcommands with the same class, so this applies to all of them. A negative number
     is a value, not a flag; the flag's own check refuses it. Messages repeat user input in a form that a terminal
     displays but does not interpret.
+
+    Args:
+        main: the arguments that `--help` shows, by name without dashes; `--help-all` shows all. If empty, `--help`
+            shows all.
+        args, options: those of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, main: Collection[str] = (), **options: Any) -> None:
         super().__init__(*args, **options)
         self._negative_number_matcher = _NEGATIVE
+        self._main = main
+        if main:
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
 
     # none of the overloads is useful here
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -48,6 +60,29 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         self._refuse(unknown)
         return parsed, unknown
+
+    def format_help(self) -> str:
+        """Returns what `--help` prints."""
+        return self._brief_help() if self._main else self.complete_help()
+
+    def complete_help(self) -> str:
+        """Returns what `--help-all` prints: the help of every option, in groups."""
+        return super().format_help()
+
+    def _brief_help(self) -> str:
+        own = {name.lstrip("-"): action for action in self._actions for name in action.option_strings or (action.dest,)}
+        formatter = argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=26)
+        formatter.add_usage(f"{self.prog} [options]", [], [])
+        paragraph = " ".join((self.description or "").split("\n\n")[0].split())
+        formatter.add_text(textwrap.fill(paragraph, shutil.get_terminal_size().columns - 2))
+        formatter.start_section("main options")
+        formatter.add_arguments([_shortened(own[name]) for name in self._main])
+        formatter.end_section()
+        formatter.add_text("\n".join((self.epilog or "").splitlines()[:_EXAMPLE_LINES]))
+        flags = sum(bool(action.option_strings) for action in self._actions)
+        groups = ", ".join(str(group.title) for group in self._action_groups[2:] if group._group_actions)
+        formatter.add_text(f"`{self.prog} --help-all` explains all {flags} options{': ' + groups if groups else ''}.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage, shortened if it is long, and a message, and exits with status 2."""
@@ -77,6 +112,25 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             error.message += _hint([str(value)], map(str, action.choices or ()))
             raise
+
+
+class _HelpAll(argparse.Action):
+    """Prints the complete help, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.complete_help(), end="")
+        parser.exit()
+
+
+def _shortened(action: argparse.Action) -> argparse.Action:
+    """Returns an option with the first clause of its help, and without a list of choices."""
+    short = copy.copy(action)
+    short.help = re.split(r"[;:] | \(default", action.help or "")[0]
+    if action.choices is not None and action.metavar is None:
+        short.metavar, short.choices = action.dest.upper(), None
+    short.option_strings = action.option_strings[:1]
+    return short
 
 
 def _name(word: str) -> str:

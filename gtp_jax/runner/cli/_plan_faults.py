@@ -8,12 +8,21 @@ from ...inspect import FaultOptions, fault_text, inspect_faults
 from ..flags import add_flags, from_settings, given
 from ._parser import AddParser
 
+_EXAMPLES = """\
+examples:
+  gtp-jax plan-faults --tp 8 --failed-devices 3            two replicas of tp 8, one device lost
+  gtp-jax plan-faults --preset 70b --gtp 4 --tp 8 --failed-devices 3 40
+"""
+
 
 def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = add(
         description="Shows which devices continue at which tensor-parallel degree, what is sent between them, how much "
         "memory they need, and the throughput compared with dropping replicas. Computed from shapes; needs no device.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=("preset", "dp", "gtp", "tp", "failed-devices", "batch", "memory"),
     )
     add_flags(parser, FaultOptions)
     parser.set_defaults(run=run)

@@ -28,6 +28,9 @@ examples:
 Exposed communication, in red, is not hidden by compute. Contenders have the same names as in `gtp-jax bench step`.
 """
 
+# what `--help` shows
+_MAIN = ("preset", "seq", "tokens", "gtp", "tp", "contender", "trace", "png", "html")
+
 _TRACED = ("gtp_jax", "partitioner")
 
 
@@ -38,6 +41,7 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
         "and the share of each kind of work. Prints the shares; writes profile.png and profile.html.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=_MAIN if has_benchmarks() else (),
     )
     if not has_benchmarks():
         refuse_elsewhere(parser, "--trace")

@@ -42,6 +42,10 @@ examples:
 """
 
 
+# what `--help` shows
+_MAIN = ("preset", "from", "data", "tokenizer", "seq", "steps", "batch", "lr", "microbatches", "recipe", "lora", "dp")
+_MAIN += ("gtp", "tp", "cp", "out", "resume", "config")
+
 _ELASTIC = """\
 With --elastic, the run continues when a process or a device fails: a supervisor starts one process per device on this
 host, keeps snapshots of the state in memory, and continues from the last one with the remaining devices."""
@@ -65,6 +69,7 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        main=_MAIN,
     )
     groups = add_flags(parser, TrainConfig)
     groups["sizes"].description = "Sizes that are not given come from the preset, or from the model of --from."

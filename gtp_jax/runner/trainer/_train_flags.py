@@ -86,8 +86,8 @@ class TrainConfig:
     preset: str | None = knob(
         None,
         "model",
-        f"the model, except for sizes that are given: {', '.join(PRESETS)} (default: {_PRESET}, or the model of "
-        "--from)",
+        f"the model, one of {', '.join(PRESETS)}; sizes that are given override its own (default: {_PRESET}, or the "
+        "model of --from)",
         kind=str,
         metavar="NAME",
     )
