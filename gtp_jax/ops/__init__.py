@@ -10,6 +10,8 @@ from ._attention import check_choices as check_choices
 from ._attention import cudnn_lacks as cudnn_lacks
 from ._attention_fp8 import attention_fp8 as attention_fp8
 from ._attention_fp8 import attention_fp8_lacks as attention_fp8_lacks
+from ._attention_parts import attention_backward as attention_backward
+from ._attention_parts import attention_with_lse as attention_with_lse
 from ._blocked import blocked_product as blocked_product
 from ._blocked import lacks_blocked_product as lacks_blocked_product
 from ._checks import MOST as MOST

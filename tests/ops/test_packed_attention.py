@@ -17,7 +17,7 @@ from selection import every
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.chain._policy import with_remat
-from gtp_jax.ops import _cudnn_calls, _packed, attention, packed_lacks
+from gtp_jax.ops import _cudnn_calls, _packed, attention, attention_backward, attention_with_lse, packed_lacks
 
 from ..hlo.programs import array, needs_target
 from . import cudnn_by_hand
@@ -254,18 +254,39 @@ def plain(options, bias):
 
 
 @needs_target
-@pytest.mark.parametrize("options", [(True, None, 0.125), (False, None, 0.125), (True, 100, 0.2)])
-def test_calls_without_documents_are_those_of_jax(options):
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [((True, None, 0.125), 1024), ((False, None, 0.125), 1024), ((False, None, 0.125), 320), ((True, 100, 0.2), 1024)],
+)
+def test_calls_without_documents_are_those_of_jax(options, keys):
     options = _cudnn_calls.Options(*options)
 
     def ours(q, k, v, of_out):
         y, stats = _cudnn_calls.forward(q, k, v, None, None, options)
         return _cudnn_calls.backward(q, k, v, None, None, stats, y, of_out, options)
 
-    shapes = HALF[8], HALF[2], HALF[2], HALF[8]
+    of_keys = HALF[2].update(shape=(2, keys, 2, 64))
+    shapes = HALF[8], of_keys, of_keys, HALF[8]
     found = calls(ours, *shapes)
     assert [target for target, *_ in found] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert found == calls(plain(options, False), *shapes)
+
+
+@needs_target
+@pytest.mark.parametrize(("local", "made"), [(True, 2), (False, 0)])
+def test_parts_of_keys_are_cudnns_where_xla_need_not_shard_its_calls(local, made):
+    def ours(q, k, v, of_out):
+        y, lse = attention_with_lse(q, k, v)
+        return attention_backward(q, k, v, y, lse, of_out)
+
+    def each(*given):  # under `vmap`, whose dimension joins the batch
+        return jax.vmap(ours)(*(x[None] for x in given))
+
+    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
+    of_keys = HALF[2].update(shape=(2, 320, 2, 64))
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(each, in_specs=P(None), out_specs=P(None), check_vma=False) if local else each
+        assert len(calls(mapped, HALF[8], of_keys, of_keys, HALF[8])) == made
 
 
 @needs_target
