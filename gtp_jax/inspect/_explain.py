@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -28,7 +29,7 @@ from ..hook import (
 )
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, groups_of, layout_of, weight_owners
-from ..ops import lacks_blocked_product, multiplies_fp8_groups, multiplies_tiles
+from ..ops import MOST_MASKED, MOST_SCORES, lacks_blocked_product, multiplies_fp8_groups, multiplies_tiles
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, use_rows
 from ._life import Lives, lives_of
@@ -39,8 +40,10 @@ _NOTHING = (
     "gtp_jax gathers no weight of this model: it has none of gtp_jax's layers, and `gtp_jax.shard` has not sharded it"
 )
 _TILES = "for sequences of a multiple of 128; others are written out"
-_READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
-_PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
+_SCORES, _MASKED = (f"{math.isqrt(most)} x {math.isqrt(most)}" for most in (MOST_SCORES, MOST_MASKED))
+_ARRAY = f"as an array of (queries, keys), or above {_MASKED} in blocks without cuDNN, except a mask of that size"
+_READS = f"reads a mask or segments, if there are any, {_ARRAY}"
+_PACKS = f"packs segments that are runs; reads a mask and other segments {_ARRAY}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +86,11 @@ class AttentionFact:
 
     Attributes:
         module: the path of the module in the model.
-        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores. If forward
-            multiplies in FP8, it begins with `"FP8, "`.
+        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with a `(queries, keys)` array of scores, or in
+            blocks of it. If forward multiplies in FP8, it begins with `"FP8, "`.
         reason: what cuDNN does not support. If it supports the attention: which inputs it reads as an array of
-            `(queries, keys)`, or for which lengths it computes in FP8.
+            `(queries, keys)`, or for which lengths it computes in FP8. In both cases, from which size on attention is
+            computed in blocks.
     """
 
     module: str
@@ -306,9 +310,9 @@ def _attention(path: ModulePath, core: AttentionCore, fp8: bool) -> AttentionFac
         return AttentionFact(module, "FP8, written out" if lacks else "FP8, cuDNN", lacks or _TILES)
     lacks = core.lacks()
     if lacks:
-        return AttentionFact(module, "written out", lacks)
+        return AttentionFact(module, "written out", f"{lacks}; in blocks above {_SCORES}")
     if core.window is not None and not core.causal:
-        return AttentionFact(module, "cuDNN", "reads a window to both sides as an array of (queries, keys)")
+        return AttentionFact(module, "cuDNN", f"reads a window to both sides {_ARRAY}")
     return AttentionFact(module, "cuDNN", _PACKS if supports_packed_attention() else _READS)
 
 

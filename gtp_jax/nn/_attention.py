@@ -142,8 +142,9 @@ class Attention(Layer):
             segment_ids: `(batch, sequence)` integers, such as numbers of documents. Tokens attend only to tokens with
                 the same id.
             mask: boolean, true where a token may attend: `(sequence, sequence)`, the same for all examples; `(batch,
-                sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. For a token that may
-                attend to no token, the outputs of the heads are zero.
+                sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. The dimension before
+                the last may be 1, for a mask of keys. For a token that may attend to no token, the outputs of the heads
+                are zero.
             deterministic: whether dropout is off; by default, `core.deterministic`, which `nnx.Module.eval` and
                 `nnx.Module.train` set.
             dropout_key: the key for dropout; by default, the next key of the stream that the module keeps.

@@ -48,8 +48,9 @@ def attention_fn(
         key: `(batch, keys, key-value heads, head_dim)`; their number divides that of the query heads.
         value: the same shape as `key`.
         bias: not supported; `None`.
-        mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries, keys)`, or `(queries, keys)`.
-            On a mesh that divides sequences, all heads share it. A query that may attend to no key has the output 0.
+        mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries or 1, keys)`, or `(queries or 1,
+            keys)`. On a mesh that divides sequences, all heads share it. A query that may attend to no key has the
+            output 0. If there are more than 2**30 queries x keys, only a mask of keys is allowed, whose queries are 1.
         is_causal: whether a query may not attend to later keys.
         scale: the factor of the scores; `head_dim ** -0.5` by default.
         local_window_size: how many positions away a key may be, to each side that `is_causal` leaves: a whole number.

@@ -8,6 +8,8 @@ from ._as_one import as_one as as_one
 from ._attention import attention as attention
 from ._attention import check_choices as check_choices
 from ._attention import cudnn_lacks as cudnn_lacks
+from ._attention_blocks import MOST_MASKED as MOST_MASKED
+from ._attention_blocks import MOST_SCORES as MOST_SCORES
 from ._attention_fp8 import attention_fp8 as attention_fp8
 from ._attention_fp8 import attention_fp8_lacks as attention_fp8_lacks
 from ._attention_parts import attention_backward as attention_backward

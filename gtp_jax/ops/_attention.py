@@ -1,4 +1,5 @@
-"""Dot-product attention: cuDNN's kernels where they compute the same, otherwise written out in jax.numpy."""
+"""Dot-product attention: cuDNN's kernels where they compute the same, otherwise written out in jax.numpy, or in blocks
+if there are too many scores."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..mesh import largest_attention_head, platform
+from ._attention_blocks import MOST_MASKED, MOST_SCORES, Dropout, Rule, forward_in_blocks
 from ._implementation import Implementation, runs_native
 from ._masks import allowed_by, both, by_group, in_order
 from ._one_row import is_one_row, one_row_einsum
@@ -36,8 +38,9 @@ def attention(
     """Computes `softmax(soft_cap(q k^T * scale), where allowed) v`, for each head.
 
     The softmax is computed in at least float32. The output of a query that may not attend to any key is zero, and has
-    no gradient. When attention is written out, the scores of a head are an array of `(queries, keys)`; cuDNN never
-    stores them.
+    no gradient. cuDNN never stores the scores. When attention is written out, those of a head are an array of
+    `(queries, keys)`. If that is more than `MOST_SCORES`, attention is computed in blocks, and memory is linear in the
+    number of tokens. It then has no forward mode (`jax.jvp`), but its gradients do.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.
@@ -48,7 +51,8 @@ def attention(
             the key at its own position. With `causal`, these are the last `window` keys, as in Mistral
             (arXiv 2310.06825).
         mask: boolean, true where a query may attend: `(queries, keys)`, `(batch, queries, keys)`, or
-            `(batch, heads, queries, keys)`, where batch and heads may be 1.
+            `(batch, heads, queries, keys)`, where batch, heads and queries may be 1. Queries x keys must be at most
+            2**30 elements.
         segment_ids: `(batch, sequence)` integers. Tokens attend only to tokens with the same id. If queries and keys
             are of different sequences, a pair of such arrays. Attention is fastest if the ids form runs, as those of
             consecutive documents do.
@@ -57,13 +61,15 @@ def attention(
         sinks: `(heads,)`, for each head a logit that takes part in the softmax but has no value (gpt-oss).
         dropout_rate: the fraction of attention weights set to 0. The others are multiplied by
             `1 / (1 - dropout_rate)`.
-        dropout_key: a key of `jax.random`, required for dropout.
+        dropout_key: a key of `jax.random`, required for dropout. In blocks, other weights are dropped: the bits of each
+            block are those of the key, folded with the number of the block.
         query_position: the position of the first query among the keys, for queries that continue a sequence whose
             earlier keys are cached: an integer, or integers `(batch,)`. The other queries follow it, and `causal` and
             `window` count from these positions. By default, the queries are the whole sequence. With as many keys as
             queries, 0 gives the same bits as the default.
-        implementation: `"reference"` for the written-out form, `"native"` for cuDNN, or `None` for the best available.
-            `cudnn_lacks` returns what cuDNN does not support. Masks in cuDNN also need sequences of even length.
+        implementation: `"reference"` for the written-out form, or blocks, `"native"` for cuDNN, or `None` for the best
+            available. `cudnn_lacks` returns what cuDNN does not support. Masks in cuDNN also need sequences of even
+            length.
 
     Returns:
         `(batch, queries, heads, head_dim)`, in the dtype of `q`.
@@ -80,19 +86,29 @@ def attention(
         q, scale = (q * scale).astype(q.dtype), 1.0
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
-    allowed = allowed_by(mask, segment_ids)
     # true if some query may have no key to attend to, not even its own
     unseeing = first is not None or mask is not None or isinstance(segment_ids, tuple)
     unseeing |= window is not None and q.shape[1] >= k.shape[1] + window  # the last query is that far from all keys
+    masked = first is not None or mask is not None or segment_ids is not None
+    if not lacks and masked and (q.shape[1] % 2 or k.shape[1] % 2):
+        lacks = f"cuDNN supports masks over sequences of even length only; these are {q.shape[1]} and {k.shape[1]}"
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    packs = segment_ids is not None and not unseeing and not packed_lacks(q, **options)
+    scores = q.shape[1] * k.shape[1]
+    if not lacks and not packs and scores > MOST_MASKED:
+        lacks = _lacks_without_scores(q, k, mask, segment_ids is not None, first is not None, **options)
+    native = runs_native("attention", implementation, lacks)
+    if native and packs:
+        return packed_attention(q, k, v, jnp.asarray(segment_ids), scale=factor, **options)
+    if not native and scores > MOST_SCORES:
+        dropout = Dropout(rate, dropout_key) if dropout_key is not None and rate else None
+        rule = _rule(causal, window, first, mask, segment_ids)
+        return forward_in_blocks(q, k, v, rule, scale=factor, soft_cap=soft_cap, sinks=sinks, dropout=dropout)[0]
+    allowed = allowed_by(mask, segment_ids)
     if first is not None:
         allowed = both(allowed, in_order(q.shape[1], k.shape[1], causal, window, first))
         causal, window = False, None
-    if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        lacks = f"cuDNN supports masks over sequences of even length only; these are {q.shape[1]} and {k.shape[1]}"
-    if runs_native("attention", implementation, lacks):
-        options: dict[str, Any] = {"causal": causal, "window": window}
-        if not unseeing and segment_ids is not None and not packed_lacks(q, **options):
-            return packed_attention(q, k, v, jnp.asarray(segment_ids), scale=factor, **options)
+    if native:
         return _by_cudnn(q, k, v, allowed, unseeing, causal=causal, window=window, scale=factor)
     ordered = in_order(q.shape[1], k.shape[1], causal, window)
     return _written_out(q, k, v, allowed, unseeing, ordered, factor, soft_cap, sinks, rate, dropout_key)
@@ -106,6 +122,7 @@ def cudnn_lacks(
 
     Its kernels compute causal and windowed attention without a mask, and segments where `packed_lacks` returns an empty
     string. For a boolean mask, a window without `causal`, and other segments, they read an array of `(queries, keys)`.
+    If that is more than `MOST_MASKED`, and not a mask that the caller made, `attention` is computed in blocks instead.
     """
     extras = {"soft cap": soft_cap, "sinks": sinks, "dropout": dropout}
     asked = [name for name, wanted in extras.items() if wanted]
@@ -119,6 +136,35 @@ def cudnn_lacks(
     if head_dim % 8 or head_dim > largest:
         return f"cuDNN supports heads of a multiple of 8 up to {largest} on these GPUs, and this is {head_dim}"
     return ""
+
+
+def _lacks_without_scores(
+    q: jax.Array, k: jax.Array, mask: jax.Array | None, segments: bool, placed: bool, causal: bool, window: int | None
+) -> str:
+    """Returns why cuDNN would need an array of `(queries, keys)` that the caller has not made; an empty string if it
+    would not."""
+    asked = {
+        "the positions of queries among the keys": placed,
+        "these segments": segments,
+        "a mask of keys": mask is not None and mask.shape[-2] != q.shape[1],
+        "a window": window is not None and (not causal or mask is not None),
+    }
+    if needs := [name for name, given in asked.items() if given]:
+        return f"cuDNN reads {' and '.join(needs)} as an array of {q.shape[1]} queries x {k.shape[1]} keys"
+    return ""
+
+
+def _rule(causal: bool, window: int | None, first: Any, mask: jax.Array | None, segment_ids: Any) -> Rule:
+    known = first is None or isinstance(first, int)
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    return Rule(
+        causal,
+        window,
+        first=(first or 0) if known else 0,
+        shift=None if known else jnp.asarray(first),
+        mask=None if mask is None else allowed_by(jnp.asarray(mask), None),
+        segments=None if segment_ids is None else (jnp.asarray(pair[0]), jnp.asarray(pair[1])),
+    )
 
 
 def _by_cudnn(
@@ -150,6 +196,8 @@ def _by_cudnn(
     mixed = jax.nn.dot_product_attention(q, k, v, mask=allowed | ~some, **options)
     return jnp.where(jnp.swapaxes(some, 1, 2), mixed, 0)
 
+
+_LARGEST_MASK = 2**30  # the most queries x keys of a mask
 
 # Up to this number of keys, attention of a single query is faster on GPUs as sums of products than as matmuls.
 _FEW_KEYS = 512
@@ -294,10 +342,17 @@ def check_mask(mask: Any, batch: int, queries: int, keys: int, heads: int) -> No
             "`bias == 0` for an additive mask."
         )
     leading = {2: ((),), 3: ((batch,), (1,)), 4: tuple((b, h) for b in (batch, 1) for h in (heads, 1))}
-    if mask.ndim not in leading or mask.shape[:-2] not in leading[mask.ndim] or mask.shape[-2:] != (queries, keys):
+    ends = (queries, keys), (1, keys)
+    if mask.ndim not in leading or mask.shape[:-2] not in leading[mask.ndim] or mask.shape[-2:] not in ends:
         raise ValueError(
             f"`mask` has the shape {mask.shape}; it must be {(queries, keys)}, {(batch, queries, keys)} or "
-            f"{(batch, heads, queries, keys)}, where batch and heads may be 1."
+            f"{(batch, heads, queries, keys)}, where batch, heads and queries may be 1."
+        )
+    if mask.shape[-2] * keys > _LARGEST_MASK:
+        raise ValueError(
+            f"`mask` has the shape {mask.shape}, with {mask.shape[-2]} queries x {keys} keys; it must have at most "
+            f"{_LARGEST_MASK} of such elements. Pass `causal` (`is_causal` of `attention_fn`), a window or segments "
+            "instead, which need no such array, or a mask of keys alone, whose queries are 1."
         )
 
 

@@ -22,6 +22,9 @@ from ._as_one import as_one
 from ._masks import allowed_by, both, by_group, in_order
 from ._save import save_for_backward
 
+# The most queries x keys for which attention is not computed in blocks: if every head has an array of scores; and if
+# cuDNN reads a mask that this library makes, which all heads share.
+MOST_SCORES, MOST_MASKED = 2048 * 2048, 8192 * 8192
 _ELEMENTS = 2**25  # the most scores of a block, over batch and heads, unless the smallest block has more
 _SMALLEST, _LARGEST = 128, 2048  # the sides of a block
 
@@ -75,6 +78,9 @@ def forward_in_blocks(
     sides: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes attention, and the log-sum-exp of the scores. Both have gradients, and these have gradients again.
+
+    Forward and backward need memory that is linear in the lengths. A gradient of a gradient keeps sums for all queries
+    from before each pair of blocks.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.

@@ -3,7 +3,7 @@
 Whether segments are runs, and how many there are, is known only when the program runs. So the program contains several
 ways to compute the attention, and takes the first that fits the ids: a kernel for rows of one document each; cuDNN's
 packed layout, with room for 4, 16 or (in long rows) 64 documents per row on average over the batch; or a mask of
-(queries, keys), which is correct for any ids.
+(queries, keys), in long rows blocks of it, which is correct for any ids.
 
 Room is not free: for every document that there is room for, cuDNN starts thread blocks, and allocates a workspace in
 backward, for the full length of a row. So a call has room for only four times the tokens of the batch, and documents of
@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 
 from ..mesh import supports_packed_attention
 from . import _cudnn_calls as cudnn
+from ._attention_blocks import MOST_MASKED, Rule, backward_in_blocks, forward_in_blocks
 from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
 from ._save import save_for_backward
@@ -196,6 +197,8 @@ def _forward(options: Options) -> Callable[..., Any]:
             return _merge(calls, results)
 
         def masked() -> tuple[jax.Array, jax.Array]:
+            if q.shape[1] ** 2 > MOST_MASKED:
+                return forward_in_blocks(q, k, v, _rule(segment_ids, options), scale=options.scale)
             return cudnn.forward(q, k, v, _bias(q, segment_ids, options), None, options._replace(window=None))
 
         return _choose(documents.way, alone, packed, masked, q.shape[1])
@@ -229,6 +232,11 @@ def _backward(options: Options) -> Callable[..., Any]:
             return _merge(calls, results)
 
         def masked() -> tuple[jax.Array, jax.Array, jax.Array]:
+            if q.shape[1] ** 2 > MOST_MASKED:
+                rule = _rule(segment_ids, options)
+                gradients = backward_in_blocks(q, k, v, rule, out, stats, of_out, scale=options.scale)
+                of_q, of_k, of_v = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
+                return of_q, of_k, of_v
             bias = _bias(q, segment_ids, options)
             return cudnn.backward(q, k, v, bias, None, stats, out, of_out, options._replace(window=None))
 
@@ -285,6 +293,10 @@ def joining_batches(function: Callable[..., Any]) -> Callable[..., Any]:
         return apart, jax.tree.map(lambda _: True, apart)
 
     return mapped
+
+
+def _rule(segment_ids: jax.Array, options: Options) -> Rule:
+    return Rule(options.causal, options.window, segments=(segment_ids, segment_ids))
 
 
 def _bias(q: jax.Array, segment_ids: jax.Array, options: Options) -> jax.Array:

@@ -26,6 +26,34 @@ MUTANTS = (
         ("tests/nn/test_attention_views.py::test_module_without_a_mesh_is_its_formula",),
     ),
     Mutant(
+        "keys that fill the last block up are seen",
+        "if self.padded[1] > self.lengths[1]:",
+        "if False:",
+        ("tests/ops/test_attention_blocks.py::test_output_and_gradients_are_those_of_one_query_at_a_time",),
+    ),
+    Mutant(
+        "blocks of keys that only some queries of a block see are left out",
+        "seen &= columns <= last_row",
+        "seen &= columns <= rows",
+        ("tests/ops/test_attention_blocks.py::test_output_and_gradients_are_those_of_one_query_at_a_time",),
+    ),
+    Mutant(
+        "a query that sees no key makes gradients of blocks NaN",
+        "jnp.where(jnp.isneginf(lse), 0, lse).astype(wide)",
+        "lse.astype(wide)",
+        (
+            "tests/ops/test_attention_blocks.py::test_log_sum_exp_is_minus_infinity_where_nothing_is_seen_and_has_a_gradient_elsewhere",
+        ),
+    ),
+    Mutant(
+        "all blocks drop the same weights",
+        "pair[0] * (self.padded[1] // self.options.sides[1]) + pair[1])",
+        "0)",
+        (
+            "tests/ops/test_attention_blocks.py::test_dropout_drops_the_same_weights_in_backward_and_others_in_each_block",
+        ),
+    ),
+    Mutant(
         "positions go on from document to document",
         "return place - lax.cummax(",
         "return place - 0 * lax.cummax(",

@@ -31,14 +31,15 @@ CASES = {  # options, inputs, whether cuDNN computes it
     "odd head": (dict(head_dim=60), {}, False),
 }
 DEFAULT = ("causal window", "long rows of segments", "mask", "soft cap", "odd head")
-USUAL = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
+ARRAY = "as an array of (queries, keys), or above 8192 x 8192 in blocks without cuDNN, except a mask of that size"
+USUAL = f"packs segments that are runs; reads a mask and other segments {ARRAY}"
 REASONS = {
     "soft cap": "jax.nn has no soft cap in cuDNN's attention",
     "sinks": "jax.nn has no sinks in cuDNN's attention",
     "dropout": "jax.nn has no dropout in cuDNN's attention",
     "float32": "cuDNN supports bfloat16 and float16 on GPUs, and this is float32",
     "odd head": "cuDNN supports heads of a multiple of 8 up to 128 on these GPUs, and this is 60",
-    "window to both sides": "reads a window to both sides as an array of (queries, keys)",
+    "window to both sides": f"reads a window to both sides {ARRAY}",
 }
 
 
@@ -63,6 +64,6 @@ def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
         text = jax.jit(jax.grad(loss)).lower(params, others, x, given).as_text()
     assert fact.module == "layer"
     assert fact.implementation == ("cuDNN" if cudnn else "written out")
-    assert fact.reason == REASONS.get(name, USUAL)
+    assert fact.reason == (REASONS.get(name, USUAL) if cudnn else f"{REASONS[name]}; in blocks above 2048 x 2048")
     assert ("__cudnn$fmha" in text) == cudnn
     assert ("PADDING_CAUSAL" in text) == (name == "long rows of segments")  # packed, in the layer's `shard_map`

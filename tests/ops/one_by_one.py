@@ -16,8 +16,10 @@ def seen(b, i, keys, *, causal=False, window=None, mask=None, segment_ids=None, 
             continue
         if segment_ids is not None and of_queries[b, i] != of_keys[b, j]:
             continue
-        if mask is not None and not np.asarray(mask if mask.ndim == 2 else mask[b])[i, j]:
-            continue
+        if mask is not None:
+            own = np.asarray(mask if mask.ndim == 2 else mask[b])
+            if not own[i if len(own) > 1 else 0, j]:
+                continue
         yield j
 
 

@@ -8,7 +8,7 @@ from messages import naming
 from selection import every, others_full, pairwise
 
 import gtp_jax as gtp
-from gtp_jax.ops import attention, cudnn_lacks, rope
+from gtp_jax.ops import _attention, _attention_blocks, attention, cudnn_lacks, rope
 
 from .one_by_one import one_by_one
 
@@ -17,7 +17,8 @@ BATCH, LENGTH, HEADS, WIDTH = 2, 7, 4, 8
 
 def some_mask(*shape):
     mask = np.random.default_rng(5).random(shape) < 0.5
-    mask[..., 0, 0], mask[..., 3, :] = True, False  # a query that sees no key
+    mask[..., 0, 0] = True
+    mask[..., 3:4, :] = False  # a query that sees no key
     return jnp.asarray(mask)
 
 
@@ -29,6 +30,8 @@ CASES = {
     "causal window": dict(causal=True, window=3),
     "window": dict(window=2),
     "mask": dict(mask=some_mask(LENGTH, LENGTH)),
+    "mask of keys": dict(mask=some_mask(BATCH, 1, LENGTH)),
+    "mask of keys, alike, in a window": dict(causal=True, window=3, mask=some_mask(1, LENGTH)),
     "mask by example": dict(mask=some_mask(BATCH, LENGTH, LENGTH)),
     "causal mask": dict(causal=True, mask=some_mask(BATCH, LENGTH, LENGTH)),
     "segments": dict(causal=True, segment_ids=SEGMENTS),
@@ -62,7 +65,7 @@ OF_GROUPS = [(name, 2) for name in CASES]
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), every(8, [*OTHERS, *OF_GROUPS]))
-def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x64):
+def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x64, monkeypatch):
     options = dict(CASES[name])
     keys, rng = options.pop("keys", LENGTH), np.random.default_rng(1)
     q, of_output = (jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, WIDTH))) for _ in range(2))
@@ -70,18 +73,25 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
     learned = {name: value.astype(float) for name, value in options.items() if name == "sinks"}
     fixed = {name: value for name, value in options.items() if name != "sinks"}
 
+    def in_blocks(*given, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(_attention, "MOST_SCORES", 0)
+            patch.setattr(_attention_blocks, "_LARGEST", 3)
+            return attention(*given, **options)
+
     @jax.jit
     def run(*given):
         results = []
-        for how in (attention, one_by_one):
+        for how in (attention, in_blocks, one_by_one):
             y, back = jax.vjp(lambda q, k, v, extra, how=how: how(q, k, v, **fixed, **extra), *given)
             results.append((y, *back(of_output)))
         return results
 
-    results = run(q, k, v, learned)
-    assert results[0][0].dtype == np.float64
-    for found, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
+    *results, alone = run(q, k, v, learned)
+    for result in results:
+        assert result[0].dtype == np.float64
+        for found, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
 
 
 @pytest.mark.parametrize("keys", others_full([3, 5, 6], [5]))  # with 6, the last query still sees the last key
@@ -132,6 +142,7 @@ def test_dropout_drops_weights_at_its_rate_and_keeps_their_mean(key):
 ZEROS = jnp.zeros((2, 6, 4, 8))
 MASK = jnp.ones((6, 6), bool)
 OTHER_LENGTH, TWO = ZEROS[:, :5], ZEROS[:, :2]
+LONG = jax.ShapeDtypeStruct((1, 2**16, 1, 8), jnp.float32)
 THREE_HEADS = ZEROS[:, :, :3]
 REFUSED = {  # what the message must name: the call
     "heads `q` divides": lambda: attention(ZEROS, THREE_HEADS, THREE_HEADS),
@@ -143,6 +154,9 @@ REFUSED = {  # what the message must name: the call
     "0.5 `dropout_key`": lambda: attention(ZEROS, ZEROS, ZEROS, dropout_rate=0.5),
     "`sinks` (2,)": lambda: attention(ZEROS, ZEROS, ZEROS, sinks=jnp.ones(2)),
     "`mask` (5, 6) (6, 6)": lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK[:5]),
+    "`mask` 65536 queries 65536 keys `causal` `is_causal`": lambda: jax.eval_shape(
+        lambda x, mask: attention(x, x, x, mask=mask), LONG, jax.ShapeDtypeStruct((1, 1, 2**16, 2**16), jnp.bool_)
+    ),
     "`mask` float32 boolean": lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK * -1e9),
     "`segment_ids` (2, 5) (2, 6)": lambda: attention(ZEROS, ZEROS, ZEROS, segment_ids=jnp.zeros((2, 5), int)),
     "`factor` RopeScaling 3.402823e+38": lambda: gtp.RopeScaling(kind="linear", factor=10**400),

@@ -1,6 +1,8 @@
 """Attention in blocks of queries and keys, against one query at a time and against the written-out form."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,16 @@ import pytest
 from messages import naming
 from selection import pairwise
 
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.chain._policy import with_remat
 from gtp_jax.ops import attention, attention_backward, attention_with_lse
 from gtp_jax.ops._attention_blocks import Dropout, Rule, forward_in_blocks
 
+from ..hlo.programs import needs_target
 from .one_by_one import one_by_one
+
+P = jax.sharding.PartitionSpec
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 7, 11, 4, 8
 SIDES = (3, 4)  # neither divides its length
@@ -38,11 +46,11 @@ def assert_near(found, wanted, tolerance=1e-12):
 @pytest.mark.parametrize(
     ("causal", "window", "mask", "segments", "place", "soft_cap", "sinks", "kv_heads"),
     pairwise(
-        [True, False],
+        [False, True],
         [None, 3],
         [None, MASK, PADDING],
         [False, True],
-        [4, None, np.array([0, 3])],
+        [None, 4, np.array([0, 3])],
         [None, 1.5],
         [False, True],
         [2, 1, 4],
@@ -174,7 +182,6 @@ def test_dropout_drops_the_same_weights_in_backward_and_others_in_each_block(key
 
 def test_keys_of_a_query_may_vary_over_a_mesh_whose_axes_are_checked(x64):
     q, k, v, of_out = drawn(2)
-    P = jax.sharding.PartitionSpec
 
     def local(q, k, v, of_out):
         y, back = jax.vjp(lambda *t: forward_in_blocks(*t, Rule(True, first=4), scale=0.3, sides=SIDES)[0], q, k, v)
@@ -197,6 +204,91 @@ def test_keys_of_a_query_may_vary_over_a_mesh_whose_axes_are_checked(x64):
         return y, *back(of_out)
 
     assert_near(found, one_device(q, k[:1], v[:1]))
+
+
+def scans(jaxpr):
+    """The loops of a program, those of what it calls too."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "scan"
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            found += scans(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize(("remat", "loops"), [("nothing", 3), ("matmuls", 2), ("activations", 2), ("everything", 2)])
+def test_recomputation_does_not_run_blocks_again_where_products_are_saved(remat, loops):
+    q, k, v, of_out = drawn(2)
+
+    def run(*given):
+        attend = lambda *t: forward_in_blocks(*t, Rule(True, first=4), scale=0.3, sides=SIDES)[0]  # noqa: E731
+        return jax.vjp(with_remat(attend, remat), *given)[1](of_out)
+
+    assert scans(jax.make_jaxpr(run)(q, k, v).jaxpr) == loops
+
+
+LONG = 16384
+
+
+def long_rows(length, heads, kv_heads, width):
+    q, k = (jax.ShapeDtypeStruct((1, length, count, width), jnp.bfloat16) for count in (heads, kv_heads))
+    return {"q": q, "k": k, "v": k, "segment_ids": jax.ShapeDtypeStruct((1, length), jnp.int32)}
+
+
+def largest_array(text):
+    shapes = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def test_no_array_of_a_program_has_queries_x_keys_elements():
+    others = {
+        "mask": jax.ShapeDtypeStruct((1, 1, 1, LONG), jnp.bool_),
+        "sinks": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "dropout_key": jax.eval_shape(lambda: jax.random.key(0)),
+    }
+
+    def gradients(q, k, v, **given):
+        how = functools.partial(attention, causal=True, window=5000, soft_cap=30.0, dropout_rate=0.1, **given)
+        return jax.grad(lambda *t: jnp.sum(how(*t).astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    compiled = jax.jit(gradients).lower(**long_rows(LONG, 2, 2, 16), **others).compile()
+    assert LONG < largest_array(compiled.as_text()) < LONG**2 / 2
+
+
+ON_GPUS = {  # options, given segment ids; whether cuDNN computes some branch
+    "packed": (lambda ids: {"segment_ids": ids}, True),
+    "packed, window": (lambda ids: {"segment_ids": ids, "window": 4096}, True),
+    "segments of queries and of keys": (lambda ids: {"segment_ids": (ids, ids)}, False),
+    "window to both sides": (lambda ids: {"causal": False, "window": 4096}, False),
+    "mask of keys": (lambda ids: {"mask": (ids > 0)[:, None, None]}, False),
+    "positions": (lambda ids: {"query_position": ids[:, 0]}, False),
+    "soft cap": (lambda ids: {"soft_cap": 30.0, "segment_ids": ids}, False),
+    "dropout": (lambda ids: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, False),
+}
+
+
+@needs_target
+@pytest.mark.full
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_program_for_gpus_needs_memory_that_is_linear_in_tokens(name):
+    """Packed rows, whose last branch is for any ids, and what cuDNN would read as an array or does not compute."""
+    make, in_cudnn = ON_GPUS[name]
+    length = 2**17
+
+    def local(q, k, v, ids):
+        how = functools.partial(attention, **{"causal": True, **make(ids)})
+        return jax.grad(lambda *t: jnp.sum(how(*t).astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    mesh = gtp.make_mesh(devices=hlo.topology_devices(hlo.parse_target("h200:1")))
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
+        lowered = jax.jit(mapped).lower(*long_rows(length, 4, 1, 128).values())
+        compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
+    text = compiled.as_text()
+    assert ("__cudnn$fmha" in text) == in_cudnn
+    assert length < largest_array(text) < length**2 / 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 1e9
 
 
 ZEROS = jnp.zeros((2, 6, 4, 8))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from messages import naming
-from selection import every
+from selection import every, others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -115,6 +115,20 @@ def both_ways(options):
         return with_gradients(packed(ids, causal, window), *given), with_gradients(reference, *given)
 
     return jax.jit(run)
+
+
+@pytest.mark.parametrize("window", others_full([None, 9], [9]))
+def test_long_rows_of_any_ids_are_computed_in_blocks(window, by_hand, monkeypatch):
+    monkeypatch.setattr(_packed, "MOST_MASKED", LENGTH**2 - 1)
+    monkeypatch.delitem(_packed._UNSEEN, "float64")  # no bias is made
+    ids = jnp.asarray(np.stack(CASES["an id comes back"][0]))
+
+    def run(*given):
+        blocks = functools.partial(_packed.packed_attention, segment_ids=ids, causal=True, window=window, scale=0.29)
+        reference = functools.partial(attention, segment_ids=ids, causal=True, window=window, scale=0.29)
+        return with_gradients(blocks, *given), with_gradients(reference, *given)
+
+    assert_equal(*jax.jit(run)(*operands(2)))
 
 
 def test_calls_are_for_documents_of_a_tile_and_more():
