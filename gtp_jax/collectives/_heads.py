@@ -82,5 +82,6 @@ def _by_rank(x: jax.Array, ranks: int, axis: str) -> jax.Array:
             "the other. Choose another degree."
         )
     if heads < ranks:
-        x = jnp.repeat(x, ranks // heads, axis=2)
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # in which the gradients of copies are summed
+        x = jnp.repeat(x.astype(wide), ranks // heads, axis=2).astype(x.dtype)
     return jnp.reshape(x, (*x.shape[:2], ranks, -1, x.shape[3]))

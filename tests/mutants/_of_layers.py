@@ -1,8 +1,10 @@
-"""Mutants of layers, experts and sequences over tp."""
+"""Mutants of layers, experts and sequences that ranks divide."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
+
+_DIVIDED = "tests/parity/test_divided_sequences.py"
 
 MUTANTS = (
     Mutant(
@@ -222,5 +224,11 @@ MUTANTS = (
         "        return lax.top_k(kept, top_k)[1]\n"
         "        own =",
         ("tests/experts/test_expert_ranks.py::test_no_score_takes_a_token_out_of_its_groups",),
+    ),
+    Mutant(
+        "gradients of copies of a key head are summed in bfloat16",
+        "jnp.repeat(x.astype(wide), ranks // heads, axis=2)",
+        "jnp.repeat(x, ranks // heads, axis=2)",
+        (f"{_DIVIDED}::test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32",),
     ),
 )

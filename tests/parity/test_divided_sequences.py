@@ -17,6 +17,7 @@ from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
+from gtp_jax.collectives import whole_sequences_of
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 ROWS, SEQ, VOCAB = 4, 32, 64
@@ -169,6 +170,19 @@ def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options,
     for one, other, jaxs in zip(alone, divided, wanted, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-13)
         np.testing.assert_allclose(one, jaxs, rtol=0, atol=2e-5)
+
+
+def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
+    factors = jnp.asarray([256.0] + [1.0] * 7, jnp.bfloat16)  # a sum in bfloat16 would stay at 256
+
+    def of_rank(k):
+        _, whole, _ = whole_sequences_of(jnp.zeros((1, 1, 8, 1), k.dtype), k, k, "cp")
+        return jnp.sum(whole * factors[jax.lax.axis_index("cp")])[None]
+
+    with jax.set_mesh(mesh_of(dict(cp=8))):
+        local = jax.shard_map(of_rank, in_specs=P(None, "cp"), out_specs=P("cp"), check_vma=False)
+        gradient = jax.jit(jax.grad(lambda k: jnp.sum(local(k))))(jnp.ones((1, 8, 1, 1), jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), 264)
 
 
 def call(**options):
