@@ -2,8 +2,13 @@
 
 from ._bits import in_bits as in_bits
 from ._bits import moved_in_bits as moved_in_bits
+from ._heads import SEQUENCE_EXCHANGES as SEQUENCE_EXCHANGES
+from ._heads import SequenceExchange as SequenceExchange
+from ._heads import check_sequence_exchange as check_sequence_exchange
+from ._heads import exchange_of as exchange_of
 from ._heads import parts_of_sequences as parts_of_sequences
 from ._heads import whole_sequences_of as whole_sequences_of
+from ._keys import attention_to_gathered_keys as attention_to_gathered_keys
 from ._over_gloo import all_gather as all_gather
 from ._over_gloo import reduce_scatter as reduce_scatter
 from ._replicas import replica_axes as replica_axes

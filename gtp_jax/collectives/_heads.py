@@ -10,6 +10,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,23 @@ from jaxtyping import Shaped
 
 from ..mesh import degree
 from ._turns import in_turn, turn_in_scope
+
+# What ranks that divide sequences exchange for attention: whole sequences of a part of the heads, or keys and values.
+SequenceExchange = Literal["heads", "keys"]
+SEQUENCE_EXCHANGES: tuple[SequenceExchange, ...] = get_args(SequenceExchange)
+
+
+def check_sequence_exchange(exchange: Any) -> None:
+    """Raises a `ValueError` if this is not a `SequenceExchange` or `None`."""
+    if exchange not in (None, *SEQUENCE_EXCHANGES):
+        raise ValueError(f"`sequence_exchange` is {exchange!r}; it must be 'heads', 'keys' or None.")
+
+
+def exchange_of(asked: SequenceExchange | None, heads: int, kv_heads: int, axis: str) -> SequenceExchange:
+    """Returns what ranks exchange. By default, heads if the numbers of heads of a rank allow it, otherwise keys."""
+    ranks = degree(axis)
+    fit = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    return asked or ("heads" if fit else "keys")
 
 
 def whole_sequences_of(q: jax.Array, k: jax.Array, v: jax.Array, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -30,7 +48,7 @@ def whole_sequences_of(q: jax.Array, k: jax.Array, v: jax.Array, axis: str) -> t
     if (heads := q.shape[2]) % degree(axis):
         raise ValueError(
             f"{axis} = {degree(axis)} does not divide the {heads} query heads of a rank, which it divides for "
-            "attention. Choose a degree that does."
+            "attention. Choose a degree that does, or pass `sequence_exchange='keys'`."
         )
     if k.shape[:2] == q.shape[:2]:
         q, k, v = whole_sequences([q, k, v], axis)
@@ -79,7 +97,7 @@ def _by_rank(x: jax.Array, ranks: int, axis: str) -> jax.Array:
     if heads % ranks and ranks % heads:
         raise ValueError(
             f"{heads} heads on each rank are to be divided over {axis} = {ranks} for attention; one number must divide "
-            "the other. Choose another degree."
+            "the other. Choose another degree, or pass `sequence_exchange='keys'`."
         )
     if heads < ranks:
         wide = jnp.promote_types(x.dtype, jnp.float32)  # in which the gradients of copies are summed

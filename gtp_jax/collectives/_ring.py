@@ -26,6 +26,7 @@ from jaxtyping import Float, Shaped
 
 from ..mesh import degree
 from ..ops import SlottedWeight, as_one, linear, to_input, to_weight, values_and_slot
+from ._turns import at_once
 
 Parts = tuple[jax.Array, ...]
 
@@ -172,7 +173,7 @@ def while_gathered(x: Any, make: Callable[[Any, int], jax.Array], axis: str) -> 
     while the next part is being sent [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
-        x, made[-1] = _at_once(_send(x, 1, axis), made[-1])
+        x, made[-1] = at_once(_send(x, 1, axis), made[-1])
         made.append(make(x, s))
     return tuple(made)
 
@@ -182,21 +183,11 @@ def while_scattered(parts: Sequence[Any], make: Callable[[Any], jax.Array], axis
     is computed while the sum for another part is being sent."""
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
-        part, total = _at_once(part, total)  # otherwise XLA would multiply all parts at once, before anything is sent
+        part, total = at_once(part, total)  # otherwise XLA would multiply all parts at once, before anything is sent
         # this keeps the addition out of the matmul, which would otherwise wait for the sum to arrive
-        total, made = _at_once(_send(total, -1, axis), make(part))
+        total, made = at_once(_send(total, -1, axis), make(part))
         total = total + made
     return total
-
-
-@jax.custom_jvp
-def _at_once(one: Any, other: Any) -> tuple[Any, Any]:
-    """Returns two pytrees of arrays, neither of which is available before the other. Their derivatives are not tied,
-    because JAX (0.12) cannot transpose a barrier with a constant operand, such as a zero tangent."""
-    return lax.optimization_barrier((one, other))
-
-
-_at_once.defjvp(lambda primals, tangents: (_at_once(*primals), tangents))
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:

@@ -48,17 +48,28 @@ def tied(value: Any, turn: Turn) -> Any:
     return value
 
 
+@jax.custom_jvp
+def at_once(one: Any, other: Any) -> tuple[Any, Any]:
+    """Returns two pytrees of arrays, neither of which is available before the other. Their derivatives are not tied,
+    because JAX (0.12) cannot transpose a barrier with a constant operand, such as a zero tangent."""
+    return lax.optimization_barrier((one, other))
+
+
+at_once.defjvp(lambda primals, tangents: (at_once(*primals), tangents))
+
+
 @jax.custom_vjp
-def in_turn(x: jax.Array, turn: Turn) -> jax.Array:
-    """Returns `x`, but not before a turn is available. The gradient of the turn is available only after that of `x`."""
+def in_turn(x: Any, turn: Turn) -> Any:
+    """Returns `x`, a pytree of arrays, but not before a turn is available. The gradient of the turn is available only
+    after that of `x`."""
     return tied(x, turn)
 
 
-def _in_turn_fwd(x: jax.Array, turn: Turn) -> tuple[jax.Array, None]:
+def _in_turn_fwd(x: Any, turn: Turn) -> tuple[Any, None]:
     return tied(x, turn), None
 
 
-def _in_turn_bwd(_: None, gradient: jax.Array) -> tuple[jax.Array, Turn]:
+def _in_turn_bwd(_: None, gradient: Any) -> tuple[Any, Turn]:
     return gradient, turn_after(gradient)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .._numbers import is_size
+from ..collectives import SequenceExchange
 from ..mesh import degree
 from ..ops import RopeScaling, positions_of
 from ._attention_core import AttentionCore
@@ -48,6 +49,9 @@ class Attention(Layer):
         epsilon: the epsilon of all norms.
         qkv_bias: whether queries, keys and values have biases, as in Qwen2; the option `use_bias` by default. Whether
             the output has a bias depends on `use_bias` alone.
+        sequence_exchange: what ranks that divide sequences exchange: `"heads"`, so that each has whole sequences of a
+            part of the heads, or `"keys"`, so that each has its part of the queries, and all keys and values. By
+            default heads, if their numbers allow it.
         sequence_parallel: whether to shard activations along the sequence, as in `Dense`.
         rngs: the random streams; `params` is used, and also `dropout` if `dropout_rate` is not 0.
         options: further arguments for the projections `qkv` and `out`; see `Dense`.
@@ -79,6 +83,7 @@ class Attention(Layer):
         norm: Norm = "rms",
         epsilon: float = 1e-6,
         qkv_bias: bool | None = None,
+        sequence_exchange: SequenceExchange | None = None,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
         **options: Unpack[DenseOptions],
@@ -113,6 +118,7 @@ class Attention(Layer):
             qk_norm=qk_norm,
             sinks=sinks,
             dropout_rate=dropout_rate,
+            sequence_exchange=sequence_exchange,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             rotary_dim=rotary_dim,
@@ -204,6 +210,7 @@ class CrossAttention(Layer):
         sinks: bool = False,
         scale: float | None = None,
         dropout_rate: float = 0.0,
+        sequence_exchange: SequenceExchange | None = None,
         norm: Norm = "rms",
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
@@ -239,6 +246,7 @@ class CrossAttention(Layer):
             qk_norm=qk_norm,
             sinks=sinks,
             dropout_rate=dropout_rate,
+            sequence_exchange=sequence_exchange,
             rope_theta=None,
             rngs=rngs,
         )

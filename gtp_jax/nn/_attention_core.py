@@ -3,6 +3,7 @@ attention itself."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,14 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import parts_of_sequences, whole_sequences_of
+from ..collectives import (
+    SequenceExchange,
+    attention_to_gathered_keys,
+    check_sequence_exchange,
+    exchange_of,
+    parts_of_sequences,
+    whole_sequences_of,
+)
 from ..layout import Layout, Split
 from ..mesh import Roles, current_view, degree, sequence_axis
 from ..ops import (
@@ -57,8 +65,8 @@ class AttentionCore(nnx.Module):
         deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
 
     Raises:
-        ValueError: if `window`, `soft_cap`, `dropout_rate` or an argument of the rotary embedding is not allowed; or
-            if `rope_scaling` or `rotary_dim` is given without `rope_theta`.
+        ValueError: if `window`, `soft_cap`, `dropout_rate`, `sequence_exchange` or an argument of the rotary embedding
+            is not allowed; or if `rope_scaling` or `rotary_dim` is given without `rope_theta`.
     """
 
     def __init__(
@@ -83,9 +91,11 @@ class AttentionCore(nnx.Module):
         rope_theta: float | None,
         rope_scaling: RopeScaling | None = None,
         rotary_dim: int | None = None,
+        sequence_exchange: SequenceExchange | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
+        check_sequence_exchange(sequence_exchange)
         if rope_theta is not None:
             check_rotary(head_dim, rotary_dim, rope_theta, rope_scaling)
         elif rope_scaling is not None or rotary_dim is not None:
@@ -97,6 +107,7 @@ class AttentionCore(nnx.Module):
         self.window, self.soft_cap, self.scale, self.dropout_rate = window, soft_cap, scale, dropout_rate
         self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
         self.roles = roles
+        self.sequence_exchange: SequenceExchange | None = sequence_exchange
         self.deterministic = False
         assert keys.split is not None
         self.kv_heads = keys.split.width * len(keys.split.owners) // head_dim
@@ -157,12 +168,15 @@ class AttentionCore(nnx.Module):
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         axis = sequence_axis(self.roles, q.ndim) if current_view() == "local" else None
-        if axis is not None:
-            self._check_not_cached(axis)
-            q, k, v = whole_sequences_of(q, k, v, axis)
         given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "mask": mask}
-        y = self._of_sequences(q, k, v, dropout_key=dropout_key, fp8=fp8, **given)
-        return y if axis is None else parts_of_sequences(y, axis)
+        given |= {"dropout_key": dropout_key, "fp8": fp8}
+        if axis is None:
+            return self._of_sequences(q, k, v, self._sinks(), None, **given)
+        self._check_not_cached(axis)
+        if exchange_of(self.sequence_exchange, q.shape[2], k.shape[2], axis) == "keys":
+            return self._of_sequences(q, k, v, self._sinks(), axis, **given)
+        q, k, v = whole_sequences_of(q, k, v, axis)
+        return parts_of_sequences(self._of_sequences(q, k, v, self._sinks(axis), None, **given), axis)
 
     def _check_not_cached(self, axis: str) -> None:
         if self.cached_keys is not None:
@@ -176,6 +190,8 @@ class AttentionCore(nnx.Module):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        sinks: jax.Array | None,
+        axis: str | None,
         *,
         positions: jax.Array | None,
         segment_ids: Any,
@@ -183,16 +199,19 @@ class AttentionCore(nnx.Module):
         dropout_key: jax.Array | None,
         fp8: bool,
     ) -> jax.Array:
-        """Returns the outputs of the heads for whole sequences; see `__call__`."""
+        """Returns the outputs of the heads for whole sequences; see `__call__`. With an `axis`, queries, keys, values
+        and the result are this rank's parts of sequences that its ranks divide."""
         if fp8:
-            self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None)
+            self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None, axis)
         if self.query_scale is not None:
             q = rms_norm(q, self.query_scale.get_value(), epsilon=self.epsilon)
             k = rms_norm(k, self.key_scale.get_value(), epsilon=self.epsilon)
         if self.rope_theta is not None:
+            if axis is not None:
+                positions = _of_part(positions, q.shape[1], axis)
             turn: dict[str, Any] = {"positions": positions, "scaling": self.rope_scaling, "rotary_dim": self.rotary_dim}
             q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))
-        options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self._sinks()}
+        options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.cached_keys is not None:
             if mask is not None or segment_ids is not None:
                 raise ValueError(_CACHED.format("the model passes a mask or segments to attention"))
@@ -203,7 +222,8 @@ class AttentionCore(nnx.Module):
             self._fill(k, v, positions)
         if fp8:
             return attention_fp8(q, k, v, causal=self.causal, scale=self.scale)
-        return attention(
+        attend: Any = attention if axis is None else functools.partial(attention_to_gathered_keys, axis=axis)
+        return attend(
             save_for_backward(q),
             save_for_backward(k),
             save_for_backward(v),
@@ -216,7 +236,13 @@ class AttentionCore(nnx.Module):
             **options,
         )
 
-    def _check_fp8(self, mask: bool, segments: bool, dropout: bool) -> None:
+    def _check_fp8(self, mask: bool, segments: bool, dropout: bool, axis: str | None) -> None:
+        if axis is not None:
+            raise ValueError(
+                f"the recipe asks for attention in FP8, which takes whole sequences, but ranks of {axis} = "
+                f"{degree(axis)} exchange keys. Choose a degree that divides the heads of a rank, with "
+                "`sequence_exchange='heads'`, or pass `attention=False` to the recipe."
+            )
         options = {"window": self.window is not None, "soft_cap": self.soft_cap is not None}
         options |= {"sinks": self.sinks is not None, "mask": mask, "segment_ids": segments, "dropout": dropout}
         if lacks := [f"`{name}`" for name, given in options.items() if given]:
@@ -272,12 +298,12 @@ class AttentionCore(nnx.Module):
         one = jax.ShapeDtypeStruct((1, 128, 1, self.head_dim), self.dtype)
         return attention_fp8_lacks(one, one)
 
-    def _sinks(self) -> jax.Array | None:
+    def _sinks(self, axis: str | None = None) -> jax.Array | None:
+        """Returns the sinks of this rank's heads, or of those that it has after ranks of `axis` exchange heads."""
         if self.sinks is None:
             return None
         sinks = self.sinks.get_value()
         sinks = sinks if self.split is None else self.split.take(sinks, 0)
-        axis = sequence_axis(self.roles, 4) if current_view() == "local" else None
         if axis is None:
             return sinks
         count = sinks.shape[0] // degree(axis)
@@ -291,3 +317,16 @@ class AttentionCore(nnx.Module):
         if key is None or current_view() != "local" or not axes:
             return key
         return jax.random.fold_in(key, lax.axis_index(tuple(axes)))
+
+
+def _of_part(positions: jax.Array | None, part: int, axis: str) -> jax.Array:
+    """Returns the positions of the tokens of this rank's part, given those of whole sequences; by default 0, 1, ..."""
+    first = lax.axis_index(axis) * part
+    if positions is None:
+        return first + jnp.arange(part)
+    if positions.shape[-1] != part * degree(axis):
+        raise ValueError(
+            f"`positions` has the shape {positions.shape}; its last dimension must be that of whole sequences, "
+            f"{part * degree(axis)}."
+        )
+    return lax.dynamic_slice_in_dim(positions, first, part, positions.ndim - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,14 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
 from .._numbers import whole
-from ..collectives import parts_of_sequences, whole_sequences_of
+from ..collectives import (
+    SequenceExchange,
+    attention_to_gathered_keys,
+    check_sequence_exchange,
+    exchange_of,
+    parts_of_sequences,
+    whole_sequences_of,
+)
 from ..mesh import Roles, current_roles, current_view, degree, degrees
 from ..ops import attention
 
@@ -32,6 +38,7 @@ def attention_fn(
     broadcast_dropout: bool = True,
     deterministic: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
+    sequence_exchange: SequenceExchange | None = None,
     **others: Any,
 ) -> jax.Array:
     """Computes attention. Takes the place of `nnx.dot_product_attention` and of `jax.nn.dot_product_attention`, where
@@ -39,8 +46,8 @@ def attention_fn(
 
         nnx.MultiHeadAttention(heads, width, attention_fn=gtp_jax.attention_fn, rngs=rngs)
 
-    On such a mesh, ranks exchange heads for whole sequences, compute attention as on one device, and exchange back. For
-    a causal model, pass `is_causal=True` instead of a mask, for example by `functools.partial`: a mask has queries x
+    On such a mesh, ranks exchange heads for whole sequences, or gather keys and values: see `sequence_exchange`. For a
+    causal model, pass `is_causal=True` instead of a mask, for example by `functools.partial`: a mask has queries x
     keys elements, which every rank holds.
 
     Args:
@@ -60,6 +67,7 @@ def attention_fn(
         broadcast_dropout: must be `False` if weights are dropped: each head and example has a mask of its own.
         deterministic: whether nothing is dropped.
         dtype: the dtype to which query, key and value are cast; by default, that to which JAX promotes them.
+        sequence_exchange: `"heads"` or `"keys"`, as in `Attention`; by default heads, if their numbers allow it.
         others: further options of the two functions. Only their defaults are allowed.
 
     Returns:
@@ -70,6 +78,7 @@ def attention_fn(
             heads.
     """
     _check_options(bias, local_window_size, others)
+    check_sequence_exchange(sequence_exchange)
     drops = dropout_rate > 0 and not deterministic
     if drops and broadcast_dropout:
         raise ValueError(
@@ -79,19 +88,18 @@ def attention_fn(
     _check_shapes(query, key, value, mask)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     q, k, v = (x.astype(dtype) for x in (query, key, value))
-    compute = functools.partial(
-        attention,
-        causal=is_causal,
-        window=None if local_window_size is None else local_window_size + 1,
-        scale=scale,
-        dropout_rate=dropout_rate if drops else 0.0,
-    )
+    options: dict[str, Any] = {
+        "causal": is_causal,
+        "window": None if local_window_size is None else local_window_size + 1,
+        "scale": scale,
+        "dropout_rate": dropout_rate if drops else 0.0,
+    }
     mask, segment_ids = (None if a is None else jnp.asarray(a) for a in (mask, segment_ids))
     inputs: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "dropout_key": dropout_rng if drops else None}
     roles, view = current_roles(), current_view()
     axis = None if view == "plain" or roles.sequence not in jax.sharding.get_abstract_mesh().shape else roles.sequence
     if axis is None or degree(axis) == 1:
-        return compute(q, k, v, **inputs)
+        return attention(q, k, v, **options, **inputs)
     if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
         raise ValueError(
             f"`mask` has the shape {mask.shape}, but {axis} = {degree(axis)} divides sequences, so that all heads must "
@@ -99,8 +107,8 @@ def attention_fn(
         )
     if view == "local":
         apart = tuple(name for name in (*roles.tokens, roles.tensor) if name is not None)
-        return _on_rank(compute, q, k, v, inputs, axis, apart)
-    return _over_ranks(compute, q, k, v, inputs, axis, roles)
+        return _on_rank(q, k, v, options, inputs, axis, sequence_exchange, apart)
+    return _over_ranks(q, k, v, options, inputs, axis, sequence_exchange, roles)
 
 
 def _check_options(bias: Any, window: Any, others: dict[str, Any]) -> None:
@@ -140,7 +148,14 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> None:
 
 
 def _on_rank(
-    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, apart: tuple[str, ...]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: dict[str, Any],
+    inputs: dict[str, Any],
+    axis: str,
+    exchange: SequenceExchange | None,
+    apart: tuple[str, ...],
 ) -> jax.Array:
     """Returns this rank's part of the result, given its part of queries, keys and values, and the whole sequence of the
     other inputs.
@@ -148,15 +163,24 @@ def _on_rank(
     Ranks along the axes `apart` have different examples, tokens or heads, and different masks for dropout. Others
     compute the same, and need the same mask.
     """
-    q, k, v = whole_sequences_of(q, k, v, axis)
     if (own := inputs["dropout_key"]) is not None:
         axes = tuple(name for name in apart if degree(name) > 1)
         inputs = {**inputs, "dropout_key": jax.random.fold_in(own, jax.lax.axis_index(axes))}
-    return parts_of_sequences(compute(q, k, v, **inputs), axis)
+    if exchange_of(exchange, q.shape[2], k.shape[2], axis) == "keys":
+        return attention_to_gathered_keys(q, k, v, axis, **options, **inputs)
+    q, k, v = whole_sequences_of(q, k, v, axis)
+    return parts_of_sequences(attention(q, k, v, **options, **inputs), axis)
 
 
 def _over_ranks(
-    compute: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, roles: Roles
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: dict[str, Any],
+    inputs: dict[str, Any],
+    axis: str,
+    exchange: SequenceExchange | None,
+    roles: Roles,
 ) -> jax.Array:
     """Returns the result for global arrays."""
     for name, x in (("query", q), ("key", k)):
@@ -179,7 +203,7 @@ def _over_ranks(
         return PartitionSpec(batch) if by_example else PartitionSpec()
 
     def on_rank(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, Any]) -> jax.Array:
-        return _on_rank(compute, q, k, v, dict.fromkeys(inputs) | given, axis, apart)
+        return _on_rank(q, k, v, options, dict.fromkeys(inputs) | given, axis, exchange, apart)
 
     into = (part, part, part, {name: spec(name, x) for name, x in given.items()})
     return jax.shard_map(on_rank, in_specs=into, out_specs=part, check_vma=False)(q, k, v, given)

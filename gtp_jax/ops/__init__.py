@@ -7,6 +7,7 @@ from ._amax import power_of_two_amax as power_of_two_amax
 from ._as_one import as_one as as_one
 from ._attention import attention as attention
 from ._attention import check_choices as check_choices
+from ._attention import check_mask as check_mask
 from ._attention import cudnn_lacks as cudnn_lacks
 from ._attention_blocks import MOST_MASKED as MOST_MASKED
 from ._attention_blocks import MOST_SCORES as MOST_SCORES

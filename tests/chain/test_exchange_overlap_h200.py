@@ -1,4 +1,4 @@
-"""The schedule that XLA makes for H200s of a step whose experts ranks divide. Needs no GPU."""
+"""The schedule that XLA makes for H200s of a step whose experts or sequences ranks divide. Needs no GPU."""
 
 import itertools
 
@@ -168,3 +168,25 @@ def test_experts_are_gathered_and_scattered_under_compute_and_multiplied_by_kern
     assert not exposed & {e.name for e in (*gathers[1:], *scatters[:-2])}
     # forward: up and down; backward: two each for the gradients of rows and of kernels
     assert grouped_kernels(text) == 6 * WHOLE["num_layers"]
+
+
+@pytest.mark.slow
+@needs_target
+def test_keys_and_halves_of_queries_travel_at_once_under_attention_to_own_keys():
+    """In both passes, between two ranks; weights travel apart from them, under other matmuls."""
+    found = schedule_on(2, 1, dict(gtp=1, cp=2), num_experts=0, sequence_exchange="keys")
+    rows, part, heads, kv_heads, head_dim = 2 * SEQUENCES, SEQ // 2, 16, 4, 128
+    keys, own = (2, rows, part, kv_heads, head_dim), (rows, heads, part, head_dim)
+    half = (rows, part // 2, heads, head_dim)
+    launched = {e: [s.dims for s in e.collective.results] for e in found.collectives("all-gather")}
+    launched = {e: dims for e, dims in launched.items() if keys in dims}
+    assert [e.direction for e in launched] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    for event, dims in launched.items():
+        assert dims.count(keys) == 2
+        assert ((2, *half) if event.direction == "forward" else (2, 3, *half)) in dims
+        (over,) = found.under(event)
+        assert over.kind == "attention" and own in {shape.dims for shape in over.shapes}
+    first, *_ = launched
+    assert "u16" not in first.collective.dtype
+    home = [e for e in found.collectives("all-gather") if (2, *half) in {s.dims for s in e.collective.results}]
+    assert len(home) == 3 * LAYERS  # forward: queries and results; backward: gradients of queries

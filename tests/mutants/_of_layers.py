@@ -226,6 +226,18 @@ MUTANTS = (
         ("tests/experts/test_expert_ranks.py::test_no_score_takes_a_token_out_of_its_groups",),
     ),
     Mutant(
+        "results for several parts of the keys count equally",
+        "jnp.exp(own - lse), 1, 2)",
+        "jnp.exp(0 * (own - lse)), 1, 2)",
+        (f"{_DIVIDED}::test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries",),
+    ),
+    Mutant(
+        "queries of a rank attend to a part of later keys",
+        "of_earlier = lax.axis_index(axis) // 2",
+        "of_earlier = (lax.axis_index(axis) + 1) // 2",
+        (f"{_DIVIDED}::test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries",),
+    ),
+    Mutant(
         "gradients of copies of a key head are summed in bfloat16",
         "jnp.repeat(x.astype(wide), ranks // heads, axis=2)",
         "jnp.repeat(x, ranks // heads, axis=2)",

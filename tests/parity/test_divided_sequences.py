@@ -19,6 +19,7 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.collectives import whole_sequences_of
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 
 ROWS, SEQ, VOCAB = 4, 32, 64
 CONFIG = LlamaConfig(
@@ -31,6 +32,9 @@ KINDS = {
     "tied, no logits": dict(tie_embeddings=True, loss_chunk=16),
     "experts": dict(num_experts=4, top_k=2, aux_loss_coeff=0.1),
     "norms of heads": dict(qk_norm=True),
+    "keys": dict(sequence_exchange="keys"),
+    "keys, packed": dict(sequence_exchange="keys"),
+    "keys, window": dict(sequence_exchange="keys", window=9, num_heads=6),
 }
 MESHES = {
     "gtp 2, cp 2": dict(gtp=2, cp=2),
@@ -50,7 +54,11 @@ def batch_of(kind):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": np.where(rng.random((ROWS, SEQ)) < 0.1, -1, tokens[:, 1:])}
-    return batch if kind == "window" else {**batch, "segment_ids": np.cumsum(rng.random((ROWS, SEQ)) < 0.1, axis=1)}
+    return (
+        batch
+        if kind in ("window", "keys", "keys, window")
+        else {**batch, "segment_ids": np.cumsum(rng.random((ROWS, SEQ)) < 0.1, axis=1)}
+    )
 
 
 @functools.cache
@@ -67,7 +75,7 @@ def trained(kind, degrees=(), view="global"):
 
 
 CASES = list(itertools.product(KINDS, MESHES, ("global", "local")))
-USUAL = [("packed", "gtp 2, cp 2, tp 2", "global"), ("tied, no logits", "cp 4", "local")]
+USUAL = [("packed", "gtp 2, cp 2, tp 2", "global"), ("tied, no logits", "cp 4", "local"), ("keys", "cp 4", "local")]
 
 
 @pytest.mark.parametrize("kind, mesh, view", others_full(CASES, USUAL))
@@ -166,10 +174,62 @@ def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options,
     wanted = of(jax.nn.dot_product_attention)  # which computes scores in float32
     alone = of(gtp.attention_fn)
     with jax.set_mesh(mesh_of(dict(gtp=2, cp=4))):
-        divided = of(gtp.attention_fn)
-    for one, other, jaxs in zip(alone, divided, wanted, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-13)
+        divided = [of(functools.partial(gtp.attention_fn, sequence_exchange=what)) for what in ("heads", "keys")]
+    for one, by_heads, by_keys, jaxs in zip(alone, *divided, wanted, strict=True):
+        np.testing.assert_allclose(by_heads, one, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(by_keys, one, rtol=0, atol=1e-13)
         np.testing.assert_allclose(one, jaxs, rtol=0, atol=2e-5)
+
+
+HEADS, KV_HEADS, PART = 14, 7, 6
+
+
+def sent_for_keys(ranks):
+    """The bytes in float64 that a rank sends forward, and backward: keys and values to all others, and halves of the
+    queries, of what backward also needs of them, and of results."""
+    q, kv, statistics = (8 * ROWS * PART * count for count in (HEADS * 8, 2 * KV_HEADS * 8, HEADS))
+    share = 0.5 if ranks == 2 else 1  # each of two ranks works on one of its own halves
+    return (ranks - 1) * kv + share * (2 * q + statistics), 2 * (ranks - 1) * kv + share * (4 * q + statistics)
+
+
+@pytest.mark.parametrize("ranks", others_full((2, 3, 4, 5, 8), (2, 3)))
+def test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries(ranks, x64):
+    arrays = [heads(n, count, ranks * PART) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(CAUSAL(q, k, v)))
+
+    wanted = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+    with jax.set_mesh(mesh_of(dict(cp=ranks))):
+        divided = [jax.device_put(a, jax.NamedSharding(jax.sharding.get_mesh(), P(None, "cp"))) for a in arrays]
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*divided).compile()
+    for one, other in zip(compiled(*divided), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+    collectives = hlo.collectives(compiled.as_text())
+    sent = [sum(c.wire_bytes * c.times for c in collectives if c.direction == way) for way in ("forward", "backward")]
+    assert sent == list(sent_for_keys(ranks))
+
+
+def test_parts_in_bf16_are_rounded_little_more_than_what_one_device_computes():
+    """The gradient of queries most: that of another rank is sent in bfloat16."""
+    arrays = [jnp.asarray(heads(n, count), jnp.bfloat16) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+
+    def of(dtype):
+        def loss(q, k, v):
+            out = CAUSAL(q, k, v)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+            *(a.astype(dtype) for a in arrays)
+        )
+        return [np.asarray(a, np.float32) for a in (out, *gradients)]
+
+    exact, alone = of(jnp.float32), of(jnp.bfloat16)
+    with jax.set_mesh(mesh_of(dict(cp=4))):
+        divided = of(jnp.bfloat16)
+    for one, other, right, most in zip(divided, alone, exact, (1.1, 1.5, 1.2, 1.1), strict=True):
+        errors = [np.sqrt(np.mean((found - right) ** 2)) for found in (one, other)]
+        assert errors[0] < most * errors[1]
 
 
 def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
@@ -192,8 +252,27 @@ def call(**options):
     return run
 
 
-def with_heads(count, sequence=SEQ):
-    return lambda: gtp.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3)
+def with_heads(count, sequence=SEQ, **options):
+    return lambda: gtp.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3, **options)
+
+
+def on_ranks(**options):
+    """Attention of arrays that are a rank's part of sequences."""
+
+    def run():
+        keys = options.pop("keys", 8)
+        part = P(None, "cp")
+        attend = functools.partial(gtp.attention_fn, sequence_exchange="keys", **options)
+        local = jax.shard_map(attend, in_specs=(part,) * 3, out_specs=part, check_vma=False)
+        jax.eval_shape(local, jnp.ones((4, 32, 8, 8)), *(jnp.ones((4, 4 * keys, 8, 8)),) * 2)
+
+    return run
+
+
+def in_fp8():
+    with gtp.use_recipe(gtp.FP8(matmuls=True, attention=True)):
+        layer = abstract_model(lambda rngs: gtp.Attention(64, num_heads=8, sequence_exchange="keys", rngs=rngs))
+        jax.eval_shape(layer, jnp.ones((4, SEQ, 64)))
 
 
 def local_step(batch):
@@ -234,7 +313,12 @@ REFUSED = {
     "one mask of dropout": (call(dropout_rate=0.1, dropout_rng=jax.random.key(0)), "`broadcast_dropout=False`"),
     "an unknown option": (call(return_residual=True), "return_residual=True"),
     "a mask per head": (call(mask=jnp.ones((4, 8, SEQ, SEQ), bool)), "`mask` (4, 8, 32, 32) cp = 4 dimension 1"),
-    "too few heads": (with_heads(6), "cp = 4 6 query heads"),
+    "too few heads": (with_heads(6, sequence_exchange="heads"), "cp = 4 6 query heads `sequence_exchange='keys'`"),
+    "an unknown exchange": (with_heads(8, sequence_exchange="values"), "`sequence_exchange` 'values' 'heads' 'keys'"),
+    "keys of another length": (on_ranks(is_causal=True, keys=4), "`causal` 32 queries 16 keys"),
+    "segments of a part": (on_ranks(segment_ids=jnp.ones((4, 8), int)), "`segment_ids` (4, 8) (4, 32)"),
+    "a mask of a part": (on_ranks(mask=jnp.ones((8, 32), bool)), "`mask` (8, 32) (32, 32)"),
+    "FP8": (in_fp8, "FP8 cp = 4 `sequence_exchange='heads'` `attention=False`"),
     "a sequence of another length": (with_heads(8, 30), "`query` (4, 30, 8, 8) cp = 4 Pad"),
     "an array of an unknown name": (
         local_step({"tokens": np.ones((4, 32), int), "targets": np.ones((4, 32), int), "y": np.ones((4, 32))}),

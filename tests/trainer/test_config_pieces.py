@@ -44,7 +44,7 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
 def test_a_model_gets_the_fields_of_its_execution():
     assert {name: getattr(CONFIG.model(256, dtype="float32"), name) for name in CONFIG.execution.of_model} == {
         **{"prefetch": False, "unroll": "full", "keep_gathered": "all", "grad_reduce": "float32"},
-        **{"remat": "matmuls", "loss_chunk": 64},
+        **{"remat": "matmuls", "sequence_exchange": None, "loss_chunk": 64},
     }
 
 

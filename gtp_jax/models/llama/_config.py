@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..._foreign import brief
 from ...chain import KeepGathered, Remat, Schedule
+from ...collectives import SequenceExchange, check_sequence_exchange
 from ...experts import ExpertParallel, Routing, Transport, check_chunks, check_moe, check_transport
 from ...nn import GradReduce, check_heads, reduction_of
 from ...ops import MOST, RopeScaling, check_rotary
@@ -66,6 +67,7 @@ class LlamaConfig:
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `gtp_jax.nn.reduction_of`.
         sequence_parallel: whether the sequence is sharded over tp between layers.
+        sequence_exchange: what ranks that divide sequences exchange, `"heads"` or `"keys"`; see `Attention`.
         remat: what blocks keep for backward.
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
         loss_chunk: the fewest tokens whose logits `next_token_loss` computes at once; 0 for the logits of all tokens.
@@ -99,6 +101,7 @@ class LlamaConfig:
     dtype: str = "bfloat16"
     grad_reduce: GradReduce = "float32"
     sequence_parallel: bool = True
+    sequence_exchange: SequenceExchange | None = None
     remat: Remat = "matmuls"
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
@@ -148,6 +151,7 @@ class LlamaConfig:
                 "2**31."
             )
         self._check_experts()
+        check_sequence_exchange(self.sequence_exchange)
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
 
@@ -183,14 +187,14 @@ class LlamaConfig:
         """Checks that the model and its sequences can be divided over tp and cp.
 
         Raises:
-            ValueError: if a tp rank would have no key-value head, if cp does not divide the query heads of a tp rank,
-                or if an axis that shards the sequence does not divide it.
+            ValueError: if a tp rank would have no key-value head, if ranks of cp exchange heads and cp does not divide
+                the query heads of a tp rank, or if an axis that shards the sequence does not divide it.
         """
         check_heads(self.num_heads, self.num_kv_heads, tp)
-        if cp > 1 and self.num_heads % (tp * cp):
+        if cp > 1 and self.sequence_exchange == "heads" and self.num_heads % (tp * cp):
             raise ValueError(
-                f"`num_heads` is {self.num_heads}, which tp {tp} x cp {cp} do not divide; the ranks of cp divide the "
-                "query heads of a tp rank for attention."
+                f"`num_heads` is {self.num_heads}, which tp {tp} x cp {cp} do not divide; with `sequence_exchange` "
+                "'heads', the ranks of cp divide the query heads of a tp rank for attention. Choose 'keys'."
             )
         if cp > 1 and seq % (cp * (tp if self.sequence_parallel else 1)):
             raise ValueError(f"`seq` is {seq}, which cp {cp} x tp {tp} do not divide; both shard the sequence.")

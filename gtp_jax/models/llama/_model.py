@@ -51,6 +51,7 @@ class LlamaBlock(Layer):
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
             window=config.window,
+            sequence_exchange=config.sequence_exchange,
             epsilon=config.epsilon,
             rngs=rngs,
             **shared,

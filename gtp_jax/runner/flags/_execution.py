@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...chain import REMAT, KeepGathered, Remat, Schedule
+from ...collectives import SEQUENCE_EXCHANGES, SequenceExchange
 from ...mesh import CP, TP
 from ...nn import GRAD_REDUCE, GradReduce
 from ...train import REDUCE_OVER_DP, ReduceOverDp
@@ -58,6 +59,14 @@ class Execution:
         kind=str,
         choices=REMAT,
     )
+    sequence_exchange: SequenceExchange | None = knob(
+        None,
+        "execution",
+        "what ranks of cp exchange for attention: heads for whole sequences, or the keys and values of all heads; by "
+        "default heads, if cp divides those of a rank",
+        kind=str,
+        choices=SEQUENCE_EXCHANGES,
+    )
     loss_chunk: int = knob(
         0,
         "execution",
@@ -74,7 +83,7 @@ class Execution:
     @property
     def of_model(self) -> dict[str, Any]:
         """The fields that a model's configuration also has."""
-        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "loss_chunk")
+        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "sequence_exchange", "loss_chunk")
         return {name: getattr(self, name) for name in names}
 
     def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:

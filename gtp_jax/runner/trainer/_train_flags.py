@@ -13,6 +13,7 @@ from flax import nnx
 
 from ... import __version__
 from ..._foreign import read_json
+from ...collectives import SequenceExchange
 from ...mesh import check_degrees
 from ...models import PRESETS, Adapters, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
@@ -365,7 +366,7 @@ class TrainConfig:
             ValueError: if the product of the degrees is not the number of devices, or the degrees do not divide the
                 model or the batch.
         """
-        asked = self.parallelism
+        asked, exchange = self.parallelism, self.execution.sequence_exchange
         if self.faults.any:
             degrees = self._healthy()
             self.fault_plan(degrees).devices_of(range(devices))
@@ -373,13 +374,16 @@ class TrainConfig:
             return degrees
         if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.cp * asked.ep) == 0:
             with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
-                self.base.check_mesh(tp=2, seq=self.seq, cp=asked.cp)
+                self._exchanging(exchange or "heads").check_mesh(tp=2, seq=self.seq, cp=asked.cp)
                 asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
-        self.base.check_mesh(tp=degrees["tp"], seq=self.seq, cp=asked.cp)
+        self._exchanging(exchange).check_mesh(tp=degrees["tp"], seq=self.seq, cp=asked.cp)
         self.execution.check_batch(self.batch, degrees)
         return degrees
+
+    def _exchanging(self, exchange: SequenceExchange | None) -> ModelConfig:
+        return dataclasses.replace(self.base, sequence_exchange=exchange)
 
     def _healthy(self) -> dict[str, int]:
         """Returns the degrees before devices failed, which must be given: the number of devices no longer tells."""
