@@ -7,22 +7,31 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import ACTIVATION, ROUTING, SAVED
+from ..ops import ACTIVATION, ATTENTION, ROUTING, SAVED
 
-Remat = Literal["nothing", "matmuls", "activations", "everything", "offload", "offload-matmuls"]
+Remat = Literal[
+    "nothing", "attention", "matmuls", "activations", "everything", "offload", "offload-attention", "offload-matmuls"
+]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
-def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+def _saves_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    # cuDNN's kernel in jax.nn has no named results
+    if primitive.name == "name":
+        return params["name"] in (ATTENTION, ROUTING)
+    return "dot_product_attention_fwd" in primitive.name
+
+
+def _saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
     # Products with batch dimensions are not saved. They are mainly those of unfused attention, whose scores have
     # sequence x sequence elements.
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
     # For a row-parallel product, the sum over tp is saved, so that backward does not need the partial product. Products
     # computed part by part (`collectives.gather_linear`) are opaque here, so their named results are saved.
-    if primitive.name == "name":
-        return params["name"] in (SAVED, ROUTING)
-    return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
+    if primitive.name in ("reduce_scatter", "psum") or (primitive.name == "name" and params["name"] == SAVED):
+        return True
+    return _saves_attention(primitive, *avals, **params)
 
 
 def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -33,6 +42,7 @@ def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "nothing": jax.checkpoint_policies.save_only_these_names(ROUTING),
+    "attention": _saves_attention,
     "matmuls": _saves_matmuls,
     "activations": _saves_activations,
     "everything": None,
@@ -40,7 +50,11 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
 
 # Policies whose saved activations a chain keeps in the host's memory between the passes, each with the policy that
 # saves the same values on the device.
-OFFLOADED: Mapping[Remat, Remat] = {"offload": "nothing", "offload-matmuls": "matmuls"}
+OFFLOADED: Mapping[Remat, Remat] = {
+    "offload": "nothing",
+    "offload-attention": "attention",
+    "offload-matmuls": "matmuls",
+}
 
 
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -48,6 +62,9 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
 
     - `nothing`: saves only the input; the forward pass is run again. Without offloading, this policy uses the least
       memory. As with every policy, the choices of experts are saved (`ops.save_routing`).
+    - `attention`: saves the input, and the output and log-sum-exp of fused attention (`ops.save_attention`), whose
+      forward kernel is then not run again. All else is, including the exchanges of context parallelism. Attention that
+      is written out is run again too: its backward computes the scores in any case.
     - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls without batch dimensions, and of
       fused attention. Partial products are summed over tp first. Where a norm or attention needs only a value computed
       from an output, that value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of
@@ -57,9 +74,9 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `everything`: saves all that backward needs, with these exceptions. Gathers of activations over tp may be run
       again. In a mixture of experts, tokens are always sent to their experts again, and the experts' activation
       function and any rounds after the first are run again.
-    - `offload` and `offload-matmuls`: save what `nothing` and `matmuls` save, respectively. Between
-      the passes, a chain keeps the activations among these values in the host's pinned memory, except those of its last
-      layer.
+    - `offload`, `offload-attention` and `offload-matmuls`: save what `nothing`, `attention` and `matmuls` save,
+      respectively. Between the passes, a chain keeps the activations among these values in the host's pinned memory,
+      except those of its last layer.
 
     Raises:
         ValueError: if there is no such policy.

@@ -74,9 +74,9 @@ def shard[M: nnx.Module](
         specs: the partitions in which weights are stored, by patterns of the weights' paths. `None` leaves weights
             whole or as the model annotates them, and calls do not gather them. A weight of a shared module has several
             paths. The first pattern that matches any of them applies.
-        remat: what a block saves for backward: a policy of `gtp_jax.Stack`. `"offload"` and `"offload-matmuls"` move
-            what they save to the host's memory where blocks are prefetched, which `gtp_jax.explain` with `call` shows;
-            elsewhere, such as in a scan, what they save stays on the device.
+        remat: what a block saves for backward: a policy of `gtp_jax.Stack`. Those that offload move what they save to
+            the host's memory where blocks are prefetched, which `gtp_jax.explain` with `call` shows; elsewhere, such as
+            in a scan, what they save stays on the device.
         schedule: which gathered weights are kept for backward, and whether blocks are prefetched; `Schedule()` by
             default, which keeps the weights that a call of the model gathers last. If that call runs in a loop, they
             may be kept for every iteration; pass `Schedule(keep_gathered=0)` to avoid that.

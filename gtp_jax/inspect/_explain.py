@@ -248,8 +248,8 @@ def explain(
         recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.BF16()` by default.
         call: a function of the model, such as `lambda model: model(tokens)`. It is traced but not run, and the report
             then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched; and
-            for each `Stack` with `remat="offload"` or `"offload-matmuls"`, what a layer copies to the host, and whether
-            it computes longer than the copies take.
+            for each `Stack` whose `remat` offloads, what a layer copies to the host, and whether it computes longer
+            than the copies take.
         path: the path of one module, or the end of it, such as `"layers.mlp.up"`; or of one weight that `gtp_jax.shard`
             has sharded. If given, the life of its weights in a step is returned instead: each state, and the function
             that makes it.

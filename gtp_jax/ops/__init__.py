@@ -73,10 +73,12 @@ from ._route import with_load_as_gradient as with_load_as_gradient
 from ._row_codes import rows_in_codes as rows_in_codes
 from ._row_codes import with_rows as with_rows
 from ._save import ACTIVATION as ACTIVATION
+from ._save import ATTENTION as ATTENTION
 from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED
 from ._save import row_major as row_major
 from ._save import save_activation as save_activation
+from ._save import save_attention as save_attention
 from ._save import save_for_backward as save_for_backward
 from ._save import save_routing as save_routing
 from ._segments import positions_of as positions_of

@@ -22,7 +22,7 @@ from ._operand import quantizable, tensor_unit
 from ._packed import joining_batches, sharded_by_xla
 from ._quantize import quantize
 from ._quantize_fused import quantize_fused
-from ._save import save_for_backward
+from ._save import save_attention, save_for_backward
 from ._slot import refuse_second_derivative
 
 # The factor of the weights of the softmax before they are rounded. They are at most 1, and E4M3 ends at 448.
@@ -101,8 +101,8 @@ def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array, options: Option
     dtype = q.dtype
     queries, keys, values = _quantized(q), _quantized(k), _quantized(v)
     out, stats = (_by_cudnn if native else _written_out)(queries, keys, values, options)
-    out = save_for_backward(out.astype(dtype) * tensor_unit(values).astype(dtype))
-    return out, ((queries, keys, values), save_for_backward(stats), out)
+    out = save_attention(out.astype(dtype) * tensor_unit(values).astype(dtype))
+    return out, ((queries, keys, values), save_attention(stats), out)
 
 
 def _attention_backward(options: Options, native: bool, saved: Any, of_out: jax.Array) -> Any:

@@ -27,7 +27,7 @@ from . import _cudnn_calls as cudnn
 from ._attention_blocks import MOST_MASKED, Rule, backward_in_blocks, forward_in_blocks
 from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
-from ._save import save_for_backward
+from ._save import save_attention
 
 SHORTEST = 1024  # the fewest tokens per row for which choosing pays off, as the host must wait for the device
 _SHARE = 4  # documents that a call has room for, per `Call.length` tokens of the batch
@@ -169,7 +169,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array,
 
 def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, options: Options) -> Any:
     # remat policies save the results of `jax.nn.dot_product_attention`, so they must save these too
-    out, stats = map(save_for_backward, _forward(options)(q, k, v, segment_ids))
+    out, stats = map(save_attention, _forward(options)(q, k, v, segment_ids))
     return out, (q, k, v, segment_ids, stats, out)
 
 

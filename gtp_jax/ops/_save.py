@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 
 SAVED = "gtp_saved"
 ACTIVATION = "gtp_activation"
+ATTENTION = "gtp_attention"
 ROUTING = "gtp_routing"
 
 
@@ -29,6 +30,15 @@ def save_activation(x: Any) -> Any:
     Backward needs it only for the weight's gradient. The policy `matmuls` recomputes it from the matmuls' outputs.
     """
     return checkpoint_name(x, ACTIVATION)
+
+
+def save_attention(x: Any) -> Any:
+    """Saves a result of fused attention for backward under the policy `attention`, and under those that save matmuls.
+
+    Backward of a kernel reads the output and the log-sum-exp of the scores. With both saved, queries, keys and values
+    may be recomputed without running the kernel again.
+    """
+    return checkpoint_name(x, ATTENTION)
 
 
 def save_routing(x: Any) -> Any:

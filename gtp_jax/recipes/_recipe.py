@@ -183,8 +183,8 @@ class FP8(Recipe):
             soft caps, sinks and dropout are not supported.
         keep_codes: with `matmuls`, whether forward also makes the codes of dense layers' inputs that wgrad multiplies.
             Remat policies that save matmuls save them, 1 byte per element, so that backward neither computes the inputs
-            again nor quantizes them; without remat, they are saved instead of the inputs. Under the policy `nothing`,
-            they are made in vain. Results do not change.
+            again nor quantizes them; without remat, they are saved instead of the inputs. Under other policies, they
+            are made in vain. Results do not change.
     """
 
     matmuls: bool = False

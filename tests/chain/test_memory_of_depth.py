@@ -1,5 +1,7 @@
 """What depth costs: a shard and an activation a layer, never a gathered weight."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from selection import pairwise
 
 import gtp_jax as gtp
+from gtp_jax.inspect._offload import _as_on_gpus
 from gtp_jax.models import LlamaConfig
 
 from .programs import lowered_step
@@ -51,6 +54,38 @@ def test_forward_hands_backward_only_the_weights_it_keeps(kept, unroll):
         jax.eval_shape(mapped, state, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
     layers = [shape[0] if len(shape) == 3 else 1 for shape in found if shape[-2:] == (128, 128)]
     assert sum(layers) == whole
+
+
+ROWS = 1024  # from which on rows with documents are packed
+INPUT = ((1, ROWS, 256), "bfloat16")
+OUTPUT = ((1, ROWS, 2, 128), "bfloat16")
+LOG_SUM_EXP = ((1, 2, ROWS), "float32")
+FUSED = {"in cuDNN": {}, "of documents": {}, "in FP8": {}, "written out": dict(soft_cap=20.0)}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_the_policy_attention_keeps_the_input_the_output_of_attention_and_its_log_sum_exp(kind):
+    recipe = gtp.FP8(matmuls=True, attention=True) if kind == "in FP8" else None
+    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=128, **FUSED[kind])
+    ids = jnp.zeros((1, ROWS), jnp.int32) if kind == "of documents" else None
+    mesh = gtp.make_mesh(gtp=1, devices=jax.devices()[:1])
+
+    def kept(remat):
+        make = lambda rngs: gtp.Stack(lambda rngs: gtp.Attention(256, **sizes, rngs=rngs), 3, remat=remat, rngs=rngs)  # noqa: E731
+        with jax.set_mesh(mesh), _as_on_gpus(), gtp.use_recipe(recipe):
+            graph, params, others = nnx.split(gtp.nn.abstract_model(make), nnx.Param, ...)
+
+            def residuals(params, others, x):
+                _, back = jax.vjp(lambda p, x: nnx.merge(graph, p, others)(x, segment_ids=ids), params, x)
+                return [leaf for leaf in jax.tree.leaves(back) if ROWS in leaf.shape]
+
+            found = jax.eval_shape(residuals, params, others, jax.ShapeDtypeStruct(*INPUT))
+        return Counter((leaf.shape, leaf.dtype.name) for leaf in found if leaf.dtype != jnp.int32)
+
+    fused = [] if kind == "written out" else [OUTPUT, LOG_SUM_EXP]
+    assert kept("attention") == Counter(3 * [INPUT, *fused]) == kept("offload-attention")
+    assert kept("nothing") == Counter(3 * [INPUT])
+    assert kept("matmuls") >= kept("attention")
 
 
 class Adapted(nnx.Module):

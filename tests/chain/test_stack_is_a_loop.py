@@ -11,9 +11,8 @@ import gtp_jax as gtp
 from .loops import Looped, assert_equal, by_path, inputs, make_stack, results
 
 LENGTH = 5
-EVERY = pairwise(
-    ["matmuls", "everything", "activations", "nothing"], [2, 1, "full"], [True, False], [1, "all", 0], usual=1
-)
+REMAT = ["matmuls", "everything", "activations", "attention", "nothing"]
+EVERY = pairwise(REMAT, [2, 1, "full"], [True, False], [1, "all", 0], usual=1)
 
 
 @functools.cache

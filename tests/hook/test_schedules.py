@@ -1,6 +1,7 @@
 """Schedules of stock blocks, and activations in the host's memory: the same numbers, and only what was asked moves."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.chain import OFFLOADED
+from gtp_jax.inspect._offload import _as_on_gpus
 
 from ..chain.programs import moves
+from ..ops.test_packed_attention import equations
 from .models import BATCH, DEPTH, GPT2, LENGTH, WIDTH, mean_of, tokens
 
 MEAN = mean_of("plain")
@@ -45,7 +48,7 @@ def on_the_device(remat):
 
 
 CASES = [("offload-matmuls", {}), ("offload", {}), ("offload", dict(prefetch=False)), ("matmuls", dict(prefetch=False))]
-CASES += [("matmuls", dict(keep_gathered="all")), ("offload-matmuls", dict(keep_gathered=2))]
+CASES += [("matmuls", dict(keep_gathered="all")), ("offload-matmuls", dict(keep_gathered=2)), ("offload-attention", {})]
 
 
 @pytest.mark.parametrize("remat, schedule", others_full(CASES, CASES[:1]))
@@ -69,6 +72,33 @@ def test_outputs_of_matmuls_move_and_weights_do_not(x64):
     assert sorted(map(str, away)) == sorted(map(str, back))
     assert len(away) % DEPTH == 0 and len(away) > DEPTH
     assert all(shape[0] == BATCH for shape, _ in away)
+
+
+class Attends(nnx.Module):
+    def __init__(self, rngs):
+        attend = functools.partial(gtp.attention_fn, is_causal=True)
+        options = dict(decode=False, attention_fn=attend, dtype=jnp.bfloat16, rngs=rngs)
+        self.blocks = nnx.List([nnx.MultiHeadAttention(2, 128, **options) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_of_attention_in_cudnn_the_output_and_its_log_sum_exp_move_and_it_does_not_run_again():
+    x = jax.ShapeDtypeStruct((BATCH, 64, 128), jnp.bfloat16)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), _as_on_gpus():
+        graph, state = nnx.split(gtp.shard(Attends(nnx.Rngs(0)), min_size=64, remat="offload-attention"))
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x))  # noqa: E731
+        made = jax.make_jaxpr(jax.grad(loss))(state, x)
+    away, back = moves(made.jaxpr)
+    saved = {((BATCH, 64, 2, 64), "bfloat16"): 2, ((BATCH, 2, 64), "float32"): 2}
+    saved |= {((BATCH, 64, 128), "bfloat16"): 1}  # the input of the first block is the caller's
+    for found in (away, back):  # the last block keeps its own
+        assert Counter((shape, dtype.name) for shape, dtype in found) == saved
+    names = [equation.primitive.name for equation in equations(made.jaxpr)]
+    assert sum("dot_product_attention_fwd" in name for name in names) == 3
 
 
 def test_what_is_not_differentiated_or_runs_in_a_scan_stays_on_the_device(x64):

@@ -221,7 +221,7 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-@pytest.mark.parametrize("remat", ["matmuls", "activations"])
+@pytest.mark.parametrize("remat", ["attention", "matmuls", "activations"])
 def test_recomputation_does_not_run_it_again(by_hand, remat):
     q, k, v, of_out = operands(2)
     ids = jnp.asarray(np.stack([runs(39, 25), ONE]))

@@ -85,7 +85,7 @@ def test_on_a_mesh_gradients_are_those_of_one_device(mesh):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("remat", ["nothing", "everything"])
+@pytest.mark.parametrize("remat", ["nothing", "attention", "everything"])
 def test_remat_policies_change_nothing(remat):
     np.testing.assert_allclose(distances(gradients(BOTH, remat=remat), gradients(BOTH, remat="matmuls")), 0, atol=1e-5)
 
