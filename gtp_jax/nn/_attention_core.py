@@ -176,7 +176,10 @@ class AttentionCore(nnx.Module):
         if exchange_of(self.sequence_exchange, q.shape[2], k.shape[2], axis) == "keys":
             return self._of_sequences(q, k, v, self._sinks(), axis, **given)
         q, k, v = whole_sequences_of(q, k, v, axis)
-        return parts_of_sequences(self._of_sequences(q, k, v, self._sinks(axis), None, **given), axis)
+        y = self._of_sequences(q, k, v, self._sinks(axis), None, **given)
+        # the output projection's weight gradient reads the part, attention's backward the whole: neither is exchanged
+        # again
+        return save_for_backward(parts_of_sequences(y, axis))
 
     def _check_not_cached(self, axis: str) -> None:
         if self.cached_keys is not None:

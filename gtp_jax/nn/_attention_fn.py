@@ -19,7 +19,7 @@ from ..collectives import (
     whole_sequences_of,
 )
 from ..mesh import Roles, current_roles, current_view, degree, degrees
-from ..ops import attention
+from ..ops import attention, save_for_backward
 
 
 def attention_fn(
@@ -168,8 +168,8 @@ def _on_rank(
         inputs = {**inputs, "dropout_key": jax.random.fold_in(own, jax.lax.axis_index(axes))}
     if exchange_of(exchange, q.shape[2], k.shape[2], axis) == "keys":
         return attention_to_gathered_keys(q, k, v, axis, **options, **inputs)
-    q, k, v = whole_sequences_of(q, k, v, axis)
-    return parts_of_sequences(attention(q, k, v, **options, **inputs), axis)
+    q, k, v = map(save_for_backward, whole_sequences_of(q, k, v, axis))
+    return save_for_backward(parts_of_sequences(attention(q, k, v, **options, **inputs), axis))
 
 
 def _over_ranks(

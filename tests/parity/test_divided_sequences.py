@@ -18,8 +18,11 @@ from selection import others_full
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.collectives import whole_sequences_of
+from gtp_jax.inspect._offload import _as_on_gpus
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
+
+from ..ops.test_packed_attention import equations
 
 ROWS, SEQ, VOCAB = 4, 32, 64
 CONFIG = LlamaConfig(
@@ -120,8 +123,8 @@ def stock_loss(model, batch):
     return gtp.cross_entropy(model(batch["ids"]), jnp.roll(batch["ids"], -1, axis=1))
 
 
-def stock_step():
-    state = gtp.TrainState.create(gtp.shard(Stock(nnx.Rngs(0)), min_size=64), optax.sgd(0.1))
+def stock_step(**options):
+    state = gtp.TrainState.create(gtp.shard(Stock(nnx.Rngs(0)), min_size=64, **options), optax.sgd(0.1))
     step = gtp.train_step(stock_loss, optax.sgd(0.1))
     return step, state, {"ids": np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))}
 
@@ -135,13 +138,39 @@ def test_a_model_of_stock_layers_trains_as_on_one_device_and_gathers_no_sequence
             found.append(float(step(state, batch)[1]["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-12)
     collectives = hlo.collectives(compiled.as_text())
-    # in each of two layers: queries, keys and values there and the result back, in forward, recomputed, and in backward
-    assert sum(c.times for c in collectives if c.kind == "all-to-all") == 2 * 6
+    # in each of two layers: queries, keys and values there and the result back, in forward and in backward
+    assert sum(c.times for c in collectives if c.kind == "all-to-all") == 2 * 4
     weights = {array.shape for array in jax.tree.leaves(state.params)}
     gathered = {
         shape.dims for c in collectives if c.kind == "all-gather" for shape in c.results if shape.dtype == "f64"
     }
     assert gathered <= weights
+
+
+# the exchanges of a layer in a step, and how often cuDNN's forward runs
+AGAIN = {"nothing": (6, 2), "attention": (6, 1), "matmuls": (4, 1), "activations": (4, 1), "everything": (4, 1)}
+
+
+@pytest.mark.parametrize("remat", AGAIN)
+def test_a_layer_exchanges_and_attends_again_only_what_its_policy_does_not_save(remat):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", remat=remat)
+    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)}
+    batch |= {"targets": batch["tokens"]}
+    with jax.set_mesh(mesh_of(dict(gtp=2, cp=2))), _as_on_gpus():
+        state = gtp.TrainState.create(gtp.nn.abstract_model(lambda rngs: Llama(config, rngs=rngs)), optax.sgd(0.1))
+        made = jax.make_jaxpr(functools.partial(gtp.loss_and_gradients, next_token_loss, view="local"))(state, batch)
+    names = [equation.primitive.name for equation in equations(made.jaxpr)]
+    forward = sum("dot_product_attention_fwd" in name for name in names)
+    assert (names.count("all_to_all"), forward) == tuple(2 * n for n in AGAIN[remat])
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_a_stock_block_exchanges_again_only_what_its_policy_does_not_save(remat, x64):
+    with jax.set_mesh(mesh_of(dict(gtp=2, cp=2))):
+        step, state, batch = stock_step(remat=remat)
+        made = jax.make_jaxpr(step)(state, batch)
+    names = [equation.primitive.name for equation in equations(made.jaxpr)]
+    assert names.count("all_to_all") == 2 * AGAIN[remat][0]
 
 
 def heads(seed, count, sequence=SEQ):
