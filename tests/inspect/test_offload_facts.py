@@ -34,6 +34,7 @@ COMPILED = {
     ("1b", "offload"): (33.6 * MB, 1.53),
     ("1b", "offload-matmuls"): (403 * MB, 1.53),
     ("8b", "offload"): (67.1 * MB, 5.24),
+    ("8b", "offload-attention"): (135 * MB, 5.24),
     ("8b", "offload-matmuls"): (772 * MB, 5.24),
 }
 
