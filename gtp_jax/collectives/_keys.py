@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Float
 
 from ..mesh import degree
-from ..ops import attention, attention_backward, attention_with_lse, check_mask, save_for_backward
+from ..ops import attention, attention_backward, attention_with_lse, check_mask, save_attention
 from ._halves import from_workers, to_workers, work
 from ._over_gloo import all_gather, reduce_scatter
 from ._turns import Turn, at_once, in_turn, tied, turn_after, turn_in_scope
@@ -103,7 +103,7 @@ def _balanced(q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn, axis: str, s
 
 def _balanced_forward(q: jax.Array, k: jax.Array, v: jax.Array, turn: Turn, axis: str, scale: float) -> Any:
     # remat policies save the results of `jax.nn.dot_product_attention`, so they must save these too
-    out, lse = map(save_for_backward, _forward(q, k, v, turn, axis, scale))
+    out, lse = map(save_attention, _forward(q, k, v, turn, axis, scale))
     return out, (q, k, v, out, lse)
 
 

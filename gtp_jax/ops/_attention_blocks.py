@@ -20,7 +20,7 @@ from jax import lax
 
 from ._as_one import as_one
 from ._masks import allowed_by, both, by_group, in_order
-from ._save import save_for_backward
+from ._save import save_attention
 
 # The most queries x keys for which attention is not computed in blocks: if every head has an array of scores; and if
 # cuDNN reads a mask that this library makes, which all heads share.
@@ -149,7 +149,7 @@ def _in_blocks(options: _Options, *operands: Any) -> tuple[jax.Array, jax.Array]
 
 def _forward_and_saved(options: _Options, *operands: Any) -> Any:
     q, k, v, sinks, rule, key = operands
-    out, lse = map(save_for_backward, as_one(functools.partial(_forward, options), *operands))
+    out, lse = map(save_attention, as_one(functools.partial(_forward, options), *operands))
     return (out, lse), (q, k, v, sinks, rule, key, out, lse)
 
 
