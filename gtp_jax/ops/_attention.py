@@ -141,7 +141,7 @@ def cudnn_lacks(
 def _lacks_without_scores(
     q: jax.Array, k: jax.Array, mask: jax.Array | None, segments: bool, placed: bool, causal: bool, window: int | None
 ) -> str:
-    """Returns why cuDNN would need an array of `(queries, keys)` that the caller has not made; an empty string if it
+    """Returns why cuDNN would need an array of `(queries, keys)` other than the caller's mask; an empty string if it
     would not."""
     asked = {
         "the positions of queries among the keys": placed,

@@ -31,7 +31,7 @@ CASES = {
     "window": dict(window=2),
     "mask": dict(mask=some_mask(LENGTH, LENGTH)),
     "mask of keys": dict(mask=some_mask(BATCH, 1, LENGTH)),
-    "mask of keys, alike, in a window": dict(causal=True, window=3, mask=some_mask(1, LENGTH)),
+    "mask of keys for all examples, in a window": dict(causal=True, window=3, mask=some_mask(1, LENGTH)),
     "mask by example": dict(mask=some_mask(BATCH, LENGTH, LENGTH)),
     "causal mask": dict(causal=True, mask=some_mask(BATCH, LENGTH, LENGTH)),
     "segments": dict(causal=True, segment_ids=SEGMENTS),
