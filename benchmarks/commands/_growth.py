@@ -32,9 +32,9 @@ defaults are those of `bench step`.
   sequence  tokens per sequence, from a quarter of the step's to 4 times; the number of sequences stays the same
 
 `efficiency` is FLOP/s per device, relative to the first point of the axis: 1 if time grows in proportion to the
-operations per device. With --target, steps are compiled but not run. Then `modelled` time counts only matmuls and
-exposed communication, so it neither predicts the time of a step nor tells which step is faster; memory is the planned
-peak; and compile time is CPU seconds over all cores.
+operations per device. With --target, steps are compiled but not run. Then `modelled` time leaves out launches,
+power and what streams cost each other, so it is below that of a step; memory is the planned peak; and compile time is
+CPU seconds over all cores.
 """
 
 _EXAMPLES = """\

@@ -40,6 +40,7 @@ def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
     compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
     compile_s, compile_cpu_s = time.perf_counter() - begin, _cpu_s() - begin_cpu
     module = hlo.parse(str(compiled.as_text()))
+    modelled = hlo.timeline(hlo.launch_order(module), chip)
     memory: Any = compiled.memory_analysis()
     planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     report(
@@ -49,7 +50,9 @@ def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
         peak_bytes=planned,
         planned_bytes=planned,
         collectives=sum(c.times for c in hlo.collectives(module)),
-        modelled_s=hlo.timeline(hlo.launch_order(module), chip).total_us / 1e6,
+        modelled_s=modelled.total_us / 1e6,
+        modelled_compute_s=modelled.compute_us / 1e6,
+        modelled_exposed_s=modelled.exposed_us / 1e6,
         versions={"jax": jax.__version__},
         **facts,
     )

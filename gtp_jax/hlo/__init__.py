@@ -1,6 +1,7 @@
 """Reads the costs of a step from its compiled program: traffic, order, operations and memory. Makes no arrays."""
 
 from ._chips import CHIPS as CHIPS
+from ._chips import RATES as RATES
 from ._chips import Fact as Fact
 from ._chips import fact as fact
 from ._collectives import Collective as Collective

@@ -9,6 +9,10 @@ _H200 = "NVIDIA H200 datasheet, SXM"
 _H100 = "NVIDIA H100 datasheet, SXM5"
 _DENSE = ", half of the figure with sparsity"
 _MEASURED = "measured on 8 x H200 joined by NVLink, jax 0.11.2"
+_ONE_H200 = "measured on one H200"
+_TWO_H100 = "measured on 2 x H100"
+_ATTENTION = "placeholder, not measured"  # PLACEHOLDER
+_LATENCY = "beyond its bytes; gathers of four arrays, 109 MB in all, that nothing hid took 0.4 ms on 2 x H100"
 
 
 class Fact(NamedTuple):
@@ -20,26 +24,50 @@ class Fact(NamedTuple):
 
 
 # `ceiling` is the rate that a measurement reached, `peak` the rate of the datasheet. Rates of links are per direction.
+# The latency of a link is what each array of a collective takes beyond its bytes.
 CHIPS: Mapping[str, Mapping[str, Fact]] = {
     "h200": {
         "bf16_peak": Fact(989e12, "FLOP/s", _H200 + _DENSE),
         "bf16_ceiling": Fact(787e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
         "fp8_peak": Fact(1979e12, "FLOP/s", _H200 + _DENSE),
         "fp8_ceiling": Fact(1471e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
+        "attention_forward_ceiling": Fact(600e12, "FLOP/s", _ATTENTION),  # PLACEHOLDER
+        "attention_backward_ceiling": Fact(480e12, "FLOP/s", _ATTENTION),  # PLACEHOLDER
+        "fp8_attention_forward_ceiling": Fact(774e12, "FLOP/s", f"{_ONE_H200}: 8192 tokens, 32 heads of 128, causal"),
         "memory": Fact(151_397_597_184, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(4.8e12, "B/s", _H200),
+        "memory_ceiling": Fact(4.1e12, "B/s", f"{_ONE_H200}: a copy of 256 MiB, read and written"),
         "link_peak": Fact(450e9, "B/s", f"{_H200}: NVLink 900 GB/s, both directions together"),
         "host_link_peak": Fact(64e9, "B/s", f"{_H200}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(326e9, "B/s", f"{_MEASURED}: all-gather of 512 MB; 114e9 at 64 MB, 14e9 at 8 MB"),
+        "link_latency": Fact(17e-6, "s", _LATENCY),
     },
     "h100": {
         "bf16_peak": Fact(989e12, "FLOP/s", _H100 + _DENSE),
+        "bf16_ceiling": Fact(798e12, "FLOP/s", _TWO_H100),
         "fp8_peak": Fact(1979e12, "FLOP/s", _H100 + _DENSE),
+        "fp8_ceiling": Fact(1453e12, "FLOP/s", f"{_TWO_H100}: 172 TFLOP of matmuls of an FP8 step took 118 ms"),
+        "attention_forward_ceiling": Fact(600e12, "FLOP/s", _ATTENTION),  # PLACEHOLDER
+        "attention_backward_ceiling": Fact(480e12, "FLOP/s", _ATTENTION),  # PLACEHOLDER
+        "fp8_attention_forward_ceiling": Fact(774e12, "FLOP/s", f"{_ONE_H200}: 8192 tokens, 32 heads of 128, causal"),
         "memory": Fact(84_942_979_072, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(3.35e12, "B/s", _H100),
+        "memory_ceiling": Fact(3.0e12, "B/s", _TWO_H100),
         "link_peak": Fact(450e9, "B/s", f"{_H100}: NVLink 900 GB/s, both directions together"),
         "host_link_peak": Fact(64e9, "B/s", f"{_H100}: PCIe Gen5, 128 GB/s, both directions together"),
+        "link_ceiling": Fact(329e9, "B/s", _TWO_H100),
+        "link_latency": Fact(17e-6, "s", _LATENCY),
     },
+}
+
+# The facts that bound each kind of work, the best first.
+RATES: Mapping[str, tuple[str, ...]] = {
+    "bf16 matmuls": ("bf16_ceiling", "bf16_peak"),
+    "FP8 matmuls": ("fp8_ceiling", "fp8_peak"),
+    "attention forward": ("attention_forward_ceiling",),
+    "attention backward": ("attention_backward_ceiling",),
+    "FP8 attention forward": ("fp8_attention_forward_ceiling",),
+    "elementwise work": ("memory_ceiling", "memory_rate"),
 }
 
 

@@ -2,7 +2,7 @@
 
 The order is that of XLA's schedule for the machine that the program is compiled for. Instructions of the compute stream
 run one after another. A collective is in flight from its start until the instruction that waits for it. Elementwise
-work is left out.
+work is kept apart: it has times, but hides little.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ._collectives import BACKWARD, Collective, done, launched
-from ._hlo import Instruction, Module, Shape, Visit, parse
+from ._hlo import BITS, Instruction, Module, Shape, Visit, parse
+from ._moved import moved_bytes
 from ._text import alike, columns, quantity
 
 # Library calls that compute a matmul or attention, by the prefix of their target.
@@ -39,7 +40,7 @@ class Event:
     """An operation that takes time on a device.
 
     Attributes:
-        kind: `matmul`, `attention`, or the kind of the collective.
+        kind: `matmul`, `attention`, `elementwise`, or the kind of the collective.
         name: the name of the instruction.
         start: the position at which it is launched.
         end: the position at which the program waits for it; equal to `start` unless it is asynchronous.
@@ -48,6 +49,8 @@ class Event:
         times: the number of times it runs in one call of the program.
         direction: the forward or backward pass.
         flops: for a matmul or attention, the number of operations per run.
+        moved: for elementwise work, the bytes that it reads and writes per run.
+        rate: what bounds its time: a key of `RATES`; empty for a collective.
         collective: the collective, if it is one.
     """
 
@@ -60,14 +63,22 @@ class Event:
     times: int
     direction: str
     flops: int = 0
+    moved: int = 0
+    rate: str = ""
     collective: Collective | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOrder:
-    """Events in the order in which they are launched."""
+    """Events in the order in which they are launched.
+
+    Attributes:
+        events: collectives, matmuls and attention.
+        elementwise: everything else that the compute stream runs.
+    """
 
     events: tuple[Event, ...]
+    elementwise: tuple[Event, ...] = ()
 
     def collectives(self, *kinds: str) -> tuple[Event, ...]:
         """Returns the collectives of the given kinds; all collectives by default."""
@@ -105,7 +116,10 @@ def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOr
         raise ValueError("the module is not scheduled (`is_scheduled=true`): pass the text of a *compiled* program.")
     visits = list(module.walk())
     events = [e for at, visit in enumerate(visits) for e in _events(module, visit, at, backward)]
-    return LaunchOrder(tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events))
+    return LaunchOrder(
+        tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events if e.kind != "elementwise"),
+        tuple(e for e in events if e.kind == "elementwise"),
+    )
 
 
 def render(program: LaunchOrder) -> str:
@@ -159,15 +173,26 @@ def _end(e: Event, visits: list[Visit]) -> int:
 def _events(module: Module, visit: Visit, at: int, backward: str) -> Iterator[Event]:
     i = visit.instruction
     where = {"name": i.name, "start": at, "end": at, "depth": visit.depth, "times": visit.times}
+    found = False
     for c in launched(module, visit, backward=backward):
+        found = True
         yield Event(kind=c.kind, shapes=c.results, direction=c.direction, collective=c, **where)
     for inner in [visit, *module.inside(i)] if i.opcode in _UNITS else []:
         kind = _work(inner.instruction)
         if kind:
-            direction = "backward" if backward in (inner.instruction.op_name or i.op_name) else "forward"
+            found = True
             flops = _attention_flops(inner) if kind == "attention" else _matmul_flops(inner)
             result = inner.instruction.shapes[:1]  # a library call also returns its workspace
-            yield Event(kind=kind, shapes=result, direction=direction, flops=flops, **where)
+            direction = _direction(inner.instruction.op_name or i.op_name, backward)
+            yield Event(kind, shapes=result, direction=direction, flops=flops, rate=_rate(kind, inner), **where)
+    moved = 0 if found else moved_bytes(module, visit)
+    if moved:
+        direction = _direction(i.op_name, backward)
+        yield Event("elementwise", shapes=i.shapes, direction=direction, moved=moved, rate="elementwise work", **where)
+
+
+def _direction(op_name: str, backward: str) -> str:
+    return "backward" if backward in op_name else "forward"
 
 
 def _work(instruction: Instruction) -> str:
@@ -193,14 +218,33 @@ def _matmul_flops(visit: Visit) -> int:
 
 
 def _attention_flops(visit: Visit) -> int:
-    """Returns 2 * elements of the score matrix * head size per matmul; half of that with a causal mask."""
+    """Returns 2 * scores that are not masked * head size per matmul: half of all with a causal mask, fewer with a
+    window. Documents that share a row count as whole rows, because their lengths are not in the program."""
     i = visit.instruction
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]', i.attributes)
     operand = visit.scope.get(i.operands[0]) if i.operands else None
     if operand is None or scores is None:
         return 0
-    elements = math.prod(int(d) for d in re.findall(r"\d+", scores[1]))
-    target = i.attribute("custom_call_target")
-    matmuls = _ATTENTION_MATMULS["backward" if target.endswith("Backward") else "forward"]
-    causal = re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', i.attributes) is not None
-    return 2 * matmuls * elements * operand.shapes[0].dims[-1] // (2 if causal else 1)
+    *batch, queries, keys = (int(d) for d in re.findall(r"\d+", scores[1]))
+    seen = queries * keys
+    if re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', i.attributes):
+        window = re.search(r'"sliding_window_length": ?"?(\d+)', i.attributes)
+        width = min(queries, keys, int(window[1]) if window and int(window[1]) else keys)
+        seen = width * queries - width * width // 2
+    matmuls = _ATTENTION_MATMULS["backward" if _is_backward(i) else "forward"]
+    return 2 * matmuls * math.prod(batch) * seen * operand.shapes[0].dims[-1]
+
+
+def _is_backward(attention: Instruction) -> bool:
+    """Returns whether a call is of attention's backward pass; that pass may also recompute forward."""
+    return attention.attribute("custom_call_target").endswith("Backward")
+
+
+def _rate(kind: str, visit: Visit) -> str:
+    """Returns the key of `RATES` for a matmul or attention, by the pass and the size of its operands' elements."""
+    i = visit.instruction
+    operand = visit.scope.get(i.operands[0]) if i.operands else None
+    small = operand is not None and BITS.get(operand.shapes[0].dtype) == 8  # codes may be integers
+    if kind == "attention":
+        return "attention backward" if _is_backward(i) else "FP8 attention forward" if small else "attention forward"
+    return "FP8 matmuls" if small else "bf16 matmuls"

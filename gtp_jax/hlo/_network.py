@@ -13,8 +13,8 @@ host, and `W` the bytes that leave each rank:
   over its adapter.
 - *permutations and broadcasts*: some rank sends all of `W` to another host, and the others wait for it.
 
-Ranks are numbered host by host. A group within a host uses NVLink alone. Latencies, congestion of switches between
-hosts, and reductions in the network are left out.
+Ranks are numbered host by host. A group within a host uses NVLink alone. Latencies between hosts, congestion of
+switches, and reductions in the network are left out.
 """
 
 from __future__ import annotations

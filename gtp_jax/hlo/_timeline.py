@@ -1,23 +1,32 @@
 """Models the times of a scheduled program on two streams, one for compute and one for communication.
 
-The time of a matmul is its number of operations divided by the chip's ceiling. The time of a collective is the number
-of bytes that leave a device, divided by the rate of its link, for any receivers: a GPU on an NVLink switch has one rate
-for everything that it sends. What leaves a host travels at the rate of a `Network`, if one is given. Each stream runs
-one operation at a time, because XLA runs collectives on one stream (openxla/xla#17749), even if several are in flight
-in its schedule. The compute stream waits where the schedule does. Launches, elementwise work and interference between
-the streams are not modeled. So the result can rank schedules, but does not predict the time of a step.
+A kernel of the compute stream takes its number of operations, or of bytes that it moves, divided by what the chip
+reaches in this kind of work (`RATES`). A collective takes a latency per array, and the bytes that leave a device
+divided by the rate of its link, for any receivers: a GPU on an NVLink switch has one rate for everything that it sends.
+What leaves a host travels at the rate of a `Network`, if one is given.
+
+Each stream runs one operation at a time, because XLA runs collectives on one stream (openxla/xla#17749), even if
+several are in flight in its schedule. The compute stream waits where the schedule does. A matmul or attention that is
+launched together with a collective takes all SMs first, and the collective begins after it: another stream starts a
+kernel later than the same stream does. So a collective under one matmul is not hidden, and under two, one hides it.
+
+Launches, and how much the streams slow each other down, are not modeled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
-from ._chips import Fact, fact
-from ._launch_order import Event, LaunchOrder
+from ._chips import RATES, Fact, fact
+from ._launch_order import COMPUTE, Event, LaunchOrder
 from ._network import Network, wire_seconds
 
 Lane = Literal["compute", "communication"]
+
+# The time that a stream takes to start a kernel after an event of another stream, in microseconds, at most.
+_START_US = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +53,18 @@ class Timeline:
     """The modeled times of a program on a chip.
 
     Attributes:
-        spans: one span per event, in the order of launches. An event in a loop is one span with the duration of all its
-            runs.
-        flop_rate: the rate assumed for matmuls and attention.
+        spans: one span per event, in the order of launches, elementwise work included. An event in a loop is one span
+            with the duration of all its runs.
+        rates: the rate assumed for each kind of work that the program contains, by the keys of `RATES`.
         link_rate: the rate assumed for collectives over NVLink.
+        link_latency: the time assumed for each array of a collective beyond that of its bytes.
         network: the links assumed between hosts; `None` if NVLink joins all GPUs.
     """
 
     spans: tuple[Span, ...]
-    flop_rate: Fact
+    rates: Mapping[str, Fact]
     link_rate: Fact
+    link_latency: Fact
     network: Network | None = None
 
     @property
@@ -88,24 +99,66 @@ def timeline(program: LaunchOrder, chip: str, network: Network | None = None) ->
     Raises:
         ValueError: if the chip is unknown.
     """
-    flop_rate = fact(chip, "bf16_ceiling", "bf16_peak")
-    link_rate = fact(chip, "link_ceiling", "link_peak")
+    launched = sorted((*program.events, *program.elementwise), key=lambda event: event.start)
+    rates = {rate: fact(chip, *names) for rate, names in RATES.items() if any(e.rate == rate for e in launched)}
+    link_rate, link_latency = fact(chip, "link_ceiling", "link_peak"), fact(chip, "link_latency")
     spans: dict[int, Span] = {}
-    compute = link = 0.0  # the time at which each stream becomes idle, in microseconds
-    points = [(e.start, 1, i) for i, e in enumerate(program.events)]
-    points += [(e.end, 0, i) for i, e in enumerate(program.events) if e.end > e.start]
+    compute, stream = 0.0, _Stream()  # the time at which the compute stream becomes idle, in microseconds
+    points = [(e.start, 1, i) for i, e in enumerate(launched)]
+    points += [(e.end, 0, i) for i, e in enumerate(launched) if e.end > e.start]
     for _, starting, i in sorted(points):
-        event = program.events[i]
-        if event.collective is None:
-            begin, compute = compute, compute + 1e6 * event.times * event.flops / flop_rate.value
+        event = launched[i]
+        own = event.collective
+        if own is None:
+            begin, work = compute, event.flops or event.moved
+            compute += 1e6 * event.times * work / rates[event.rate].value
             spans[i] = Span(event, "compute", begin, compute)
+            if event.kind in COMPUTE:
+                stream.compute(begin, compute)
             continue
         if starting:
-            begin = max(compute, link)
-            link = begin + 1e6 * event.times * wire_seconds(event.collective, link_rate.value, network)
-            spans[i] = Span(event, "communication", begin, link)
+            seconds = len(own.sent) * link_latency.value + wire_seconds(own, link_rate.value, network)
+            stream.launch(i, compute, 1e6 * event.times * seconds)
         if not starting or event.end == event.start:
-            end = spans[i].end_us
-            spans[i] = dataclasses.replace(spans[i], exposed_us=max(0.0, end - compute))
+            begin, end = stream.wait(i)
+            spans[i] = Span(event, "communication", begin, end, max(0.0, end - compute))
             compute = max(compute, end)
-    return Timeline(tuple(spans[i] for i in range(len(program.events))), flop_rate, link_rate, network)
+    return Timeline(tuple(spans[i] for i in range(len(launched))), rates, link_rate, link_latency, network)
+
+
+class _Stream:
+    """The communication stream. All times are in microseconds."""
+
+    def __init__(self) -> None:
+        self._idle = 0.0  # when what has begun ends
+        self._waiting: dict[int, tuple[float, float, bool]] = {}  # may begin at, duration, whether a kernel held it up
+        self._begun: dict[int, tuple[float, float]] = {}  # begin, end
+
+    def launch(self, key: int, at: float, duration: float) -> None:
+        """Adds a collective, which begins after those launched before it."""
+        self._waiting[key] = (at, duration, False)
+
+    def compute(self, begin: float, end: float) -> None:
+        """Says that a matmul or attention runs from `begin` to `end`: the first collective that nothing but the time of
+        its launch keeps from beginning waits for its end, once."""
+        for key, (at, duration, held) in list(self._waiting.items()):
+            if max(at, self._idle) >= end:
+                return
+            if not held and at >= self._idle and begin - _START_US <= at <= begin:
+                self._waiting[key] = (end, duration, True)
+                return
+            self._begin(key)
+
+    def wait(self, key: int) -> tuple[float, float]:
+        """Returns when a collective begins and ends."""
+        for earlier in list(self._waiting):
+            if key in self._begun:
+                break
+            self._begin(earlier)
+        return self._begun[key]
+
+    def _begin(self, key: int) -> None:
+        at, duration, _ = self._waiting.pop(key)
+        begin = max(at, self._idle)
+        self._idle = begin + duration
+        self._begun[key] = (begin, self._idle)

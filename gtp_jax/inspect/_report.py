@@ -152,12 +152,16 @@ def _overlap(inspection: Inspection) -> str:
         "exposed collectives: no compute runs while they are in flight\n\n"
         + columns(("kind", "launches", "async", "exposed", "exposed bytes"), rows, right=(1, 2, 3, 4))
         + f"\n\n{modelled}\n\n"
-        f"  matmuls and attention at {quantity(line.flop_rate.value, line.flop_rate.unit)}: {line.flop_rate.source}\n"
-        f"  NVLink at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
+        + "".join(f"  {kind} at {_fact(rate)}\n" for kind, rate in line.rates.items())
+        + f"  NVLink at {_fact(line.link_rate)}\n"
+        f"  each array of a collective takes {_fact(line.link_latency)}\n"
         f"  {_network(inspection)}\n"
-        "  elementwise work, launches and contention are left out: use this to compare schedules, not to predict step "
-        "times"
+        "  launches and contention are left out: use this to compare schedules, not to predict step times"
     )
+
+
+def _fact(fact: hlo.Fact) -> str:
+    return f"{quantity(fact.value, fact.unit)}: {fact.source}"
 
 
 def _times(links: str, line: hlo.Timeline) -> tuple[str, ...]:
@@ -247,8 +251,9 @@ def _collective(c: hlo.Collective) -> dict[str, Any]:
 def _modelled(line: hlo.Timeline) -> dict[str, Any]:
     network = line.network
     return {
-        "flop_rate": line.flop_rate._asdict(),
+        "rates": {kind: rate._asdict() for kind, rate in line.rates.items()},
         "link_rate": line.link_rate._asdict(),
+        "link_latency": line.link_latency._asdict(),
         **({} if network is None else {"network": dataclasses.asdict(network)}),
         **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
     }

@@ -10,12 +10,13 @@ from ..hlo import Span, Timeline, quantity
 _COLOURS = {
     "matmul": "#4c72b0",
     "attention": "#8172b3",
+    "elementwise": "#b8b8b8",
     "all-gather": "#55a868",
     "reduce-scatter": "#dd8452",
 }
 _OTHER = "#937860"
 _EXPOSED = "#d62728"
-_SPANS_A_ROW = 40
+_SPANS_A_ROW = 40  # elementwise work not counted
 _MAX_ROWS = 8
 _LANES = {"compute": 1, "communication": 0}
 
@@ -35,7 +36,8 @@ def picture(line: Timeline, title: str) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = max(1, min(_MAX_ROWS, -(-len(line.spans) // _SPANS_A_ROW)))
+    counted = sum(span.event.kind != "elementwise" for span in line.spans)
+    rows = max(1, min(_MAX_ROWS, -(-counted // _SPANS_A_ROW)))
     width_ms = max(line.total_us, 1e-3) / rows / 1e3
     figure = Figure(figsize=(16, 1.6 + 1.35 * rows), layout="constrained")
     axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
@@ -54,9 +56,10 @@ def picture(line: Timeline, title: str) -> Any:
         "; a loop is drawn as one iteration, at its whole length" if any(s.event.times > 1 for s in line.spans) else ""
     )
     beyond = "" if line.network is None else f", between hosts at {quantity(line.network.rate, 'B/s')}"
+    rates = ", ".join(f"{kind} at {quantity(rate.value, rate.unit)}" for kind, rate in line.rates.items())
     figure.suptitle(
-        f"{title}\nmodelled, not measured: matmuls and attention at {quantity(line.flop_rate.value, 'FLOP/s')}, "
-        f"collectives at {quantity(line.link_rate.value, 'B/s')}{beyond}, elementwise work left out{loops}\n"
+        f"{title}\nmodelled, not measured: {rates}\n"
+        f"collectives at {quantity(line.link_rate.value, 'B/s')}{beyond}{loops}\n"
         f"compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
         f"exposed {seconds(line.exposed_us)}",
         fontsize="medium",
@@ -71,7 +74,8 @@ def seconds(duration_us: float) -> str:
 
 def _bar(axis: Any, span: Span) -> None:
     left, width = span.start_us / 1e3, (span.end_us - span.start_us) / 1e3
-    shared = {"y": _LANES[span.lane], "height": 0.8, "edgecolor": "white", "linewidth": 0.4}
+    line = 0.0 if span.event.kind == "elementwise" else 0.4  # many kernels are thinner than a line
+    shared = {"y": _LANES[span.lane], "height": 0.8, "edgecolor": "white", "linewidth": line}
     axis.barh(left=left, width=width, color=_COLOURS.get(span.event.kind, _OTHER), **shared)
     if span.exposed_us:
         exposed = min(span.exposed_us, span.end_us - span.start_us) / 1e3

@@ -89,16 +89,18 @@ def test_impossible_networks_are_refused():
 
 
 def test_timeline_with_a_network_exposes_what_the_matmul_does_not_hide():
-    """A gather of 63 MB takes 193 us over NVLink, and 1260 us over the network, under a matmul of 1000 us."""
+    """A gather of 63 MB takes 193 us over NVLink, and 1260 us over the network, under the second matmul of 1000 us."""
     gather = sent("all-gather", apart(512, 8), 0.064)
     flops = round(1e-3 * hlo.fact("h200", "bf16_ceiling").value)
+    late = 1e6 * hlo.fact("h200", "link_latency").value
     events = (
-        Event("all-gather", "g", 0, 2, (), 0, 1, "forward", collective=gather),
-        Event("matmul", "m", 1, 1, (), 0, 1, "forward", flops=flops),
+        Event("all-gather", "g", 0, 3, (), 0, 1, "forward", collective=gather),
+        *(Event("matmul", f"m{at}", at, at, (), 0, 1, "forward", flops=flops, rate="bf16 matmuls") for at in (1, 2)),
     )
     near, far = (hlo.timeline(LaunchOrder(events), "h200", network) for network in (None, NETWORK))
-    assert (near.exposed_us, near.communication_us) == pytest.approx((0.0, 63e6 / 326e3))
-    assert (far.exposed_us, far.communication_us, far.total_us) == pytest.approx((260.0, 1260.0, 1260.0), rel=1e-6)
+    assert (near.exposed_us, near.communication_us) == pytest.approx((0.0, late + 63e6 / 326e3))
+    expected = (late + 260.0, late + 1260.0, late + 2260.0)
+    assert (far.exposed_us, far.communication_us, far.total_us) == pytest.approx(expected, rel=1e-6)
     assert near.network is None and far.network == NETWORK
 
 

@@ -56,8 +56,9 @@ def test_network_between_hosts_is_modelled_beside_nvlink_alone(found):
     assert far["compute_us"] == pytest.approx(near["compute_us"])
     assert {c["kind"] for c in data["collectives"]} <= {"all-gather", "reduce-scatter", "all-reduce"}
     sent = sum(c["count"] * c["wire_bytes"] for c in data["collectives"])
-    assert near["communication_us"] == pytest.approx(sent / 326e3)
-    assert far["communication_us"] == pytest.approx(sent / 4 / 20e3)
+    late = 1e6 * near["link_latency"]["value"] * sum(c["count"] * len(c["operands"]) for c in data["collectives"])
+    assert near["communication_us"] == pytest.approx(late + sent / 326e3)
+    assert far["communication_us"] == pytest.approx(late + sent / 4 / 20e3)
 
 
 def _asynchronous(events):
@@ -68,7 +69,9 @@ def test_json_marks_what_is_exposed(found):
     data = json.loads(json.dumps(as_json(found)))
     exposed = [e["name"] for e in data["order"] if e.get("exposed")]
     assert exposed == [e.name for e in found.order.exposed()]
-    assert data["modelled"]["flop_rate"]["unit"] == "FLOP/s"
+    rates = data["modelled"]["rates"]
+    assert set(rates) == {"bf16 matmuls", "attention forward", "attention backward", "elementwise work"}
+    assert rates["bf16 matmuls"]["unit"] == "FLOP/s" and rates["elementwise work"]["unit"] == "B/s"
     assert data["modelled"]["exposed_us"] == pytest.approx(found.timeline.exposed_us)
 
 
