@@ -47,6 +47,11 @@ class ModelConfig(Protocol):
         """The name of the compute dtype."""
         ...
 
+    @property
+    def loss_chunk(self) -> int:
+        """The fewest tokens whose logits the loss computes at once; 0 for the logits of all tokens."""
+        ...
+
     def check_mesh(self, *, tp: int, seq: int, cp: int = 1) -> None:
         """Raises a ValueError if the model and its sequences cannot be divided over tp."""
         ...

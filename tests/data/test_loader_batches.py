@@ -26,9 +26,9 @@ class CountedWindows(Windows):
 built: list[list[int]] = []
 
 
-def loader(mesh, batch=8, kind=Windows, fill=0, **kwargs):
+def loader(mesh, batch=8, kind=Windows, fill=0, pad=0, **kwargs):
     tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
-    return Loader(kind(tokens, 16, seed=1, **kwargs), batch, mesh, fill=fill)
+    return Loader(kind(tokens, 16, seed=1, **kwargs), batch, mesh, fill=fill, pad=pad)
 
 
 def test_batch_is_cut_over_dp_and_gtp_and_does_not_depend_on_the_mesh():
@@ -78,6 +78,24 @@ def test_error_of_the_thread_that_builds_ahead_reaches_the_caller():
     next(steps)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(steps)
+
+
+def test_places_added_to_rows_have_no_target_no_weight_and_a_segment_of_their_own():
+    class Segmented(Windows):
+        kinds = {**dict.fromkeys(("tokens", "targets", "segment_ids"), np.int32), "weights": np.float32}
+
+        def cut(self, numbers):
+            return {
+                **super().cut(numbers),
+                "segment_ids": np.tile(np.arange(16, dtype=np.int32) // 5, (len(numbers), 1)),
+            }
+
+    mesh = make_mesh(gtp=8)
+    padded, plain = (loader(mesh, kind=Segmented, repeat=False, pad=pad).at(2) for pad in (2, 0))
+    for name, added in {"tokens": 0, "targets": -1, "weights": 0, "segment_ids": 4}.items():
+        np.testing.assert_array_equal(padded[name][:, :16], plain[name])
+        np.testing.assert_array_equal(padded[name][:, 16:], np.full((8, 2), added))
+        assert padded[name].dtype == plain[name].dtype
 
 
 def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mesh():

@@ -18,6 +18,8 @@ from gtp_jax.runner.flags import (
     settings_of,
 )
 from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._loss_chunk import choose_loss_chunk
+from gtp_jax.runner.trainer._train_flags import padded_seq
 
 CONFIG = TrainConfig(
     steps=7,
@@ -74,6 +76,32 @@ def test_virtual_devices_have_tp_2_where_it_divides_heads_and_sequence(changes, 
     config = from_settings(TrainConfig, changes)
     assert config.degrees(8, virtual=True) == {"dp": 1, "gtp": 8 // tp, "tp": tp}
     assert config.degrees(8, virtual=False)["tp"] == 1
+
+
+def test_rows_that_cp_does_not_divide_are_padded_but_not_those_of_experts():
+    changes = {"cp": 2, "seq": 31, "gtp": 2}
+    degrees = from_settings(TrainConfig, {**changes, "tp": 2}).degrees(8, virtual=True)
+    assert degrees == {"dp": 1, "gtp": 2, "cp": 2, "tp": 2}
+    assert [padded_seq(31, degrees), padded_seq(32, degrees), padded_seq(31, {"gtp": 8, "tp": 2})] == [32, 32, 31]
+    with pytest.raises(ValueError, match=naming("`seq` 31 cp 2")):
+        from_settings(TrainConfig, {**changes, "preset": "tiny-moe"}).degrees(4, virtual=False)
+    with pytest.raises(ValueError, match=naming("`seq` 31 tp 2")):
+        from_settings(TrainConfig, {"seq": 31, "tp": 2}).degrees(8, virtual=False)
+
+
+def test_the_loss_has_chunks_where_all_logits_take_more_than_an_eighth_of_memory_unless_the_settings_say():
+    """At gtp 2, cp 2, tp 2 and two microbatches: 4 x 32 / 4 / 2 tokens, 128 logits of 4 bytes, twice."""
+    degrees = {"dp": 1, "gtp": 2, "cp": 2, "tp": 2}
+    logits, changes = 2 * 16 * 128 * 4, {"batch": 4, "seq": 32, "microbatches": 2}
+
+    def chosen(memory, **more):
+        config = from_settings(TrainConfig, {**changes, **more})
+        return choose_loss_chunk(config, config.model(256, dtype="float32"), degrees, memory)
+
+    chunk, why = chosen(8 * logits - 1)
+    assert chunk == 4096 and re.search(naming("4096 16.4 kB 1/8 131 kB --loss-chunk 0"), why)
+    assert chosen(8 * logits) == chosen(None) == chosen(1, loss_chunk=0) == (0, "")
+    assert chosen(1, loss_chunk=64) == (64, "")
 
 
 @pytest.mark.parametrize("faults", [{"failed_devices": [3]}, {"replica_batches": [4, 4]}])

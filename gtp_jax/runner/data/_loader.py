@@ -27,6 +27,8 @@ class Loader:
         roles: which axes of the mesh these are.
         fill: the number of rows of weight 0 that are appended to the batch, so that the number of rows is a multiple
             of the number of ranks. The loss does not count them.
+        pad: the number of places without a target that are appended to each row, so that ranks can divide it. In packed
+            rows they are a segment of their own. They change no loss, as no earlier token sees them.
         rows: `(first, whole)`: this loader loads the rows from `first` of each step's batch, which has `whole` rows;
             other loaders load the rest. By default, this loader loads all of them.
 
@@ -39,6 +41,7 @@ class Loader:
     mesh: Mesh
     roles: Roles = Roles()
     fill: int = 0
+    pad: int = 0
     rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +54,8 @@ class Loader:
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """Returns the batch of a step: arrays of shape `(batch + fill, seq)`, with rows sharded over `roles.batch`."""
+        """Returns the batch of a step: arrays of shape `(batch + fill, seq + pad)`, with rows sharded over
+        `roles.batch`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
         first, whole = (0, self.batch) if self.rows is None else self.rows
 
@@ -63,13 +67,13 @@ class Loader:
             if self.fill:
                 weights = found.get("weights", np.ones(found["tokens"].shape, np.float32))
                 found["weights"] = weights * inside[:, None].astype(np.float32)
-            return found
+            return {name: _padded(name, array, self.pad) for name, array in found.items()}
 
         def part(name: str, index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(shape[0])
             return rows(start, stop)[name]
 
-        shape = (self.batch + self.fill, self.windows.seq)
+        shape = (self.batch + self.fill, self.windows.seq + self.pad)
         kinds = {**self.windows.kinds, **({"weights": np.float32} if self.fill else {})}
         # the dtype is given because a process with none of the mesh's devices makes no row to infer it from
         return {
@@ -80,6 +84,12 @@ class Loader:
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
         """Yields the batches of steps `start` to `stop` (exclusive), each built while the previous one is in use."""
         return ahead(self.at, start, stop)
+
+
+def _padded(name: str, array: np.ndarray, places: int) -> np.ndarray:
+    """Appends places to the rows of an array of a batch."""
+    value = {"targets": -1, "segment_ids": array[:, -1:] + 1}.get(name, 0)
+    return np.concatenate([array, np.full((len(array), places), value, array.dtype)], axis=1) if places else array
 
 
 def ahead[T](at: Callable[[int], T], start: int, stop: int) -> Iterator[T]:

@@ -67,11 +67,11 @@ class Execution:
         kind=str,
         choices=SEQUENCE_EXCHANGES,
     )
-    loss_chunk: int = knob(
-        0,
+    loss_chunk: int | None = knob(
+        None,
         "execution",
         "fewest tokens whose logits are computed at once, such as 4096, with their gradients; 0 for the logits of all "
-        "tokens of a rank's microbatch",
+        "tokens of a rank's microbatch (default: 0; `train` takes 4096 if these would take much memory)",
         least=0,
         metavar="N",
     )
@@ -83,8 +83,8 @@ class Execution:
     @property
     def of_model(self) -> dict[str, Any]:
         """The fields that a model's configuration also has."""
-        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "sequence_exchange", "loss_chunk")
-        return {name: getattr(self, name) for name in names}
+        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "sequence_exchange")
+        return {**{name: getattr(self, name) for name in names}, "loss_chunk": self.loss_chunk or 0}
 
     def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:
         """Checks that every rank has the same number of sequences in each microbatch.

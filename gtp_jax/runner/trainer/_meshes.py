@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ...mesh import Roles, default_roles, make_mesh
 from ...nonuniform import Batches, FaultPlan, Replicas, is_here, with_best_core
 from ..data import Loader, Rows, ahead
-from ._train_flags import TrainConfig
+from ._train_flags import TrainConfig, padded_seq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,16 @@ class Meshes:
     def loader(self, windows: Rows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
         """Returns the batches to train on."""
         if self.replicas is None or self.replicas.plan.uniform:
-            return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches), roles=self.roles)
+            return self._loader(windows, batch, self._fill(batch, microbatches))
         return ReplicaLoader(self.replicas, windows, batch)
 
     def held_out_loader(self, windows: Rows, batch: int) -> Loader:
         """Returns the batches to evaluate on."""
-        return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1), roles=self.roles)
+        return self._loader(windows, batch, self._fill(batch, 1))
+
+    def _loader(self, windows: Rows, batch: int, fill: int) -> Loader:
+        pad = padded_seq(windows.seq, self.mesh.shape) - windows.seq
+        return Loader(windows, batch, self.mesh, self.roles, fill, pad)
 
     def _fill(self, batch: int, microbatches: int) -> int:
         """Returns how many rows of weight 0 to add so that the ranks divide a batch: after failures they may not."""

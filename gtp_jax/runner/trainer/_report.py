@@ -24,7 +24,7 @@ from ._log import Record, loss_key
 from ._loop import Outcome
 from ._meshes import Meshes
 from ._samples import block
-from ._train_flags import TrainConfig
+from ._train_flags import TrainConfig, padded_seq
 
 
 def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held, corpus: Corpus, unigram: float) -> str:
@@ -37,6 +37,9 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held,
         rows = len(corpus.rows(config.seq, config.seed))
         filled = (tokens_of(corpus.train) - train) / (rows * config.seq)
         packed = f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
+    seq = padded_seq(config.seq, meshes.mesh.shape)
+    if seq > config.seq:
+        packed += f"padded  rows of {config.seq} tokens to {seq}, which cp x tp divides; no loss counts what is added\n"
     return (
         f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"
@@ -69,12 +72,13 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
     return "\n\n".join(parts)
 
 
-def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -> str:
+def next_commands(root: Path, config: TrainConfig, model: ModelConfig, mesh: Mesh, *, chats: bool) -> str:
     """Returns commands to continue with after a run has ended, each after a line that says what it does.
 
     Args:
         root: the directory of the run.
         config: the configuration of the run.
+        model: the configuration of its model.
         mesh: the mesh of the run.
         chats: whether the run trained on conversations.
     """
@@ -99,13 +103,14 @@ def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -
             (f"gtp-jax convert merge {run} {new('merged')}", "a model without adapters"),
         ]
     if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the whole model
-        rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
+        rows.append((f"gtp-jax inspect {_inspected(config, model, mesh)}", "what a step communicates, in bfloat16"))
     return "\n".join(["", "next:", *(f"  {what}:\n    {command}" for command, what in rows)])
 
 
-def _inspected(config: TrainConfig, mesh: Mesh) -> str:
+def _inspected(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> str:
     """Returns the flags with which `gtp-jax inspect` compiles a run's step."""
-    settings, words = {**settings_of(config), **mesh.shape}, []
+    chosen = {"seq": padded_seq(config.seq, mesh.shape), "loss_chunk": model.loss_chunk or None}
+    settings, words = {**settings_of(config), **mesh.shape, **chosen}, []
     for field in knobs(InspectOptions):
         value = settings.get(field.name)
         if value is None or value == field.default:

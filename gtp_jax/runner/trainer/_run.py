@@ -15,7 +15,7 @@ import numpy as np
 
 from ...checkpoint import Checkpoints
 from ...layout import even_shares
-from ...mesh import check_degrees, choose_devices, of_all_processes, on_gpu, use_roles
+from ...mesh import check_degrees, choose_devices, device_memory, of_all_processes, on_gpu, use_roles
 from ...models import ModelConfig, build
 from .._compiled import keep_compiled
 from .._exit_codes import DONE, of_signal, out_of_memory
@@ -36,6 +36,7 @@ from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._loss_chunk import choose_loss_chunk
 from ._meshes import Meshes, make_meshes, without_sequence_parallelism
 from ._own_file import replacing
 from ._owner import owning
@@ -142,6 +143,11 @@ def _start(
     degrees = _degrees(config, supervision)
     vocab_size = vocab_size_of(config, corpus, directory.checkpoints if resume else None)
     model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    memory = device_memory()
+    chunk, why = choose_loss_chunk(config, model, degrees, memory and memory.limit)
+    model = dataclasses.replace(model, loss_chunk=chunk)
+    if why and launch.process == 0:
+        print(why, flush=True)
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles), even_shares():
@@ -318,7 +324,7 @@ def _train(
             why = "" if interrupt.saves else "; saving would take longer than --grace, so nothing was saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
         else:
-            say(next_commands(directory.root, config, meshes.mesh, chats=corpus.chat is not None), flush=True)
+            say(next_commands(directory.root, config, model, meshes.mesh, chats=corpus.chat is not None), flush=True)
     return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -14,8 +15,8 @@ from flax import nnx
 from ... import __version__
 from ..._foreign import read_json
 from ...collectives import SequenceExchange
-from ...mesh import check_degrees
-from ...models import PRESETS, Adapters, ModelConfig, preset_of
+from ...mesh import CP, TP, check_degrees
+from ...models import PRESETS, Adapters, LlamaConfig, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
 from ...recipes import Recipe
 from ..data import DOCUMENTS, PACKINGS, STREAM, TOKEN_DTYPES
@@ -69,6 +70,13 @@ DTYPES = ("float32", "bfloat16", "float64")
 def names_file(tokenizer: str | None) -> TypeGuard[str]:
     """Returns whether the `tokenizer` of a configuration is a path."""
     return tokenizer not in (None, BYTE_TOKENS)
+
+
+def padded_seq(seq: int, degrees: Mapping[str, int]) -> int:
+    """Returns the number of places of a row: `seq`, or with cp the next number that the ranks which share a sequence
+    divide."""
+    ranks = degrees[CP] * degrees[TP] if degrees.get(CP, 1) > 1 else 1
+    return -(-seq // ranks) * ranks
 
 
 def default_lr(hidden_size: int) -> float:
@@ -374,16 +382,25 @@ class TrainConfig:
             return degrees
         if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.cp * asked.ep) == 0:
             with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
-                self._exchanging(exchange or "heads").check_mesh(tp=2, seq=self.seq, cp=asked.cp)
+                self._check_mesh({CP: asked.cp, TP: 2}, exchange or "heads")
                 asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
-        self._exchanging(exchange).check_mesh(tp=degrees["tp"], seq=self.seq, cp=asked.cp)
+        self._check_mesh(degrees, exchange)
         self.execution.check_batch(self.batch, degrees)
         return degrees
 
-    def _exchanging(self, exchange: SequenceExchange | None) -> ModelConfig:
-        return dataclasses.replace(self.base, sequence_exchange=exchange)
+    def _check_mesh(self, degrees: Mapping[str, int], exchange: SequenceExchange | None) -> None:
+        """Checks that the model and its rows, which are padded for cp, can be divided over a mesh.
+
+        Raises:
+            ValueError: if they cannot. Rows of a model with experts are not padded, because padding would count in the
+                experts' statistics.
+        """
+        base: Any = dataclasses.replace(self.base, sequence_exchange=exchange)
+        has_experts = isinstance(base, LlamaConfig) and base.num_experts
+        seq = self.seq if has_experts else padded_seq(self.seq, degrees)
+        base.check_mesh(tp=degrees[TP], seq=seq, cp=degrees.get(CP, 1))
 
     def _healthy(self) -> dict[str, int]:
         """Returns the degrees before devices failed, which must be given: the number of devices no longer tells."""
