@@ -89,7 +89,8 @@ class Attends(nnx.Module):
 def test_of_attention_in_cudnn_the_output_and_its_log_sum_exp_move_and_it_does_not_run_again():
     x = jax.ShapeDtypeStruct((BATCH, 64, 128), jnp.bfloat16)
     with jax.set_mesh(gtp.make_mesh(gtp=8)), _as_on_gpus():
-        graph, state = nnx.split(gtp.shard(Attends(nnx.Rngs(0)), min_size=64, remat="offload-attention"))
+        make = lambda rngs: gtp.shard(Attends(rngs), min_size=64, remat="offload-attention")  # noqa: E731
+        graph, state = nnx.split(gtp.nn.abstract_model(make))
         loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x))  # noqa: E731
         made = jax.make_jaxpr(jax.grad(loss))(state, x)
     away, back = moves(made.jaxpr)

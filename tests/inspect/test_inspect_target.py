@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.runner.cli._inspect import show
-from gtp_jax.runner.flags import Parallelism
+from gtp_jax.runner.flags import Execution, Parallelism
 
 from ..hlo.programs import needs_target
 
@@ -92,3 +93,22 @@ def test_8b_on_64_gpus_hides_what_moves_over_dp():
     assert {e["kind"] for e in over_dp} == {"all-gather", "reduce-scatter", "all-reduce"}
     exposed = sum(e["wire_bytes"] for e in over_dp if e["exposed"])
     assert exposed < 0.2 * sum(e["wire_bytes"] for e in over_dp), "the first layers' shards, the last ones' gradients"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "limit"), [("attention", 130e9), ("offload-attention", 60e9)])
+def test_8b_on_a_million_tokens_fits_8_gpus_and_runs_no_attention_again(remat, limit):
+    options = InspectOptions(
+        preset="8b",
+        target="h200:8",
+        parallelism=Parallelism(cp=8),
+        seq=2**20,
+        batch=1,
+        execution=Execution(remat=remat, loss_chunk=4096),
+    )
+    found = inspect(options)
+    assert found.memory.peak_bytes < limit
+    attention = Counter(e.direction for e in found.order.events if e.kind == "attention")
+    assert attention == {"forward": 32, "backward": 32}
+    exchanges = Counter(e.direction for e in found.order.collectives("all-to-all"))
+    assert exchanges == {"forward": 2 * 32, "backward": 4 * 32}
