@@ -59,6 +59,7 @@ def call_unit(
     remat: Remat,
     schedule: Schedule,
     batch: tuple[str, ...],
+    sequence: tuple[str, ...],
     wide: bool,
 ) -> Any:
     """Returns `method(unit, *args, **kwargs)`. Gathers the unit's weights in forward, and, unless they are kept, again
@@ -76,6 +77,7 @@ def call_unit(
         remat: the policy for what is saved for backward.
         schedule: how the call is ordered among those of a recorded walk.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
+        sequence: the axis of the role `sequence`, if it has one, likewise.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
@@ -103,7 +105,7 @@ def call_unit(
     with _explained(unit):
         call = traced(method, unit, args, kwargs, axes, given)
     owner = f"{type(unit).__name__} (of the weight {call.names[0]})" if moves else type(unit).__name__
-    staged = StagedCall(call.program, remat=remat, axes=axes, wide=wide, owner=owner)
+    staged = StagedCall(call.program, remat=remat, axes=axes, sequence=sequence, wide=wide, owner=owner)
     pairs = zip(call.weights, call.program.placements, strict=True)
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
     note = _noting(unit, call.names, shapes, staged)

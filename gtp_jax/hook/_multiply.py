@@ -40,7 +40,7 @@ def ranks_know(seen: Matrix, factor: Factor) -> bool:
 
 
 def batch_axes(batch: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes of the batch, without those that the mesh in scope lacks."""
+    """Returns the axes of the batch, or of sequences, without those that the mesh in scope lacks."""
     return tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
 
 
@@ -51,13 +51,15 @@ def product(
     operands: Operands | None,
     factor: Factor,
     batch: tuple[str, ...],
+    sequence: tuple[str, ...],
     key: jax.Array,
 ) -> jax.Array:
     """Returns `x @ weight.T`, in the view in scope. Every rank multiplies its own part of `x`, which may be all of it.
 
     Args:
         x: the other operand, `(..., contracted features)`. If it has two or more dimensions, the first counts as the
-            batch dimension. In global view, this dimension is sharded if the ranks of `batch` divide it evenly.
+            batch dimension, and the second of three or more as the sequence. In global view, the first is sharded if
+            the ranks of `batch` divide it evenly, and the second if those of `sequence` do.
         weight: the gathered weight, `(kept features, contracted features)`; if it is quantized, the values of its
             codes. If its slot has an additional leading dimension, the slot receives one gradient for each rank of
             `batch`.
@@ -66,6 +68,7 @@ def product(
             must be true for the weight and `factor`.
         factor: the weight as a factor of the product.
         batch: the mesh axes that shard the batch; those that the mesh in scope lacks do not count.
+        sequence: the mesh axes that divide the tokens of each example; those that the mesh in scope lacks do not count.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with
             different parts of the operands derive different keys from it.
     """
@@ -74,8 +77,10 @@ def product(
         inner, outer = outer, inner
     names = batch_axes(batch)
     divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
-    tokens = (names if divided else None, *[None] * (x.ndim - 2)) if x.ndim > 1 else ()
-    parted = (*(names if divided else ()), *(axis for axis in (inner, outer) if axis is not None))
+    parts = batch_axes(sequence) if x.ndim > 2 else ()
+    parts = parts if parts and x.shape[1] % degrees(parts) == 0 else ()
+    tokens = (names if divided else None, parts or None, *[None] * (x.ndim - 3))[: max(0, x.ndim - 1)]
+    parted = (*(names if divided else ()), *parts, *(axis for axis in (inner, outer) if axis is not None))
     by_rank = parted if current_view() == "global" and operands is not None and operands.stochastic else ()
     apart = isinstance(weight, SlottedWeight) and weight.slot.ndim > values_of(weight).ndim
 
@@ -96,5 +101,5 @@ def product(
 
     own: Any = PartitionSpec(outer, inner)
     own = SlottedWeight(own, PartitionSpec(names, outer, inner)) if apart else own  # pyright: ignore[reportArgumentType]
-    parts = PartitionSpec(*tokens, inner), own, PartitionSpec()
-    return in_view(multiply, lambda *_: parts, PartitionSpec(*tokens, outer))(x, weight, key)
+    into = PartitionSpec(*tokens, inner), own, PartitionSpec()
+    return in_view(multiply, lambda *_: into, PartitionSpec(*tokens, outer))(x, weight, key)

@@ -57,14 +57,24 @@ class StagedCall:
         program: the traced call.
         remat: the policy for what is saved for backward. It does not save what is computed from weights alone.
         axes: the axes of the mesh that shard the batch.
+        sequence: the axes that divide the tokens of each example.
         wide: whether the gradients of weights are computed and summed in at least float32, where products support this.
         owner: the unit, as errors name it.
     """
 
-    def __init__(self, program: Program, *, remat: Remat, axes: tuple[str, ...], wide: bool, owner: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        *,
+        remat: Remat,
+        axes: tuple[str, ...],
+        sequence: tuple[str, ...],
+        wide: bool,
+        owner: str,
+    ) -> None:
         self.program, self.owner = program, owner
         self.remat: Remat = remat
-        self._axes, self._wide = axes, wide
+        self._axes, self._sequence, self._wide = axes, sequence, wide
         self._parts = in_parts(program.jaxpr, len(program.placements))
         self._weights = Weights(program.placements, program.coded, program.exchanged, self._parts.casts)
         exchanged = program.exchanged if current_view() == "global" else ()
@@ -162,7 +172,7 @@ class StagedCall:
         self, keys: Sequence[CallKeys | None], factor: Factor, in_matrices: Callable[..., Any], x: Any, weight: Array
     ) -> jax.Array | None:
         """Computes a product with a weight; see `Multiply`."""
-        program, axes, apart = self.program, self._axes, self._apart
+        program, apart, axes = self.program, self._apart, (self._axes, self._sequence)
         format, exchange = program.coded[factor.number], apart.get(factor.number)
         by_rank = self._wide or (exchange is not None and exchange.wire is not None)
         slotted = exchange is not None or (self._wide and is_narrow(values_of(weight).dtype))
@@ -171,10 +181,10 @@ class StagedCall:
         if format is not None and multiplies(format, factor):
             own = keys[factor.number]
             key = key if own is None else own.next()
-            times = lambda x, weight: product(x, weight, format, format.operands, factor, axes, key)  # noqa: E731
+            times = lambda x, weight: product(x, weight, format, format.operands, factor, *axes, key)  # noqa: E731
             self._multiplied.add(factor.number)
         elif exchange is not None and ranks_know(exchange, factor) and (by_rank or _of_examples(x, program)):
-            times = lambda x, weight: product(x, weight, exchange, None, factor, axes, key)  # noqa: E731
+            times = lambda x, weight: product(x, weight, exchange, None, factor, *axes, key)  # noqa: E731
         elif slotted and exchange is None:
             times = functools.partial(linear, precision=factor.precision)
         else:

@@ -144,8 +144,10 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_parts_of_sequences(type(self).__name__, kind.roles)
         if isinstance(kind, Unit):
+            roles = kind.roles
             options: Any = {"remat": kind.remat, "schedule": kind.schedule, "wide": kind.wide}
-            return call_unit(method, self, args, kwargs, kind.placements, batch=kind.roles.batch, **options)
+            options |= {"batch": roles.batch, "sequence": () if roles.sequence is None else (roles.sequence,)}
+            return call_unit(method, self, args, kwargs, kind.placements, **options)
         return call_holder(method, self, args, kwargs, kind.placements, batch=kind.roles.batch)
 
     return call

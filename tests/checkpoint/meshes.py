@@ -74,6 +74,7 @@ PLACES = {
     "gtp4_tp2_strided": Place({"gtp": 4, "tp": 2}, gtp_major=True),
     "tp3": Place({"gtp": 2, "tp": 3}),
     "hsdp_tp2": Place({"dp": 2, "gtp": 2, "tp": 2}),
+    "gtp2_cp4": Place({"gtp": 2, "cp": 4}),
     "three_devices": Place({"gtp": 3}),
     "one_device": Place({"gtp": 1}),
 }

@@ -29,9 +29,10 @@ from .runs import Run
     "ring",
     [
         ["hsdp_tp2", "gtp4_tp2_strided", "tp3", "hsdp_tp2"],
+        pytest.param(["gtp2_cp4", "fsdp", "gtp2_cp4"], marks=pytest.mark.full),
         pytest.param([*PLACES, next(iter(PLACES))], marks=pytest.mark.full),
     ],
-    ids=["four", "all"],
+    ids=["four", "divided sequences", "all"],
 )
 def test_each_mesh_restores_what_the_one_before_saved(tmp_path, filled, assert_restored, ring):
     """With one optimizer; the next test has every pair of meshes, with each optimizer."""

@@ -64,14 +64,18 @@ def batch_of(kind):
     )
 
 
+WIRES = {"no recipe": None, "FP8": gtp.FP8(), "NVFP4": gtp.NVFP4()}
+
+
 @functools.cache
-def trained(kind, degrees=(), view="global"):
+def trained(kind, degrees=(), view="global", wire="no recipe"):
     """Metrics and parameters after a step on a mesh, in logical order."""
     config = dataclasses.replace(CONFIG, **KINDS[kind])
     with jax.set_mesh(mesh_of(dict(degrees) or dict(gtp=1))):
         optimizer = optax.sgd(0.1)
-        state = gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs)), optimizer)
-        state, metrics = gtp.train_step(next_token_loss, optimizer, view=view)(state, batch_of(kind))
+        state = gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs)), optimizer, recipe=WIRES[wire])
+        step = gtp.train_step(next_token_loss, optimizer, view=view, recipe=WIRES[wire])
+        state, metrics = step(state, batch_of(kind))
         return {name: float(metrics[name]) for name in ("loss", "grad_norm", "tokens")}, jax.tree.map(
             np.asarray, state.params
         )
@@ -87,6 +91,46 @@ def test_a_step_is_that_of_one_device(kind, mesh, view, x64):
     assert found[0] == pytest.approx(wanted[0], rel=1e-12)
     for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("wire", ["FP8", "NVFP4"])
+def test_weights_travel_in_a_format_as_over_as_many_ranks_that_divide_no_sequences(wire, view, x64):
+    """Shards of four ranks have the same codes, whichever axes these ranks belong to."""
+    found, wanted = (
+        trained("window", tuple(degrees.items()), view, wire) for degrees in (MESHES["gtp 2, cp 2"], dict(gtp=4))
+    )
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
+    assert found[0]["loss"] != pytest.approx(trained("window")[0]["loss"], rel=1e-6)
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+@functools.cache
+def adapted(degrees, view):
+    """The loss of each of three steps of adapters on a mesh, and the adapters after them, in logical order.
+
+    The first step changes only what begins as zeros."""
+    with jax.set_mesh(mesh_of(dict(degrees))):
+        optimizer = optax.sgd(0.5)
+        model = placed(lambda rngs: gtp.lora(Llama(CONFIG, rngs=rngs), 2, 4, rngs=rngs))
+        state, losses = gtp.TrainState.create(model, optimizer), []
+        step = gtp.train_step(next_token_loss, optimizer, view=view)
+        for _ in range(3):
+            state, metrics = step(state, batch_of("packed"))
+            losses.append(float(metrics["loss"]))
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("mesh", ["gtp 2, cp 2, tp 2", "cp 4"])
+def test_steps_of_adapters_are_those_of_one_device(mesh, view, x64):
+    found, wanted = adapted(tuple(MESHES[mesh].items()), view), adapted((("gtp", 1),), "global")
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12) and len(set(wanted[0])) == 3
+    for one, other in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
@@ -123,9 +167,9 @@ def stock_loss(model, batch):
     return gtp.cross_entropy(model(batch["ids"]), jnp.roll(batch["ids"], -1, axis=1))
 
 
-def stock_step():
-    state = gtp.TrainState.create(gtp.shard(Stock(nnx.Rngs(0)), min_size=64), optax.sgd(0.1))
-    step = gtp.train_step(stock_loss, optax.sgd(0.1))
+def stock_step(recipe=None):
+    state = gtp.TrainState.create(gtp.shard(Stock(nnx.Rngs(0)), min_size=64), optax.sgd(0.1), recipe=recipe)
+    step = gtp.train_step(stock_loss, optax.sgd(0.1), recipe=recipe)
     return step, state, {"ids": np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))}
 
 
@@ -173,6 +217,27 @@ def test_a_stock_block_exchanges_again_only_what_its_policy_does_not_save(remat,
         made = jax.make_jaxpr(functools.partial(gtp.loss_and_gradients, stock_loss))(state, batch)
     names = [equation.primitive.name for equation in equations(made.jaxpr)]
     assert names.count("all_to_all") == 2 * AGAIN[remat][0]
+
+
+RECIPES = {"FP8": gtp.FP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_stock_layers_multiply_a_part_of_a_sequence_in_a_format(name, monkeypatch):
+    for kind in F64:
+        monkeypatch.setitem(F64, kind, jnp.float32)
+    found = []
+    for degrees in (dict(gtp=4), dict(gtp=2, cp=2)):
+        with jax.set_mesh(mesh_of(degrees)):
+            step, state, batch = stock_step(RECIPES[name])
+            compiled = step.lower(state, batch).compile()
+            metrics = step(state, batch)[1]
+            found.append([float(metrics[one]) for one in ("loss", "grad_norm")])
+    # gradients in NVFP4 are rounded at random
+    assert found[1] == pytest.approx(found[0], rel=1e-6 if name == "FP8" else 0.05)
+    gathered = [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
+    assert gathered and not [s for c in gathered for s in c.results if s.dims[:2] == (ROWS // 2, SEQ)]
 
 
 def heads(seed, count, sequence=SEQ):
