@@ -256,3 +256,13 @@ def test_options_that_attention_fn_would_take_otherwise_than_flax_are_refused(op
     x = np.ones((2, 4, 2, 4))
     with pytest.raises(ValueError, match=naming(message)):
         gtp.attention_fn(**{**dict(query=x, key=x, value=x), **options})
+
+
+@pytest.mark.parametrize("degrees", [{}, {"cp": 2}])
+def test_a_mask_that_is_too_large_for_a_device_is_refused_and_the_option_that_needs_none_is_named(degrees):
+    x, mask = (jax.ShapeDtypeStruct(*of) for of in (((2, 2**16, 2, 4), jnp.float32), ((1, 1, 2**16, 2**16), bool)))
+    with jax.set_mesh(gtp.make_mesh(gtp=8 // degrees.get("cp", 1), **degrees)):
+        with pytest.raises(ValueError, match=naming("`mask` 65536 queries 65536 keys 1073741824 `is_causal`")):
+            jax.eval_shape(lambda x, mask: gtp.attention_fn(x, x, x, mask=mask), x, mask)
+        of_keys = jax.ShapeDtypeStruct((2, 1, 1, 2**16), bool)
+        assert jax.eval_shape(lambda x, mask: gtp.attention_fn(x, x, x, mask=mask), x, of_keys).shape == x.shape

@@ -25,8 +25,10 @@ P = jax.sharding.PartitionSpec
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 7, 11, 4, 8
 SIDES = (3, 4)  # neither divides its length
 RNG = np.random.default_rng(0)
-OF_QUERIES = jnp.asarray([[0, 0, 0, 1, 1, 2, 2], [3, 3, 5, 5, 5, 5, 5]])
-OF_KEYS = jnp.asarray([[0, 0, 0, 0, 2, 2, 2, 9, 2, 2, 2], [5, 3, 3, 5, 5, 5, 5, 9, 9, 9, 9]])  # none of segment 1
+OF_QUERIES = jnp.asarray(np.array([[0, 0, 0, 1, 1, 2, 2], [3, 3, 5, 5, 5, 5, 5]]))
+OF_KEYS = jnp.asarray(
+    np.array([[0, 0, 0, 0, 2, 2, 2, 9, 2, 2, 2], [5, 3, 3, 5, 5, 5, 5, 9, 9, 9, 9]])
+)  # none of segment 1
 MASK = RNG.random((BATCH, 1, QUERIES, KEYS)) < 0.6
 MASK[:, :, 3] = False  # a query that sees no key
 SEEING = np.array([0, 1, 2, 4, 5, 6])
@@ -159,7 +161,7 @@ def test_gradients_have_gradients(mode, x64):
 
 def test_dropout_drops_the_same_weights_in_backward_and_others_in_each_block(key, x64):
     q, k, v, of_out = drawn(2)
-    directions, drop = [jnp.asarray(RNG.normal(size=x.shape)) for x in (q, k, v)], Dropout(0.25, key)
+    directions, drop = [RNG.normal(size=x.shape) for x in (q, k, v)], Dropout(0.25, key)
 
     @jax.jit
     def run(q, k, v, way):
@@ -173,7 +175,7 @@ def test_dropout_drops_the_same_weights_in_backward_and_others_in_each_block(key
         )[0]  # fmt: skip
         return jax.grad(along)(0.0), (along(1e-6) - along(-1e-6)) / 2e-6, alike[0, :, 0, 0] * 0.75 * 64
 
-    slope, measured, kept = run(q, k, v, directions)
+    slope, measured, kept = map(np.asarray, run(q, k, v, directions))
     np.testing.assert_allclose(slope, measured, rtol=1e-7)
     np.testing.assert_allclose(kept, np.round(kept), atol=1e-9)  # how many of 64 equal weights each query keeps
     assert abs(kept.mean() - 48) < 2

@@ -9,7 +9,17 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax.formats import FP8_E4M3
-from gtp_jax.ops import _packed, attention, attention_fp8, multi_amax, packed_lacks, power_of_two_amax
+from gtp_jax.ops import (
+    _attention,
+    _packed,
+    attention,
+    attention_backward,
+    attention_fp8,
+    attention_with_lse,
+    multi_amax,
+    packed_lacks,
+    power_of_two_amax,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +78,62 @@ def test_cudnn_agrees_with_the_written_out_one(name, kv_heads, head_dim, key):
     assert unseen.any() == (name in unseeing)
     for array in found[:2]:  # the output, and the gradient of queries
         assert (np.asarray(array, np.float32)[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("how", ["native", "reference"])
+def test_parts_of_the_keys_make_attention_to_all_of_them(how, key):
+    shapes = ((2, LENGTH, 8, 128), *((2, LENGTH, 2, 128),) * 2, (2, LENGTH, 8, 128))
+    of_each = zip(jax.random.split(key, 4), shapes, strict=True)
+    q, k, v, of_output = (jax.random.normal(one, shape, jnp.bfloat16) for one, shape in of_each)
+
+    @jax.jit
+    def in_parts(q, k, v, of_output):
+        parts = [(k[:, at], v[:, at]) for at in (slice(0, MEMORY), slice(MEMORY, None))]
+        outputs, sums = zip(*(attention_with_lse(q, *part, implementation=how) for part in parts), strict=True)
+        lse = functools.reduce(jnp.logaddexp, sums)
+        shares = [jnp.swapaxes(jnp.exp(own - lse), 1, 2)[..., None] for own in sums]
+        y = sum(share * own for share, own in zip(shares, outputs, strict=True)).astype(q.dtype)
+        gradients = [attention_backward(q, *part, y, lse, of_output, implementation=how) for part in parts]
+        of_q, of_k, of_v = zip(*gradients, strict=True)
+        return y, of_q[0].astype(jnp.float32) + of_q[1], jnp.concatenate(of_k, 1), jnp.concatenate(of_v, 1)
+
+    def whole(*given):
+        y, back = jax.vjp(functools.partial(attention, implementation="reference"), *given[:3])
+        return y, *back(given[3])
+
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        found = in_parts(q, k, v, of_output)
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.jit(whole)(*(x.astype(jnp.float32) for x in (q, k, v, of_output)))
+    for what, one, other in zip(("output", "q", "k", "v"), found, wanted, strict=True):
+        assert error(one, other) < 1e-2, what
+
+
+BLOCKS = {
+    "soft cap": dict(causal=True, soft_cap=30.0),
+    "sinks in a window": dict(causal=True, window=1000, sinks=jnp.linspace(-1.0, 1.0, 8)),
+    "window to both sides": dict(window=700),
+    "segments": dict(segment_ids=(jnp.arange(2304)[None] // 700, jnp.arange(2304)[None] // 500)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_agree_with_the_written_out_form(name, key, monkeypatch):
+    shapes = ((1, 2304, 8, 128), *((1, 2304, 2, 128),) * 2, (1, 2304, 8, 128))
+    of_each = zip(jax.random.split(key, 4), shapes, strict=True)
+    given = [jax.random.normal(one, shape, jnp.bfloat16) for one, shape in of_each]
+
+    def measured(q, k, v, of_output):
+        how = functools.partial(attention, implementation="reference", **BLOCKS[name])
+        y, back = jax.vjp(how, q, k, v)
+        return y, *back(of_output)
+
+    found = jax.jit(measured)(*given)
+    monkeypatch.setattr(_attention, "MOST_SCORES", 2304**2)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(lambda *t: measured(*t))(*(x.astype(jnp.float32) for x in given))
+    for what, one, other in zip(("output", "q", "k", "v"), found, wanted, strict=True):
+        assert error(one, other) < 1e-2, what
 
 
 @pytest.mark.parametrize("head_dim", [8, 256])

@@ -250,6 +250,7 @@ OPTIONS = {
     "a window and a scale": dict(is_causal=True, local_window_size=5, scale=0.3),
     "a window to both sides": dict(local_window_size=3),
     "a mask": dict(mask=np.tril(np.random.default_rng(9).random((ROWS, 1, SEQ, SEQ)) < 0.7) | np.eye(SEQ, dtype=bool)),
+    "a mask of keys": dict(mask=np.arange(SEQ) < np.linspace(SEQ - 8, SEQ, ROWS, dtype=int)[:, None, None, None]),
 }
 
 
