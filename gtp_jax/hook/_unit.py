@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule
-from ..mesh import Roles, current_view, degree, sequence_axis
+from ..mesh import Roles, current_view, refuse_parts_of_sequences
 from ._call import Placements, call_holder, call_unit
 
 
@@ -142,7 +142,9 @@ def _hooked(cls: type, kind: Kind) -> type:
 def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_parts_of_sequences(type(self).__name__, kind.roles)
+        if current_view() == "local":
+            called = f"{type(self).__name__}, which `gtp_jax.shard` sharded, is called"
+            refuse_parts_of_sequences(kind.roles, called, "Use `view='global'`.")
         if isinstance(kind, Unit):
             roles = kind.roles
             options: Any = {"remat": kind.remat, "schedule": kind.schedule, "wide": kind.wide}
@@ -151,16 +153,6 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         return call_holder(method, self, args, kwargs, kind.placements, batch=kind.roles.batch)
 
     return call
-
-
-def _refuse_parts_of_sequences(name: str, roles: Roles) -> None:
-    """Raises a `ValueError` in local view if an axis divides sequences: the model's code, such as `jnp.arange(length)`
-    or a shift by one token, takes what it sees for whole sequences."""
-    if current_view() == "local" and (axis := sequence_axis(roles, 3)) is not None:
-        raise ValueError(
-            f"{name} was sharded by `gtp_jax.shard` and is called in local view, where each rank has its own part of "
-            f"every sequence ({axis} = {degree(axis)}), which the model's code does not know. Use `view='global'`."
-        )
 
 
 copyreg.pickle(_Hooked, lambda cls: (_hooked, (cls._gtp_class, cls._gtp_kind)))  # pyright: ignore

@@ -11,6 +11,7 @@ from ._axes import current_view as current_view
 from ._axes import degree as degree
 from ._axes import degrees as degrees
 from ._axes import make_mesh as make_mesh
+from ._axes import rare_degrees as rare_degrees
 from ._degrees import check_degrees as check_degrees
 from ._degrees import fill_degrees as fill_degrees
 from ._devices import choose_devices as choose_devices
@@ -35,6 +36,7 @@ from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
 from ._roles import default_roles as default_roles
 from ._roles import loss_copies as loss_copies
+from ._roles import refuse_parts_of_sequences as refuse_parts_of_sequences
 from ._roles import sequence_axis as sequence_axis
 from ._roles import spec_of_batch as spec_of_batch
 from ._roles import spec_of_tokens as spec_of_tokens

@@ -60,14 +60,18 @@ def make_mesh(
             "`gtp_jax.use_roles(gtp_jax.Roles(...))`."
         )
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
-    rare = {axis: size for axis, size in ((CP, cp), (EP, ep)) if size != 1}
-    sizes = fill_degrees({DP: dp, GTP: gtp, **rare, TP: tp}, array.size)
+    sizes = fill_degrees({DP: dp, GTP: gtp, **rare_degrees(cp=cp, ep=ep), TP: tp}, array.size)
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
     shape, names = tuple(sizes.values()), tuple(sizes)
     types = (AxisType.Auto,) * len(names)
     if devices is None:
         return jax.make_mesh(shape, names, axis_types=types)  # may reorder the devices for the topology
     return Mesh(array.reshape(shape), names, axis_types=types)
+
+
+def rare_degrees(*, cp: int, ep: int) -> dict[str, int]:
+    """Returns the degrees, in the order of the mesh, of the axes that it has only if their degree is not 1."""
+    return {axis: size for axis, size in ((CP, cp), (EP, ep)) if size != 1}
 
 
 def current_view() -> View:

@@ -164,6 +164,25 @@ def sequence_axis(roles: Roles, ndim: int) -> str | None:
     return roles.sequence if ndim > 2 and degree(roles.sequence) > 1 else None
 
 
+def refuse_parts_of_sequences(roles: Roles, what: str, remedy: str) -> None:
+    """Refuses to run code that may take a part of a sequence for the whole, as a shift of tokens or positions that are
+    counted from 0 do.
+
+    Args:
+        roles: the roles of the mesh axes.
+        what: what is called or computed, as the subject and verb of the message.
+        remedy: what to do instead.
+
+    Raises:
+        ValueError: if an axis divides sequences.
+    """
+    if (axis := sequence_axis(roles, 3)) is not None:
+        raise ValueError(
+            f"{what} in local view, on this rank's part of every sequence ({axis} = {degree(axis)}), and does not say "
+            f"that its code is right for a part. {remedy}"
+        )
+
+
 def spec_of_tokens(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:
     """Returns the partition spec of an array with a number for each token, `(batch, sequence)`, or for each example,
     `(batch,)`: that of `spec_of_batch`, and dimension 1 sharded over the axis `sequence` if its ranks divide it."""

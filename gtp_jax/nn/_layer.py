@@ -25,6 +25,7 @@ from ..mesh import (
     current_view,
     degree,
     degrees,
+    refuse_parts_of_sequences,
     sequence_axis,
     stacked_spec,
     use_roles,
@@ -287,7 +288,7 @@ class Layer(nnx.Module):
         check_mesh_in_scope()
         if current_view() != "global":
             if current_view() == "local" and not _takes_parts(type(self)):
-                refuse_parts_of_sequences(self, self.roles)
+                refuse_parts(self, self.roles)
             return self.local(x, *args, **kwargs)
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)), SharedInputs(args, kwargs))
 
@@ -299,15 +300,15 @@ def _takes_parts(cls: type[Layer]) -> bool:
     return bool(next(vars(base).get("context_parallel") for base in cls.__mro__ if "local" in vars(base)))
 
 
-def refuse_parts_of_sequences(module: nnx.Module, roles: Roles) -> None:
-    """Raises a `ValueError` if an axis divides sequences, for a module whose code may take the part for the whole."""
-    if (axis := sequence_axis(roles, 3)) is not None:
-        raise ValueError(
-            f"{type(module).__name__} is called on this rank's part of every sequence ({axis} = {degree(axis)}), and "
-            "does not say that its code is right for a part. If it computes each token by itself, or calls gtp_jax's "
-            "layers where it does not, set `context_parallel = True` in its class, which must be a `gtp_jax.nn.Layer` "
-            "with a `local` of its own. Otherwise, call it on global arrays, outside of a `Stack` or in global view."
-        )
+def refuse_parts(module: nnx.Module, roles: Roles) -> None:
+    """Raises a `ValueError` if an axis divides sequences, for a module that does not say that it takes parts."""
+    refuse_parts_of_sequences(
+        roles,
+        f"{type(module).__name__} is called",
+        "If it computes each token by itself, or calls gtp_jax's layers where it does not, set `context_parallel = "
+        "True` in its class, which must be a `gtp_jax.nn.Layer` with a `local` of its own. Otherwise, call it on "
+        "global arrays, outside of a `Stack` or in global view.",
+    )
 
 
 def wrap_methods[T: type](cls: T) -> T:

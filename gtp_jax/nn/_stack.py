@@ -17,7 +17,7 @@ from ..chain import Remat, Schedule, with_remat
 from ..mesh import axes_by_dim, check_mesh_in_scope, current_view, degree
 from ._cache import Cache
 from ._frozen import Frozen
-from ._layer import Layer, refuse_parts_of_sequences, sides_of, states_partitions
+from ._layer import Layer, refuse_parts, sides_of, states_partitions
 from ._shared import SharedInputs
 from ._stages import Link, run_links
 from ._unstacked import Unstacked
@@ -109,7 +109,7 @@ class Stack(StackedLayers):
 
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
         if current_view() == "local" and not isinstance(self.layers, Layer):
-            refuse_parts_of_sequences(self.layers, self.roles)
+            refuse_parts(self.layers, self.roles)
         inputs = SharedInputs(shared, named)
         return run_links((self._link(self.remat),), x, self.schedule, inputs)
 

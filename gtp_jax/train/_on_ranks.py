@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import Roles, degree, degrees, sequence_axis, use_roles
+from ..mesh import Roles, degree, degrees, refuse_parts_of_sequences, sequence_axis, use_roles
 from ._batch import BY_TOKEN, WHOLE, name_of
 from ._rows import check_arrays, check_rows
 from ._state import TrainState
@@ -35,14 +35,19 @@ def over_mesh(
         ValueError: if the model has variables that are neither parameters nor frozen. By the function, if the batch
             contains a list of numbers, a scalar, or an array whose first dimension the ranks and microbatches cannot
             divide evenly; if the batch is split and its arrays have different numbers of rows; for the reasons of
-            `_check_loss` and `_specs_of_batch`; or if the model was built for other mesh degrees.
+            `refuse_parts_of_sequences` and `_specs_of_batch`; or if the model was built for other mesh degrees.
     """
     model_def = state.model_def
     _check_model_state(state)
 
     def run(batch: Tree) -> Any:
         model_def.check_mesh()
-        _check_loss(loss, model_def.roles)
+        if not getattr(loss, "context_parallel", False):
+            remedy = (
+                "Use `view='global'`; or, if no code of the loss and its model shifts tokens or counts positions, set "
+                "`loss.context_parallel = True`."
+            )
+            refuse_parts_of_sequences(model_def.roles, "the loss is computed", remedy)
         check_arrays(batch)
         roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
@@ -67,18 +72,6 @@ def over_mesh(
         return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
 
     return run
-
-
-def _check_loss(loss: Any, roles: Roles) -> None:
-    """Raises a `ValueError` if an axis divides sequences, and the loss does not say that it is right for a part: a
-    shift of tokens, or positions that a model counts from 0, would be those of each part."""
-    axis = sequence_axis(roles, 3)
-    if axis is not None and not getattr(loss, "context_parallel", False):
-        raise ValueError(
-            f"the loss is computed in local view, where each rank has its own part of every sequence ({axis} = "
-            f"{degree(axis)}), and does not say that it and its model are right for a part. Use `view='global'`; or, "
-            "if no code of theirs shifts tokens or counts positions, set `loss.context_parallel = True`."
-        )
 
 
 def _specs_of_batch(batch: Tree, roles: Roles) -> Tree:

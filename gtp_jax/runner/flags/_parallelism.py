@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ...mesh import CP, EP, Roles, default_roles, fill_degrees
+from ...mesh import Roles, default_roles, fill_degrees, rare_degrees
 from ._knobs import check_knobs, knob
 
 
@@ -39,17 +39,14 @@ class Parallelism:
     @property
     def roles(self) -> Roles:
         """The roles of the axes."""
-        roles = default_roles(("dp", "gtp", "tp", *self._rare))
+        roles = default_roles(("dp", "gtp", "tp", *rare_degrees(cp=self.cp, ep=self.ep)))
         return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
         """Returns the degrees for this number of devices, some of which may be unused."""
-        return fill_degrees({"dp": self.dp, "gtp": self.gtp, **self._rare, "tp": self.tp or 1}, devices)
-
-    @property
-    def _rare(self) -> dict[str, int]:
-        """The degrees of the axes that a mesh has only if they are above 1."""
-        return {axis: size for axis, size in ((CP, self.cp), (EP, self.ep)) if size > 1}
+        return fill_degrees(
+            {"dp": self.dp, "gtp": self.gtp, **rare_degrees(cp=self.cp, ep=self.ep), "tp": self.tp or 1}, devices
+        )
 
     def virtual_devices(self, usual: int) -> int:
         """Returns the number of virtual devices that the degrees need.
