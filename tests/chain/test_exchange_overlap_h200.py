@@ -173,20 +173,25 @@ def test_experts_are_gathered_and_scattered_under_compute_and_multiplied_by_kern
 @pytest.mark.slow
 @needs_target
 def test_keys_and_halves_of_queries_travel_at_once_under_attention_to_own_keys():
-    """In both passes, between two ranks; weights travel apart from them, under other matmuls."""
+    """Between two ranks; there and back, in both passes. Weights travel apart from them."""
     found = schedule_on(2, 1, dict(gtp=1, cp=2), num_experts=0, sequence_exchange="keys")
     rows, part, heads, kv_heads, head_dim = 2 * SEQUENCES, SEQ // 2, 16, 4, 128
-    keys, own = (2, rows, part, kv_heads, head_dim), (rows, heads, part, head_dim)
-    half = (rows, part // 2, heads, head_dim)
-    launched = {e: [s.dims for s in e.collective.results] for e in found.collectives("all-gather")}
-    launched = {e: dims for e, dims in launched.items() if keys in dims}
-    assert [e.direction for e in launched] == ["forward"] * LAYERS + ["backward"] * LAYERS
-    for event, dims in launched.items():
-        assert dims.count(keys) == 2
-        assert ((2, *half) if event.direction == "forward" else (2, 3, *half)) in dims
-        (over,) = found.under(event)
-        assert over.kind == "attention" and own in {shape.dims for shape in over.shapes}
-    first, *_ = launched
-    assert "u16" not in first.collective.dtype
-    home = [e for e in found.collectives("all-gather") if (2, *half) in {s.dims for s in e.collective.results}]
-    assert len(home) == 3 * LAYERS  # forward: queries and results; backward: gradients of queries
+    half, keys = (rows, part // 2, heads, head_dim), (rows, part, kv_heads, head_dim)
+    sent = {
+        ("all-gather", "forward"): ([(2, *half), (2, *keys), (2, *keys)], 2 * rows),
+        ("all-gather", "backward"): ([(2, 3, *half), (2, rows, heads, part // 2), (2, *keys), (2, *keys)], 2 * rows),
+        ("reduce-scatter", "backward"): ([(1, *half), (1, *keys), (1, *keys)], rows),
+    }
+    for (kind, way), (parts, examples) in sent.items():
+        whole = [(e, [s.dims for s in e.collective.results]) for e in found.collectives(kind) if e.direction == way]
+        launched = [(e, dims) for e, dims in whole if parts[-1] in dims]
+        assert len(launched) == LAYERS
+        for event, dims in launched:
+            assert not [one for one in parts if dims.count(one) != parts.count(one)]
+            (over,) = found.under(event)  # causal attention of the two halves, or that of the second to the first
+            assert over.kind == "attention" and (examples, heads, part // 2, head_dim) in {s.dims for s in over.shapes}
+    results = [e for e in found.collectives("all-gather") if (2, rows, heads, part // 2) in {s.dims for s in e.shapes}]
+    assert len(results) == 2 * LAYERS
+    assert not {e.name for e in results} & {e.name for e in found.exposed()}
+    between = [e for e in found.collectives("all-gather") if (2, *half) in {s.dims for s in e.shapes}][0]
+    assert "u16" not in between.collective.dtype
