@@ -77,7 +77,7 @@ def call_unit(
         remat: the policy for what is saved for backward.
         schedule: how the call is ordered among those of a recorded walk.
         batch: the axes of the role `batch`; those that the mesh in scope lacks do not count.
-        sequence: the axis of the role `sequence`, if it has one, likewise.
+        sequence: the axis of the role `sequence`, if the mesh has one.
         wide: whether the model was sharded with `grad_reduce="float32"`.
 
     Raises:
