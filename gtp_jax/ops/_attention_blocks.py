@@ -160,7 +160,7 @@ def _gradients(options: _Options, saved: Any, cotangents: tuple[jax.Array, jax.A
     of_operands = tuple(g.astype(x.dtype) for g, x in zip(of_operands, (q, k, v), strict=True))
     of_sinks = None
     if sinks is not None:
-        share = jnp.exp(sinks.astype(lse.dtype)[:, None] - lse)
+        share = jnp.exp(sinks.astype(lse.dtype)[:, None] - _finite(lse))
         of_sinks = -jnp.sum(share * _along(out, *cotangents, lse.dtype), axis=(0, 2)).astype(sinks.dtype)
     return *of_operands, of_sinks, None, None
 
@@ -178,8 +178,9 @@ def _forward(
     # The lowest finite number instead of -inf, because the difference of two scores must not be NaN.
     top, total = jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
     if sinks is not None:
-        top = jnp.broadcast_to(jnp.reshape(sinks.astype(wide), (*grouped[1:], 1)), rows)
-        total = jnp.ones(rows, wide)
+        logits = jnp.broadcast_to(jnp.reshape(sinks.astype(wide), (*grouped[1:], 1)), rows)
+        top = jnp.maximum(logits, top)
+        total = jnp.exp(logits - top)  # 1, or 0 if the sink is -inf
     mixed = jnp.zeros((*rows, head_dim), wide)
 
     def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
@@ -222,12 +223,13 @@ def _backward(
     kv_heads, sides = k.shape[2], options.sides
     wide = jnp.promote_types(q.dtype, jnp.float32)
     blocks = _Blocks.of(options, q, k, v, rule, key)
-    # A query that sees no key has weights of 0 with any finite number here; -inf would give it NaN.
+    (batch, queries, heads, head_dim), (rows, columns) = q.shape, blocks.padded
+    grouped = (batch, kv_heads, heads // kv_heads)
     lse, along = (
-        _padded(jnp.reshape(x, (x.shape[0], kv_heads, -1, x.shape[2])), blocks.padded[0], 3)
-        for x in (jnp.where(jnp.isneginf(lse), 0, lse).astype(wide), _along(out, of_out, of_lse, wide))
+        _padded(jnp.reshape(x, (*grouped, queries)), rows, 3)
+        for x in (_finite(lse).astype(wide), _along(out, of_out, of_lse, wide))
     )
-    given = _padded(_by_group(of_out, kv_heads), blocks.padded[0], 1).astype(v.dtype)
+    given = _padded(_by_group(of_out, kv_heads), rows, 1).astype(v.dtype)
 
     # Computed again in a second derivative, which would otherwise keep the weights of all blocks.
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -251,12 +253,11 @@ def _backward(
             for x, part, (index, axis) in zip(sums, parts, places, strict=True)
         ), None
 
-    (batch, _, heads, head_dim), (rows, columns) = q.shape, blocks.padded
-    of_q = jnp.zeros((batch, kv_heads, heads // kv_heads, rows, head_dim), wide)
+    of_q = jnp.zeros((*grouped, rows, head_dim), wide)
     of_k = of_v = jnp.zeros((batch, kv_heads, columns, head_dim), wide)
     sums = _varying_alike((q, (of_q, of_k, of_v)))[1]
     (of_q, of_k, of_v), _ = lax.scan(step, sums, blocks.pairs)
-    of_q = jnp.reshape(jnp.moveaxis(of_q[:, :, :, : q.shape[1]], 3, 1), q.shape)
+    of_q = jnp.reshape(jnp.moveaxis(of_q[:, :, :, :queries], 3, 1), q.shape)
     of_k, of_v = (jnp.swapaxes(x[:, :, : k.shape[1]], 1, 2) for x in (of_k, of_v))
     return of_q, of_k, of_v
 
@@ -357,6 +358,11 @@ def _pairs(lengths: tuple[int, int], sides: tuple[int, int], rule: Rule) -> jax.
         if rule.window is not None:
             seen &= (rows - last_column < rule.window) & (columns - last_row < rule.window)
     return jnp.asarray(np.argwhere(seen), jnp.int32)
+
+
+def _finite(lse: jax.Array) -> jax.Array:
+    """Replaces -inf by 0. A query that sees no key has weights of 0 with any finite number; -inf would give it NaN."""
+    return jnp.where(jnp.isneginf(lse), 0, lse)
 
 
 def _along(out: jax.Array, of_out: jax.Array, of_lse: jax.Array | None, dtype: Any) -> jax.Array:

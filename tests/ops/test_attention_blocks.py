@@ -70,7 +70,7 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(
     shift, seen = (None if x is None else jnp.asarray(x) for x in (None if known else place, mask))
     rule = Rule(causal, window, place if known else 0, shift, seen, pair)
     options = {"scale": 0.3, "soft_cap": soft_cap}
-    extra = {"sinks": jnp.asarray([0.5, -1.0, 2.0, 0.0])} if sinks else {}
+    extra = {"sinks": jnp.asarray([0.5, -1.0, 2.0, -jnp.inf])} if sinks else {}
     where = {"causal": causal, "window": window, "segment_ids": pair, "query_position": place}
     where["mask"] = None if mask is None else np.broadcast_to(mask[:, 0], (BATCH, QUERIES, KEYS))
 
@@ -91,6 +91,12 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(
     found, wanted = run(q, k, v, extra)
     assert found[0].dtype == np.float64
     assert_near(found, wanted)
+
+
+def test_a_batch_without_examples_has_an_output_and_gradients():
+    none = jnp.zeros((0, QUERIES, HEADS, WIDTH))
+    loss = lambda q: jnp.sum(forward_in_blocks(q, q, q, Rule(causal=True), scale=1.0, sides=SIDES)[0])  # noqa: E731
+    assert jax.eval_shape(jax.grad(loss), none).shape == none.shape
 
 
 def test_parts_of_the_keys_make_attention_to_all_of_them(x64):
