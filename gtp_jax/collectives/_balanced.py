@@ -69,8 +69,7 @@ def _forward(
         total = _merged((sums[0][half], sums[1][half]), attend(halves[half], *(x[part] for x in kv), causal=False))
         return _put(sums[0], half, total[0]), _put(sums[1], half, total[1])
 
-    batch, heads, part = q.shape[0], q.shape[2], q.shape[1]
-    none = jnp.zeros_like(_wide(halves)), jnp.full((2, batch, heads, part // 2), -jnp.inf, own[1].dtype)
+    none = jnp.zeros_like(_wide(halves)), jnp.full_like(jnp.reshape(own[1], (2, -1, *own[1].shape[1:])), -jnp.inf)
     (out, lse), later = at_once(lax.fori_loop(0, degree(axis) - 1, add, none), _second_to_first(q, k, v))
     # other ranks' results are rounded once, as those of the kernels are
     sent = send_home(out.astype(q.dtype), axis), send_home(lse, axis)

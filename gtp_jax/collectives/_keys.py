@@ -67,7 +67,8 @@ def attention_to_gathered_keys(
     first = lax.axis_index(axis) * part
     if mask is not None:
         check_mask(mask, batch, part * ranks, keys * ranks, heads)
-        mask = lax.dynamic_slice_in_dim(mask, first, part, mask.ndim - 2)
+        if mask.shape[-2] != 1:  # otherwise it is a mask of keys
+            mask = lax.dynamic_slice_in_dim(mask, first, part, mask.ndim - 2)
     if segment_ids is not None:
         of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         if of_queries.shape != (batch, part * ranks):

@@ -257,7 +257,7 @@ OPTIONS = {
 WAYS = list(itertools.product(OPTIONS, (8, 2)))
 
 
-@pytest.mark.parametrize("options, kv", others_full(WAYS, [("causal", 2), ("a mask", 8)]))
+@pytest.mark.parametrize("options, kv", others_full(WAYS, [("causal", 2), ("a mask", 8), ("a mask of keys", 2)]))
 def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options, kv, x64):
     given = OPTIONS[options]
     q, k, v = heads(0, 8), heads(1, kv), heads(2, kv)
@@ -340,6 +340,16 @@ def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
         local = jax.shard_map(of_rank, in_specs=P(None, "cp"), out_specs=P("cp"), check_vma=False)
         gradient = jax.jit(jax.grad(lambda k: jnp.sum(local(k))))(jnp.ones((1, 8, 1, 1), jnp.bfloat16))
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), 264)
+
+
+@pytest.mark.parametrize("exchange", ["heads", "keys"])
+@pytest.mark.parametrize("options", [dict(is_causal=True), dict(is_causal=True, local_window_size=5)], ids=str)
+def test_a_shard_map_may_check_how_values_vary(exchange, options):
+    attend = functools.partial(gtp.attention_fn, sequence_exchange=exchange, **options)
+    q = jnp.ones((ROWS, SEQ, 4, 8))
+    with jax.set_mesh(mesh_of(dict(cp=4))):
+        local = jax.shard_map(attend, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+        assert jax.eval_shape(jax.grad(lambda q: jnp.sum(local(q, q, q))), q).shape == q.shape
 
 
 def call(**options):
