@@ -14,6 +14,7 @@ from ... import hlo
 from ..._foreign import printable
 from ...hlo import columns
 from ...inspect import InspectOptions
+from ...mesh import CP
 from ...models import ModelConfig
 from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
 from ..flags import flag_of, knobs, settings_of
@@ -40,6 +41,8 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held,
     seq = padded_seq(config.seq, meshes.mesh.shape)
     if seq > config.seq:
         packed += f"padded  rows of {config.seq} tokens to {seq}, which cp x tp divides; no loss counts what is added\n"
+    if config.sample_tokens and meshes.mesh.shape.get(CP, 1) > 1:
+        packed += "samples none: the model writes no text on a mesh with cp\n"
     return (
         f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ...generation import generate
+from ...mesh import CP
 from ...train import TrainState
 from .._exit_codes import out_of_memory
 from ..data import Documents
@@ -26,15 +27,16 @@ class Samples:
         wanted: whether to write text if the configuration asks for it.
 
     Attributes:
-        wanted: whether to write text. False with replicas of unequal degree, which share no mesh, and once the devices
-            have had too little memory for it.
+        wanted: whether to write text. False with replicas of unequal degree, which share no mesh; on a mesh that
+            divides sequences, where `generate` does not run; and once the devices have had too little memory for it.
         last: the latest text, including its prompt; empty before the first.
     """
 
     def __init__(self, job: Job, *, wanted: bool) -> None:
         self._job = job
         uniform = job.meshes.plan is None or job.meshes.plan.uniform
-        self.wanted = wanted and bool(job.config.sample_tokens) and uniform
+        whole = job.meshes.mesh.shape.get(CP, 1) == 1
+        self.wanted = wanted and bool(job.config.sample_tokens) and uniform and whole
         self.last = ""
 
     def of(self, state: TrainState) -> str:
