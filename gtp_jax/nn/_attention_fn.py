@@ -90,7 +90,7 @@ def attention_fn(
     q, k, v = (x.astype(dtype) for x in (query, key, value))
     options: dict[str, Any] = {
         "causal": is_causal,
-        "window": None if local_window_size is None else local_window_size + 1,
+        "window": None if local_window_size is None else int(local_window_size) + 1,
         "scale": scale,
         "dropout_rate": dropout_rate if drops else 0.0,
     }

@@ -352,6 +352,12 @@ def test_a_shard_map_may_check_how_values_vary(exchange, options):
         assert jax.eval_shape(jax.grad(lambda q: jnp.sum(local(q, q, q))), q).shape == q.shape
 
 
+def test_the_size_of_a_window_may_be_a_number_of_numpy():
+    q = jnp.ones((ROWS, SEQ, 4, 8))
+    attend = functools.partial(gtp.attention_fn, local_window_size=np.int64(5))
+    assert jax.eval_shape(attend, q, q, q).shape == q.shape
+
+
 def call(**options):
     def run():
         gtp.attention_fn(*(jnp.ones((4, SEQ, 8, 8)),) * 3, **options)
