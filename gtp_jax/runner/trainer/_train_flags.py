@@ -394,12 +394,16 @@ class TrainConfig:
         """Checks that the model and its rows, which are padded for cp, can be divided over a mesh.
 
         Raises:
-            ValueError: if they cannot. Rows of a model with experts are not padded, because padding would count in the
-                experts' statistics.
+            ValueError: if they cannot, or if rows of a model with experts would be padded.
         """
         base: Any = dataclasses.replace(self.base, sequence_exchange=exchange)
-        has_experts = isinstance(base, LlamaConfig) and base.num_experts
-        seq = self.seq if has_experts else padded_seq(self.seq, degrees)
+        seq = padded_seq(self.seq, degrees)
+        if seq != self.seq and isinstance(base, LlamaConfig) and base.num_experts:
+            raise ValueError(
+                f"`seq` is {self.seq}, which cp {degrees[CP]} x tp {degrees[TP]} does not divide. Rows of a model with "
+                f"experts are not padded, because the statistics of experts count every token. Pass a multiple of "
+                f"{degrees[CP] * degrees[TP]}, such as {seq}."
+            )
         base.check_mesh(tp=degrees[TP], seq=seq, cp=degrees.get(CP, 1))
 
     def _healthy(self) -> dict[str, int]:
