@@ -1,13 +1,13 @@
 """Causal attention over sequences that ranks divide, with the same work on every rank. Called inside a `shard_map`.
 
-A rank's own keys need no exchange: each half of its queries attends causally to its half of the keys, and the second
-half also to the first half of the keys. The former is computed while keys and values are gathered and halves of queries
-travel to the ranks that work on them (`_halves`); the latter while results for the parts of other ranks travel back.
-Results for several parts of the keys are merged by the log-sum-exp of their scores. Backward is arranged in the same
-way: there, queries travel with outputs and their gradients, and gradients travel back. Sums are in at least float32.
+A rank's own keys need no exchange. Each half of its queries attends causally to its half of the keys; this is computed
+while keys and values are gathered, and halves of queries travel to the ranks that work on them (`_halves`). The second
+half also attends to the first half of the keys; this is computed while results for the parts of other ranks travel
+back. Results for several parts of the keys are merged by the log-sum-exp of their scores. Backward has the same order:
+queries travel with outputs and their gradients, and gradients travel back. Sums are in at least float32.
 
-XLA has one collective in flight at a time. Barriers tie the results of both to each other, as it would otherwise wait
-for what is sent before it computes anything.
+XLA has one collective in flight at a time. It would wait for what is sent before it computes anything, so barriers tie
+the results of each transfer and of the compute beside it to each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def balanced_attention(
     axis: str,
     scale: float,
 ) -> Float[jax.Array, "batch part heads head_dim"]:
-    """Returns this rank's part of causal attention of whole sequences.
+    """Returns this rank's part of causal attention over whole sequences.
 
     Args:
         q, k, v: this rank's part of queries, keys and values; an even number of tokens.
@@ -124,8 +124,8 @@ def _parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _behind(sent: Any, value: Any, axis: str) -> Any:
-    """Returns a value, which is to be sent, but not before halves have arrived, as XLA overlaps only the last launch
-    with what is tied to all. Between two ranks, both are one launch."""
+    """Returns a value that is to be sent, but not before halves have arrived: XLA overlaps only the last launch with
+    compute that is tied to all launches. Between two ranks, both are one launch."""
     return value if degree(axis) == 2 else tied(value, turn_after(sent))
 
 
@@ -143,7 +143,7 @@ def _halves_of_examples(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _second_to_first(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the second half of the queries, and the first one of the keys and values."""
+    """Returns the second half of the queries, and the first half of the keys and values."""
     half = q.shape[1] // 2
     return q[:, half:], k[:, :half], v[:, :half]
 
@@ -153,8 +153,8 @@ def _put(x: jax.Array, at: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _merged(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the result for all keys, given those for two sets of keys: pairs of an output `(batch, queries, heads,
-    head_dim)` and the log-sum-exp of its scores, `(batch, heads, queries)`. One of the two sets may be empty."""
+    """Merges the results for two sets of keys, of which one may be empty, into that for all of them. A result is an
+    output, `(batch, queries, heads, head_dim)`, and the log-sum-exp of its scores, `(batch, heads, queries)`."""
     lse = jnp.logaddexp(one[1], other[1])
     mine, others = (jnp.swapaxes(jnp.exp(own - lse), 1, 2)[..., None] * _wide(out) for out, own in (one, other))
     return mine + others, lse

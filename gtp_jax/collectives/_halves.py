@@ -1,11 +1,11 @@
 """Divides causal attention to earlier parts of a sequence evenly among ranks. Called inside a `shard_map`.
 
-Rank r of n has part r of every sequence, which is halves 2r and 2r + 1 of 2n. Queries of half c attend to all of parts
-0, ..., c // 2 - 1, and to their own part up to themselves. For the former, rank r works on halves r and 2n - 1 - r,
-which have r // 2 and n - 1 - r // 2 such parts: together n - 1, on every rank.
+Rank r of n has part r of every sequence, which is halves 2r and 2r + 1 of 2n. Queries of half c attend to all of the
+earlier parts 0, ..., c // 2 - 1, and to their own part up to themselves. For the earlier parts, rank r works on halves
+r and 2n - 1 - r. These have r // 2 and n - 1 - r // 2 earlier parts: together n - 1, on every rank.
 
-What is sent and what is made of it are apart, because XLA overlaps a launch with compute only if that compute, but
-nothing else, is tied to its results.
+Separate functions send halves and read what arrived, because XLA overlaps a launch with compute only if that compute,
+and nothing else, is tied to the launch's results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def at_worker(sent: Sent, axis: str) -> Shaped[jax.Array, "*halves"]:
 
 
 def send_home(halves: Shaped[jax.Array, "*halves"], axis: str) -> Sent:
-    """Sends what `at_worker` returned, or results in its place, back; see `at_home`."""
+    """Sends back what `at_worker` returned, or results in its place; see `at_home`."""
     first, second = _reversed_on_odd_ranks((halves[0], halves[1]), axis)
     return _sent(first, axis, 0, back=True), _sent(second, axis, 1, back=True)
 
@@ -47,8 +47,8 @@ def send_home(halves: Shaped[jax.Array, "*halves"], axis: str) -> Sent:
 def send_terms_home(
     halves: Shaped[jax.Array, "*halves"], axis: str, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends terms of sums back, in a dtype, and returns those that this rank has received; between two ranks, without
-    rounding, in a reduction that XLA can combine with others."""
+    """Sends terms of sums back, in a dtype, and returns those that this rank has received. Between two ranks, terms are
+    not rounded, and travel in a reduction that XLA can combine with others."""
     if degree(axis) > 2:
         return at_home(send_home(halves.astype(dtype), axis), axis)
     first, second = _reversed_on_odd_ranks((halves[0], halves[1]), axis)
@@ -65,7 +65,7 @@ def at_home(sent: Sent, axis: str) -> tuple[jax.Array, jax.Array]:
 
 
 def work(axis: str, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the n-th product of a rank's work, for n from 0 to ranks - 2: which of its two halves attends to which
+    """Returns the n-th piece of a rank's work, for n from 0 to ranks - 2: which of its two halves attends, and to which
     part."""
     of_earlier = lax.axis_index(axis) // 2
     later = n >= of_earlier
@@ -73,7 +73,7 @@ def work(axis: str, n: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _reversed_on_odd_ranks(halves: tuple[jax.Array, jax.Array], axis: str) -> jax.Array:
-    """Stacks two halves. Of those that a rank works on, one has an even number, the earlier one on even ranks."""
+    """Stacks two halves. Of the two that a rank works on, the earlier one has an even number only on even ranks."""
     odd = lax.axis_index(axis) % 2 == 1
     return jnp.where(odd, jnp.stack(halves[::-1]), jnp.stack(halves))
 

@@ -1,7 +1,7 @@
 """Attention over sequences that ranks divide, by gathering keys and values. Called inside a `shard_map`.
 
-Each rank keeps its part of every sequence, and gathers the keys and values of all parts, so any number of heads is
-right. See `_balanced` for the division of causal attention.
+Each rank keeps its part of every sequence, and gathers the keys and values of all parts, so the number of heads does
+not matter. `_balanced` divides causal attention evenly.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def attention_to_gathered_keys(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> Float[jax.Array, "batch part heads head_dim"]:
-    """Returns this rank's part of `ops.attention` of whole sequences.
+    """Returns this rank's part of `ops.attention` over whole sequences.
 
-    Causal attention without other options is divided evenly among ranks, if a part has an even number of tokens. With
-    any other option, every rank computes its own queries, and the last rank of causal attention has the most to do.
+    Causal attention without other options is divided evenly among ranks, if a part has an even number of tokens.
+    Otherwise, every rank computes its own queries. If attention is causal, the last rank then has the most to do.
 
     Args:
         q, k, v: this rank's part of queries, keys and values.

@@ -15,8 +15,8 @@ _UPDATE = "dynamic-update-slice"
 def moved_bytes(module: Module, visit: Visit) -> int:
     """Returns the bytes that an instruction moves in the memory of its device; 0 unless it is a kernel of its own.
 
-    Of an operand of a fusion, only what reaches the results counts: of an array that is sliced, the slice; of an array
-    that is updated in place, nothing.
+    Of a fusion's operand, only what reaches the results counts: the slice of an array that is sliced, and nothing of an
+    array that is updated in place.
     """
     i = visit.instruction
     if i.opcode not in _KERNELS:

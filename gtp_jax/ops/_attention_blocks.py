@@ -2,8 +2,8 @@
 
 Forward keeps, for each query, the largest score so far, the sum of weights relative to it, and the weighted sum of
 values (online softmax, arXiv 1805.02867). It returns their log-sum-exp, from which backward computes the weights of
-each block again, as FlashAttention does (arXiv 2205.14135). Both are a loop over pairs of a block of queries and a
-block of keys. Pairs that `causal` and the window exclude are left out when the program is traced.
+each block again, as FlashAttention does (arXiv 2205.14135). Both loop over pairs of a block of queries and a block of
+keys. Pairs that `causal` or the window excludes are left out when the program is traced.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _STATIC = {"static": True}  # a field that is a constant of the program
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Where queries may attend: everywhere that all fields allow.
+    """Where queries may attend: everywhere that every field allows.
 
     Attributes:
         causal: whether a query may not attend to later keys.
         window: a query attends to keys less than this many positions away; `None` for no window.
         first: the position of the first query among the keys.
-        shift: integers `()` or `(batch,)`, added to `first`; `None` for 0. No block is left out if it is given.
+        shift: integers `()` or `(batch,)`, added to `first`; `None` for 0. With a shift, no block is left out.
         mask: boolean, true where a query may attend: `(batch or 1, heads or 1, queries or 1, keys)`.
         segments: integers `(batch, queries)` and `(batch, keys)`; a query attends to keys with the same id.
     """
@@ -77,10 +77,10 @@ def forward_in_blocks(
     dropout: Dropout | None = None,
     sides: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes attention, and the log-sum-exp of the scores. Both have gradients, and these have gradients again.
+    """Computes attention, and the log-sum-exp of the scores. Both have gradients, which can be differentiated again.
 
-    Forward and backward need memory that is linear in the lengths. A gradient of a gradient keeps sums for all queries
-    from before each pair of blocks.
+    Forward and backward need memory that is linear in the lengths. A second derivative keeps, for each pair of blocks,
+    the sums for all queries from before that pair.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.
@@ -119,8 +119,8 @@ def backward_in_blocks(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of queries, keys and values, in at least float32.
 
-    The keys may be some of those that the queries attend to. With the output and the log-sum-exp of all of them, the
-    results are what these keys contribute to the gradient of the queries, and the gradients of these keys and values.
+    `k` and `v` may be a part of the keys and values that the queries attend to, while `out` and `lse` are those for all
+    of them. The results are then the part's contribution to the gradient of the queries, and the part's own gradients.
 
     Args:
         q, k, v, rule, scale, soft_cap, dropout, sides: as in `forward_in_blocks`.
@@ -296,8 +296,8 @@ class _Blocks(NamedTuple):
         return _take(self.operands[2], pair[1], self.options.sides[1], 1)
 
     def scores(self, pair: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-        """Returns the scores, `(batch, kv_heads, group, queries, keys)`, -inf where a query may not attend; and their
-        derivative with respect to what the soft cap is applied to."""
+        """Returns the scores, `(batch, kv_heads, group, queries, keys)`, -inf where a query may not attend; and the
+        derivative of the scores with respect to what the soft cap is applied to."""
         q, k = self.queries(pair), self.keys(pair)
         wide = jnp.promote_types(q.dtype, jnp.float32)
         scores, slope = jnp.einsum("bqkgd,bskd->bkgqs", q, k, preferred_element_type=wide) * self.options.scale, 1.0
@@ -332,7 +332,7 @@ class _Blocks(NamedTuple):
 
 
 def _sides(q: jax.Array, k: jax.Array, sides: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the sides of blocks: equal ones, of the fewest blocks whose sides are not above the largest."""
+    """Returns the sides of blocks: the fewest blocks of equal size whose sides are not above the largest."""
     if sides is None:
         side = 2 ** int(math.log2(_ELEMENTS / max(1, q.shape[0] * q.shape[2])) / 2)
         sides = (min(max(side, _SMALLEST), _LARGEST),) * 2
@@ -345,8 +345,8 @@ def _side(length: int, largest: int) -> int:
 
 
 def _pairs(lengths: tuple[int, int], sides: tuple[int, int], rule: Rule) -> jax.Array:
-    """Returns the pairs of a block of queries and a block of keys of which some query may attend to some key, `(pairs,
-    2)`, as far as it is known without the values of arrays."""
+    """Returns the pairs of a block of queries and a block of keys in which some query may attend to some key, `(pairs,
+    2)`, as far as this is known without the values of arrays."""
     of_queries, of_keys = (np.arange(0, length, side) for length, side in zip(lengths, sides, strict=True))
     rows, columns = of_queries[:, None] + rule.first, of_keys[None]
     last_row = np.minimum(of_queries + sides[0], lengths[0])[:, None] - 1 + rule.first
@@ -361,13 +361,13 @@ def _pairs(lengths: tuple[int, int], sides: tuple[int, int], rule: Rule) -> jax.
 
 
 def _finite(lse: jax.Array) -> jax.Array:
-    """Replaces -inf by 0. A query that sees no key has weights of 0 with any finite number; -inf would give it NaN."""
+    """Replaces -inf by 0. With any finite number, a query that sees no key has weights of 0; with -inf, NaN."""
     return jnp.where(jnp.isneginf(lse), 0, lse)
 
 
 def _along(out: jax.Array, of_out: jax.Array, of_lse: jax.Array | None, dtype: Any) -> jax.Array:
-    """Returns how much the loss changes with the common logarithm of all weights of a query, `(batch, heads, queries)`:
-    what is subtracted from the gradient of each weight."""
+    """Returns how much the loss changes if the logarithms of all weights of a query grow by the same amount, `(batch,
+    heads, queries)`. It is subtracted from the gradient of each weight."""
     along = jnp.swapaxes(jnp.sum(out.astype(dtype) * of_out.astype(dtype), axis=-1), 1, 2)
     return along if of_lse is None else along - of_lse.astype(dtype)
 
@@ -392,7 +392,7 @@ def _put(x: jax.Array, block: jax.Array, index: jax.Array, axis: int) -> jax.Arr
 
 
 def _varying_alike[Tree](tree: Tree) -> Tree:
-    """Returns the same arrays, which vary over the same mesh axes, as loops require in a `shard_map` that checks it."""
+    """Casts arrays to vary over the same mesh axes, as loops require in a `shard_map` that checks this."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
     def cast(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, and its gradients: what attention whose keys are apart is made of."""
+"""Attention to a part of the keys, and its gradients, of which attention to divided keys is composed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def attention_with_lse(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `softmax(q k^T * scale) v` for each head, and the log-sum-exp of the scores.
 
-    Outputs for parts of the keys are combined with the weights `exp(lse - lse_of_all)`. The gradients are those of
-    `attention_backward`, in a `jax.custom_vjp` of the caller's: cuDNN's calls cannot be differentiated.
+    To combine the outputs for parts of the keys, weight each by `exp(lse - lse_of_all)`. cuDNN's calls cannot be
+    differentiated: for gradients, call `attention_backward` in a `jax.custom_vjp` of your own.
 
     Args:
         q: `(batch, queries, heads, head_dim)`.
         k: `(batch, keys, kv_heads, head_dim)`; `kv_heads` divides `heads`.
         v: the same shape as `k`.
-        causal: whether a query may not attend to later keys; only if there are equal numbers of queries and keys.
+        causal: whether a query may not attend to later keys; requires equal numbers of queries and keys.
         scale: the factor of the scores; `head_dim ** -0.5` by default.
         implementation: `"reference"` for blocks of scores, `"native"` for cuDNN, or `None` for the best available.
 
@@ -43,7 +43,7 @@ def attention_with_lse(
 
     Raises:
         ValueError: if the shapes are not consistent with each other.
-        NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
+        NotImplementedError: if `implementation` is `"native"` and cuDNN does not support these arguments.
     """
     options, native = _checked("attention_with_lse", q, k, v, causal, scale, implementation)
     if native:
@@ -77,7 +77,7 @@ def attention_backward(
 
     Raises:
         ValueError: if the shapes are not consistent with each other.
-        NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
+        NotImplementedError: if `implementation` is `"native"` and cuDNN does not support these arguments.
     """
     options, native = _checked("attention_backward", q, k, v, causal, scale, implementation)
     batch, queries, heads, _ = q.shape

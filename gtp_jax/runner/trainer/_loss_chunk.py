@@ -1,4 +1,4 @@
-"""Chooses whether the loss computes logits in chunks, by the memory that all of them would take."""
+"""Chooses whether the loss computes logits in chunks, by the memory that all logits would take."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _TOKENS = 4096
 def choose_loss_chunk(
     config: TrainConfig, model: ModelConfig, degrees: Mapping[str, int], memory: int | None
 ) -> tuple[int, str]:
-    """Returns the fewest tokens whose logits the loss computes at once, 0 for all, and a line that says why if the
-    settings leave it open.
+    """Returns the fewest tokens of a chunk of logits, 0 for all tokens at once, and a line that says why there are
+    chunks. The line is empty if the settings decide, or if there are no chunks.
 
     Args:
         config: the configuration of the run.
         model: the configuration of the model.
         degrees: the degrees of the mesh axes, by name.
-        memory: the memory of a device in bytes; `None` if it is not known, which leaves all logits.
+        memory: the memory of a device in bytes; `None` if it is not known; then all logits are computed.
     """
     chunk = config.execution.loss_chunk
     if chunk is not None or memory is None:
