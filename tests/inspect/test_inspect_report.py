@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.models import PRESETS
 from gtp_jax.runner.cli._inspect import add_parser
+from gtp_jax.runner.cli._parser import Parser
 from gtp_jax.runner.flags import Execution, ExpertOptions, Parallelism, Quantization
 
 jax.devices()  # fixes the number of devices to what the suite runs with
@@ -81,8 +81,8 @@ def test_json_holds_the_same_numbers(found):
 def test_command_makes_the_devices_that_the_degrees_need():
     """In a process of its own: 16 devices, whatever the machine has."""
     code = (
-        "import argparse; from gtp_jax.runner.cli._inspect import add_parser; "
-        "a = add_parser(argparse.ArgumentParser).parse_args(); raise SystemExit(a.run(a))"
+        "from gtp_jax.runner.cli._inspect import add_parser; from gtp_jax.runner.cli._parser import Parser; "
+        "a = add_parser(Parser).parse_args(); raise SystemExit(a.run(a))"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
     degrees = ["--dp", "2", "--gtp", "8", "--seq", "32", "--unroll", "1", "--json"]
@@ -163,7 +163,7 @@ def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chun
 
 
 def run(*arguments: str) -> int:
-    args = add_parser(argparse.ArgumentParser).parse_args(arguments)
+    args = add_parser(Parser).parse_args(arguments)
     return args.run(args)
 
 

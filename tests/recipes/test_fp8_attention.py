@@ -95,7 +95,7 @@ def test_layers_in_high_precision_and_modules_of_other_recipes_have_none():
     recipe = gtp.FP8(matmuls=True, attention=True, override={"b": MATMULS})
     explained = gtp.explain(model, recipe).attentions
     assert [fact.implementation for fact in explained] == ["FP8, written out", "written out"]
-    assert [fact.reason for fact in explained] == ["cuDNN runs on GPUs only"] * 2
+    assert all(fact.reason.startswith("cuDNN runs on GPUs only") for fact in explained)
     graph, state = nnx.split(model)
     found = {}
     for one in (recipe, BOTH, MATMULS):

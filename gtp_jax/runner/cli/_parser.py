@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE
         self._main = main
         if main:
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
+            self.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, dest="help", default=argparse.SUPPRESS, help="show all options"
+            )
 
     # none of the overloads is useful here
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
