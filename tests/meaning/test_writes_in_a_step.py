@@ -303,7 +303,8 @@ def by_flax(x, loss, follow):
     return [np.asarray(v[...]) for v in variables(twins)]
 
 
-@pytest.mark.parametrize("place", ["in the loss", pytest.param("between steps", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["in the loss", "between steps"])
 def test_a_target_network_follows_as_in_plain_flax_where_an_error_says_to_hold_it(place, x64):
     x, within = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH))), place == "in the loss"
 
