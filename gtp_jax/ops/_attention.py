@@ -262,12 +262,8 @@ def _check(
 ) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"`q` {q.shape} and `k` {k.shape} must be (batch, sequence, heads, head_dim).")
-    (batch, queries, heads, head_dim), (keys, num_kv_heads) = q.shape, k.shape[1:3]
-    if k.shape != (batch, keys, num_kv_heads, head_dim) or v.shape != k.shape or heads % num_kv_heads:
-        raise ValueError(
-            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` must have the same shape, with the batch and "
-            "head_dim of `q`, and a number of heads that divides that of `q`."
-        )
+    check_shapes(q, k, v)
+    (batch, queries, heads, _), keys = q.shape, k.shape[1]
     check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
     if mask is not None:
         check_mask(mask, batch, queries, keys, heads)
@@ -327,6 +323,24 @@ def _check_query_position(position: Any, batch: int, queries: int, keys: int) ->
         raise ValueError(
             f"`query_position` is {got}; for {queries} queries among {keys} keys, it must be from 0 to "
             f"{keys - queries}."
+        )
+
+
+def check_shapes(q: Any, k: Any, v: Any, *, causal: bool = False) -> None:
+    """Checks that the shapes of queries, keys and values fit each other and, if `causal`, that queries and keys are of
+    one sequence.
+
+    Raises:
+        ValueError: if they do not; the message names the shapes, and what is allowed.
+    """
+    if v.shape != k.shape or q.shape[::3] != k.shape[::3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` must have the same shape, with the batch and "
+            "head_dim of `q`, and a number of heads that divides that of `q`."
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"`causal` compares positions in one sequence, but there are {q.shape[1]} queries and {k.shape[1]} keys."
         )
 
 

@@ -13,7 +13,7 @@ from ..formats import FP8_E4M3, QuantizedArray
 from ..mesh import supports_packed_attention
 from . import _cudnn_calls as cudnn
 from ._amax import multi_amax, power_of_two_amax
-from ._attention import cudnn_lacks
+from ._attention import check_shapes, cudnn_lacks
 from ._cudnn_calls import Options
 from ._implementation import Implementation, runs_native
 from ._linear_fp8 import fp8_values
@@ -62,15 +62,7 @@ def attention_fp8(
         ValueError: if the shapes are not consistent with each other.
         NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
     """
-    if v.shape != k.shape or q.shape[::3] != k.shape[::3] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` must have the same shape, with the batch and "
-            "head_dim of `q`, and a number of heads that divides that of `q`."
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"`causal` compares positions in one sequence, but there are {q.shape[1]} queries and {k.shape[1]} keys."
-        )
+    check_shapes(q, k, v, causal=causal)
     native = runs_native("attention_fp8", implementation, attention_fp8_lacks(q, k))
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _attention(q, k, v, Options(causal, None, factor), native)

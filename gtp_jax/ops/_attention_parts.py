@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from . import _cudnn_calls as cudnn
-from ._attention import cudnn_lacks
+from ._attention import check_shapes, cudnn_lacks
 from ._attention_blocks import Rule, backward_in_blocks, forward_in_blocks
 from ._cudnn_calls import Options
 from ._implementation import Implementation, runs_native
@@ -97,15 +97,7 @@ def _checked(
     name: str, q: Any, k: Any, v: Any, causal: bool, scale: float | None, implementation: Implementation | None
 ) -> tuple[Options, bool]:
     """Returns the options of the kernel, and whether cuDNN runs it."""
-    if v.shape != k.shape or q.shape[::3] != k.shape[::3] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` must have the same shape, with the batch and "
-            "head_dim of `q`, and a number of heads that divides that of `q`."
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"`causal` compares positions in one sequence, but there are {q.shape[1]} queries and {k.shape[1]} keys."
-        )
+    check_shapes(q, k, v, causal=causal)
     lacks = cudnn_lacks(q.dtype, q.shape[-1]) or sharded_by_xla(q)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return Options(causal, None, factor), runs_native(name, implementation, lacks)
