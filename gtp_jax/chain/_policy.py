@@ -63,8 +63,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `nothing`: saves only the input; the forward pass is run again. Without offloading, this policy uses the least
       memory. As with every policy, the choices of experts are saved (`ops.save_routing`).
     - `attention`: saves the input, and the output and log-sum-exp of fused attention (`ops.save_attention`), whose
-      forward kernel is then not run again. All else is, including exchanges of heads over cp. Attention that
-      is written out is run again too: its backward computes the scores in any case.
+      forward kernel is then not run again. All else is, including exchanges of heads over cp. Attention with
+      an array of scores is run again too: its backward computes the scores in any case.
     - `matmuls`, the default of `Stack` and `shard`: saves the outputs of matmuls without batch dimensions, and of
       fused attention. Partial products are summed over tp first. Where a norm or attention needs only a value computed
       from an output, that value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of

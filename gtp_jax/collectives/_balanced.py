@@ -6,8 +6,8 @@ half also attends to the first half of the keys; this is computed while results 
 back. Results for several parts of the keys are merged by the log-sum-exp of their scores. Backward has the same order:
 queries travel with outputs and their gradients, and gradients travel back. Sums are in at least float32.
 
-XLA has one collective in flight at a time. It would wait for what is sent before it computes anything, so barriers tie
-the results of each transfer and of the compute beside it to each other.
+XLA has one collective in flight at a time. It would wait for what is sent before it computes anything. So barriers tie
+the results of each transfer to those of the attention that is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _forward(
         total = _merged((sums[0][half], sums[1][half]), attend(halves[half], *(x[part] for x in kv), causal=False))
         return _put(sums[0], half, total[0]), _put(sums[1], half, total[1])
 
-    none = jnp.zeros_like(_wide(halves)), jnp.full_like(jnp.reshape(own[1], (2, -1, *own[1].shape[1:])), -jnp.inf)
+    none = jnp.zeros_like(wide(halves)), jnp.full_like(jnp.reshape(own[1], (2, -1, *own[1].shape[1:])), -jnp.inf)
     (out, lse), later = at_once(lax.fori_loop(0, degree(axis) - 1, add, none), _second_to_first(q, k, v))
     # other ranks' results are rounded once, as those of the kernels are
     sent = send_home(out.astype(q.dtype), axis), send_home(lse, axis)
@@ -99,7 +99,7 @@ def _backward(axis: str, scale: float, saved: Any, of_out: jax.Array) -> Any:
         terms = differentiate(q, k, v, out, statistics[half], of_out, causal=False)
         return tuple(_put(x, at, x[at] + one) for x, at, one in zip(sums, (half, part, part), terms, strict=True))
 
-    zeros = tuple(jnp.zeros_like(_wide(x)) for x in (halves[:, 0], *kv))
+    zeros = tuple(jnp.zeros_like(wide(x)) for x in (halves[:, 0], *kv))
     later = *_second_to_first(q, k, v), *(jnp.split(x, 2, axis=dim)[1] for x, dim in ((out, 1), (lse, 2), (of_out, 1)))
     (of_q, *of_kv), later = at_once(lax.fori_loop(0, degree(axis) - 1, add, zeros), later)
     of_q = send_terms_home(of_q, axis, q.dtype)
@@ -109,7 +109,7 @@ def _backward(axis: str, scale: float, saved: Any, of_out: jax.Array) -> Any:
 
     sums = []
     for x, of_own, others, term, second in zip((q, k, v), own, of_others, across, (1, 0, 0), strict=True):
-        both = [_wide(one) + other for one, other in zip(_halves_of_examples(of_own), others, strict=True)]
+        both = [wide(one) + other for one, other in zip(_halves_of_examples(of_own), others, strict=True)]
         both[second] += term
         sums.append(jnp.concatenate(both, axis=1).astype(x.dtype))
     return *sums, turn_after(of_q, of_kv)
@@ -156,9 +156,10 @@ def _merged(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
     """Merges the results for two sets of keys, of which one may be empty, into that for all of them. A result is an
     output, `(batch, queries, heads, head_dim)`, and the log-sum-exp of its scores, `(batch, heads, queries)`."""
     lse = jnp.logaddexp(one[1], other[1])
-    mine, others = (jnp.swapaxes(jnp.exp(own - lse), 1, 2)[..., None] * _wide(out) for out, own in (one, other))
+    mine, others = (jnp.swapaxes(jnp.exp(own - lse), 1, 2)[..., None] * wide(out) for out, own in (one, other))
     return mine + others, lse
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def wide(x: jax.Array) -> jax.Array:
+    """Returns the array in the dtype in which sums are computed: its own, or float32 if that is narrower."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -73,7 +73,7 @@ def work(axis: str, n: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _reversed_on_odd_ranks(halves: tuple[jax.Array, jax.Array], axis: str) -> jax.Array:
-    """Stacks two halves. Of the two that a rank works on, the earlier one has an even number only on even ranks."""
+    """Stacks two halves, the second one first on odd ranks: there, the half with the odd number is the earlier one."""
     odd = lax.axis_index(axis) % 2 == 1
     return jnp.where(odd, jnp.stack(halves[::-1]), jnp.stack(halves))
 

@@ -10,13 +10,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
 from ..mesh import degree
 from ..ops import attention, check_mask
-from ._balanced import balanced_attention
+from ._balanced import balanced_attention, wide
 from ._over_gloo import all_gather, reduce_scatter
 from ._turns import in_turn, turn_in_scope
 
@@ -90,8 +89,7 @@ def _gathered(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _gathered_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-    return (reduce_scatter(wide, axis, dim=1).astype(gradient.dtype),)
+    return (reduce_scatter(wide(gradient), axis, dim=1).astype(gradient.dtype),)
 
 
 _gathered.defvjp(lambda x, axis: (_gathered(x, axis), None), _gathered_backward)

@@ -25,7 +25,7 @@ from ._forward_mode import FORWARD, forward_mode_refused, of_own_code, refused_i
 from ._made import wires_of_call
 from ._matrix import logical_shape
 from ._movement import own_part
-from ._multiply import batch_axes
+from ._multiply import axes_in_scope
 from ._nodes import is_array
 from ._path import Paths, named, path_of, path_of_unit
 from ._placement import Placement
@@ -98,7 +98,7 @@ def call_unit(
     moves = _checked(unit, [(node, p) for node in nodes.values() if (p := moving(node)) is not None])
     if not moves and (remat == "everything" or not is_recording()):
         return method(unit, *args, **kwargs)
-    axes = batch_axes(batch)
+    axes = axes_in_scope(batch)
     given = args, kwargs
     if not is_under_way():
         args, kwargs = divided(given, axes)
@@ -143,7 +143,7 @@ def call_holder(
     own = [(v, p) for v in variables.values() if (p := moving(v)) is not None]
     if can_record():
         again = functools.partial(_call_again, method, placements, batch)
-        divided_args, divided_kwargs = divided((args, kwargs), batch_axes(batch))
+        divided_args, divided_kwargs = divided((args, kwargs), axes_in_scope(batch))
         with contextlib.suppress(TraceContextError):  # the model writes a variable that it does not contain
             return recorded(again, holder, divided_args, divided_kwargs, (args, kwargs))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):

@@ -21,7 +21,7 @@ from ..weights import bytes_on_wire
 from ._choice import name_of, names_of, own_variables
 from ._codes import Coded, decide
 from ._exchange import Exchange, decide_exchange
-from ._multiply import batch_axes
+from ._multiply import axes_in_scope
 from ._path import path_of, path_of_unit, paths_of
 from ._placement import Placement, placement_of
 from ._unit import Holder, Unit, kind_of, methods_of
@@ -207,7 +207,7 @@ def sharded_weights(model: nnx.Module, recipe: Recipe, calls: Sequence[UnitCall]
         paths = paths_of(variable)
         coded = decide(recipe, paths, shape, placement)
         kind = within.get(id(variable))
-        axes = batch_axes(kind.roles.batch) if isinstance(kind, Unit) else ()
+        axes = axes_in_scope(kind.roles.batch) if isinstance(kind, Unit) else ()
         sums = decide_exchange(recipe, paths, shape, placement, axes)
         wide = isinstance(kind, Unit) and kind.wide
         dtype, ahead = np.dtype(value.dtype), kind is not None
@@ -252,7 +252,9 @@ def offloading_units(model: nnx.Module) -> dict[str, OffloadingUnit]:
         if isinstance(kind, Unit) and kind.remat in OFFLOADED and path is not None:
             weights = [node for _, node in nnx.iter_graph(module) if placement_of(node) is not None]
             shapes = [shape for shape in map(logical_shape, weights) if len(shape) > 1]
-            found[name_of(path)] = OffloadingUnit(kind.remat, batch_axes(kind.roles.batch), sum(map(math.prod, shapes)))
+            found[name_of(path)] = OffloadingUnit(
+                kind.remat, axes_in_scope(kind.roles.batch), sum(map(math.prod, shapes))
+            )
     return found
 
 

@@ -39,9 +39,9 @@ def ranks_know(seen: Matrix, factor: Factor) -> bool:
     return seen.layout.tensor.ranks == 1 or in_order_of(seen, factor) or turned(seen, factor)
 
 
-def batch_axes(batch: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes of the batch, or of sequences, without those that the mesh in scope lacks."""
-    return tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
+def axes_in_scope(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes of a role, without those that the mesh in scope lacks."""
+    return tuple(axis for axis in axes if axis in jax.sharding.get_abstract_mesh().axis_names)
 
 
 def product(
@@ -75,9 +75,9 @@ def product(
     inner, outer = tuple(seen.used)
     if turned(seen, factor):
         inner, outer = outer, inner
-    names = batch_axes(batch)
+    names = axes_in_scope(batch)
     divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
-    parts = batch_axes(sequence) if x.ndim > 2 else ()
+    parts = axes_in_scope(sequence) if x.ndim > 2 else ()
     parts = parts if parts and x.shape[1] % degrees(parts) == 0 else ()
     tokens = (names if divided else None, parts or None, *[None] * (x.ndim - 3))[: max(0, x.ndim - 1)]
     parted = (*(names if divided else ()), *parts, *(axis for axis in (inner, outer) if axis is not None))

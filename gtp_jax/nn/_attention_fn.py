@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -105,10 +106,11 @@ def attention_fn(
             f"`mask` has the shape {mask.shape}, but {axis} = {degree(axis)} divides sequences, so that all heads must "
             "share one mask: dimension 1 must be 1."
         )
+    on_rank = functools.partial(_on_rank, axis=axis, exchange=sequence_exchange, options=options)
     if view == "local":
         apart = tuple(name for name in (*roles.tokens, roles.tensor) if name is not None)
-        return _on_rank(q, k, v, options, inputs, axis, sequence_exchange, apart)
-    return _over_ranks(q, k, v, options, inputs, axis, sequence_exchange, roles)
+        return on_rank(q, k, v, inputs, apart)
+    return _over_ranks(on_rank, q, k, v, inputs, axis, roles)
 
 
 def _check_options(bias: Any, window: Any, others: dict[str, Any]) -> None:
@@ -151,11 +153,12 @@ def _on_rank(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    options: dict[str, Any],
     inputs: dict[str, Any],
+    apart: tuple[str, ...],
+    *,
     axis: str,
     exchange: SequenceExchange | None,
-    apart: tuple[str, ...],
+    options: dict[str, Any],
 ) -> jax.Array:
     """Returns this rank's part of the result, given its part of queries, keys and values, and the whole sequence of the
     other inputs.
@@ -173,16 +176,9 @@ def _on_rank(
 
 
 def _over_ranks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: dict[str, Any],
-    inputs: dict[str, Any],
-    axis: str,
-    exchange: SequenceExchange | None,
-    roles: Roles,
+    on_rank: Any, q: jax.Array, k: jax.Array, v: jax.Array, inputs: dict[str, Any], axis: str, roles: Roles
 ) -> jax.Array:
-    """Returns the result for global arrays."""
+    """Returns the result for global arrays, given the function that computes a rank's part of it."""
     for name, x in (("query", q), ("key", k)):
         if x.shape[1] % degree(axis):
             raise ValueError(
@@ -202,8 +198,8 @@ def _over_ranks(
         by_example = name == "segment_ids" or (name == "mask" and x.ndim > 2 and x.shape[0] > 1)
         return PartitionSpec(batch) if by_example else PartitionSpec()
 
-    def on_rank(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, Any]) -> jax.Array:
-        return _on_rank(q, k, v, options, dict.fromkeys(inputs) | given, axis, exchange, apart)
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, given: dict[str, Any]) -> jax.Array:
+        return on_rank(q, k, v, dict.fromkeys(inputs) | given, apart)
 
     into = (part, part, part, {name: spec(name, x) for name, x in given.items()})
-    return jax.shard_map(on_rank, in_specs=into, out_specs=part, check_vma=False)(q, k, v, given)
+    return jax.shard_map(compute, in_specs=into, out_specs=part, check_vma=False)(q, k, v, given)
