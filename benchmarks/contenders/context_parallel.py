@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp2 import EMBEDDING_DTYPE, Attention, Llama, shard
+from fsdp2 import EMBEDDING_DTYPE, Attention, Llama, rope, shard, timed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -39,7 +38,8 @@ class AttentionOfParts(nn.Module):
         work = self.work
         sizes = [work.num_heads * work.head_dim, *[work.num_kv_heads * work.head_dim] * 2]
         q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in self.qkv(x).split(sizes, dim=-1))
-        q, k = self._rope(q), self._rope(k)
+        places = self.places[0].float()
+        q, k = rope(q, work.rope_theta, places), rope(k, work.rope_theta, places)
         mixed = self.attend(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
         return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
@@ -48,15 +48,6 @@ class AttentionOfParts(nn.Module):
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
 
-    def _rope(self, x: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        angle = self.places[0, :, None].float() * self.work.rope_theta ** (
-            -torch.arange(half, device=x.device, dtype=torch.float32) / half
-        )
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
-        first, second = x.float().chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
 
 def main() -> None:
     flags = parser(__doc__)
@@ -64,7 +55,6 @@ def main() -> None:
     flags.add_argument("--eager", action="store_true", help="do not compile")
     flags.add_argument("--rotate", choices=("allgather", "alltoall"), default="allgather", help="how keys travel")
     flags.add_argument("--repeat-kv", action="store_true", help="repeat key-value heads for all query heads")
-    flags.add_argument("--checkpoint", action="store_true", help="recompute blocks in backward")
     args = flags.parse_args()
     work = workload(args, all_over_tp=True)
     if work.tp > 1 or work.gtp > 1 or work.ep > 1 or work.has_experts or work.qk_norm or work.microbatches > 1:
@@ -89,8 +79,6 @@ def main() -> None:
         for block in model.blocks:
             block.compile()
         loss_of = torch.compile(loss_of)
-    if args.checkpoint:
-        _recompute_blocks(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE_DTYPE))
     shard(model, work, mesh, policy, keep_gathered=False)
     model.to_empty(device=device)
@@ -110,7 +98,6 @@ def main() -> None:
         dist.all_reduce(total)
         return total / work.cp
 
-    seconds, losses = [], []
     divided: Any = contextlib.nullcontext()
     if work.cp > 1:
         divided = context_parallel(
@@ -120,13 +107,7 @@ def main() -> None:
             no_restore_buffers={tokens, targets, places},
         )
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), divided:
-        for _ in range(work.warmup + work.steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            loss = step()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begin)
-            losses.append(float(loss))
+        seconds, losses = timed(step, work)
     if dist.get_rank() == 0:
         report(
             seconds[work.warmup :],
@@ -140,13 +121,6 @@ def main() -> None:
             versions={"torch": version("torch")},
         )
     dist.destroy_process_group()
-
-
-def _recompute_blocks(model: Llama) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -38,9 +39,10 @@ from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser
 EMBEDDING_DTYPE = "float32"
 
 
-def rope(x: torch.Tensor, theta: float) -> torch.Tensor:
+def rope(x: torch.Tensor, theta: float, places: Any = None) -> torch.Tensor:
     half = x.shape[-1] // 2
-    places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+    if places is None:
+        places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
     angle = places[:, None] * theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
     first, second = x.float().chunk(2, -1)
@@ -208,6 +210,20 @@ def groups_of(model: Llama) -> list[dict[str, Any]]:
     return [{"params": group} for group in (dense, experts) if group]
 
 
+def timed(step: Callable[[], torch.Tensor], work: Workload) -> tuple[list[float], list[float]]:
+    """Runs the warm-up steps and the timed steps of a workload, and returns the seconds and the loss of each."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds, losses = [], []
+    for _ in range(work.warmup + work.steps):
+        wait()
+        begin = time.perf_counter()
+        loss = step()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+    return seconds, losses
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
@@ -269,15 +285,7 @@ def main() -> None:
         update_scales()
         return total
 
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    seconds, losses = [], []
-    for _ in range(work.warmup + work.steps):
-        wait()
-        begin = time.perf_counter()
-        loss = step()
-        wait()
-        seconds.append(time.perf_counter() - begin)
-        losses.append(float(loss))
+    seconds, losses = timed(step, work)
     if dist.get_rank() == 0:
         report(
             seconds[work.warmup :],
