@@ -2,7 +2,7 @@
 
     python -m tests.changed                    # since the commit in .ci/landed; uncommitted files count
     python -m tests.changed --base main~3 --list
-    python -m tests.changed --above 0 --most 200
+    python -m tests.changed --above 0 --most 80 --within 240
     python -m tests.changed --part 2/8         # other arguments go to pytest
 
 A room is a package of `gtp_jax` or of `gtp_jax/runner`, or `benchmarks`; who imports whom is read by grimp. A module

@@ -1,9 +1,13 @@
-"""`pytest --part 3/8`: the third of eight parts of the chosen tests, whole files, about as many cases in each."""
+"""`pytest --part 3/8`: the third of eight parts of the chosen tests, whole files, about as many cases in each.
+
+`pytest --within 300` starts no test later than after 300 seconds, and reports the others as skipped.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -11,6 +15,16 @@ import pytest
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", type=part, help="run part K of N: whole files, as many cases in each")
+    parser.addoption("--within", metavar="SECONDS", type=float, help="start no test later than after so many seconds")
+
+
+STARTED = time.monotonic()  # by every worker, within seconds of the others
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--within")
+    if limit is not None and time.monotonic() - STARTED > limit:
+        pytest.skip(f"was not started within {limit:g} s")
 
 
 def part(text: str) -> tuple[int, int]:

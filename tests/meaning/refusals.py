@@ -24,6 +24,12 @@ def _another_reduction(draw: Draw) -> bool:
     return any(one.sums != draw.loss.counts for one in experts)
 
 
+def _count_of_examples(draw: Draw) -> bool:
+    experts = [one for one in draw.model.block if one.kind == "moe" and (one.aux or one.z)]
+    each_has_tokens = len(draw.model.shape) > 1 and draw.model.shape[1] > 2
+    return draw.loss.counts and draw.model.pool is not None and each_has_tokens and any(one.sums for one in experts)
+
+
 def _small_for_blocks(draw: Draw) -> bool:
     return draw.recipe in ("MXFP8", "NVFP4") and draw.model.width < 32 * draw.degree("gtp", "tp", "ep")
 
@@ -34,6 +40,7 @@ REFUSALS: tuple[tuple[type[Exception], str, Callable[[Draw], bool]], ...] = (
     (ValueError, r"dimension 1 is the sharded sequence and must be a multiple of", _uneven_sequence),
     (ValueError, r"is to be sharded along its sequence, dimension 1, over tp = \d+, which does not", _uneven_sequence),
     (ValueError, r"Build the MoE with `loss_reduction=", _another_reduction),
+    (ValueError, r"with a count of at most .* no more than one for each example", _count_of_examples),
     (ValueError, r"fewer than the \d+ of a block of", _small_for_blocks),
 )
 

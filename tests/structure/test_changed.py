@@ -1,9 +1,11 @@
 """A change's slow tests are those of the rooms it touches and of the rooms above them; parts cover all of them once."""
 
 import argparse
+import os
 import random
 import re
 import subprocess
+import sys
 from collections import Counter
 
 import parts
@@ -76,6 +78,18 @@ def test_parts_have_every_file_once_and_about_as_many_cases():
     for text in ("0/2", "3/2", "x", "1/0"):
         with pytest.raises(argparse.ArgumentTypeError, match=naming(f"{text!r} K/N")):
             parts.part(text)
+
+
+def test_tests_that_would_start_late_are_skipped_and_named(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import parts\npytest_addoption = parts.add_option\npytest_runtest_setup = parts.pytest_runtest_setup\n"
+    )
+    (tmp_path / "test_it.py").write_text("import time\ndef test_a(): time.sleep(1.1)\ndef test_b(): assert False\n")
+    ran = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", str(tmp_path), "--within", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    out = subprocess.run(ran, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (out.returncode, "1 passed, 1 skipped" in out.stdout) == (0, True), out.stdout + out.stderr
+    assert "was not started within 1 s" in out.stdout
 
 
 def test_a_part_is_chosen_by_the_commit_if_there_are_more_tests_than_may_run():
