@@ -26,7 +26,7 @@ endfunction()
 # Adds a digest of a source, of all headers in the given folders and of the compilers' versions to the source's command
 # line. File times are not sufficient: the files of a copied tree or an upgraded compiler can be older than the objects.
 function(name_contents target)
-  set(all "${Python_VERSION}")
+  set(all "")
   # environment variables that compilers read in addition to their command lines
   foreach(variable IN ITEMS CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS NVCC_CCBIN)
     string(APPEND all "${variable}=$ENV{${variable}}\n")

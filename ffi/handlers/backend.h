@@ -61,14 +61,19 @@ struct Cuda {
 
 }  // namespace gtp
 
+// Only what is exported is visible outside of the library.
+#define GTP_EXPORT extern "C" __attribute__((visibility("default")))
+
 // Defines the handlers `gtp_<name>_cpu` and, with CUDA, `gtp_<name>_cuda` from the template `function`. The arguments
 // after it bind operands, results and attributes.
 #define GTP_DEFINE_CPU_HANDLER(name, function, ...)                             \
+  GTP_EXPORT XLA_FFI_Error* gtp_##name##_cpu(XLA_FFI_CallFrame* frame);         \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cpu, function<::gtp::Cpu>,         \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cpu::ContextTag>() __VA_ARGS__)
 #ifdef GTP_WITH_CUDA
 // Defines only the CUDA handler, from a function that is not a template.
 #define GTP_DEFINE_CUDA_HANDLER(name, function, ...)                                      \
+  GTP_EXPORT XLA_FFI_Error* gtp_##name##_cuda(XLA_FFI_CallFrame* frame);                  \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cuda, function,                              \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cuda::ContextTag>() __VA_ARGS__, \
                                 {::xla::ffi::Traits::kCmdBufferCompatible})

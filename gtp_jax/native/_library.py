@@ -1,12 +1,16 @@
-"""Loads the compiled module on first use, checks that it fits this jaxlib, and registers its handlers once."""
+"""Loads the compiled library on first use, checks that it fits this jaxlib, and registers its handlers once."""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import functools
-import importlib
 import importlib.metadata
+import json
 import pathlib
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,37 +20,68 @@ from ..formats import FORMATS
 # How a GPU can run the kernels: as code that was compiled for it, as PTX that its driver translates, or not at all.
 Code = Literal["machine code", "PTX", "none"]
 
-_MODULE = f"{__package__}._native"
+_FILE = "libgtp_native.so"
 REBUILD = "`pip install --force-reinstall --no-deps -e .` in a checkout of gtp_jax"
 
 
+@dataclasses.dataclass
+class _Facts:
+    """How the library was built: what `gtp_facts` in `ffi/handlers/exports.cc` returns."""
+
+    ffi_version: list[int]
+    cuda_version: str
+    cuda_architectures: str
+    targets: dict[str, str]
+    formats: list[dict[str, Any]]
+
+
 @functools.cache
-def _library() -> Any:
-    """Returns the module with its handlers registered, or `None` if the package was installed without a compiler.
+def _opened() -> ctypes.CDLL | None:
+    """Returns the library, or `None` if the package was installed without it.
 
     Raises:
-        ImportError: if the module exists but is broken, was built for a foreign function interface that jaxlib does not
+        ImportError: if it cannot be loaded.
+    """
+    # an editable installation has the sources in one folder, and the library in another
+    folders = sys.modules["gtp_jax.native"].__path__
+    found = [path for folder in folders if (path := pathlib.Path(folder, _FILE)).is_file()]
+    if not found:
+        return None
+    try:
+        library = ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        raise ImportError(f"the kernels of gtp_jax cannot be loaded: {error}. Build them again: {REBUILD}.") from error
+    library.gtp_facts.restype = ctypes.c_char_p
+    library.gtp_cublaslt_version.restype = ctypes.c_size_t
+    return library
+
+
+@functools.cache
+def _facts() -> _Facts | None:
+    """Registers the library's handlers, and returns how it was built; `None` without a library.
+
+    Raises:
+        ImportError: if the library cannot be loaded, was built for a foreign function interface that jaxlib does not
             support (see `_check_version`), or was built for other formats.
     """
-    try:
-        library = importlib.import_module(_MODULE)
-    except ModuleNotFoundError as missing:  # never built; any other failure is raised
-        if missing.name != _MODULE:
-            raise
+    library = _opened()
+    if library is None:
         return None
-    _check_version(library.ffi_version)
-    if (built := [str(facts["name"]) for facts in library.formats()]) != list(FORMATS):
+    facts = _Facts(**json.loads(library.gtp_facts()))
+    _check_version(facts.ffi_version)
+    if (built := [str(described["name"]) for described in facts.formats]) != list(FORMATS):
         raise ImportError(
             f"the kernels of gtp_jax were built for the formats {', '.join(built)}, but this version has "
             f"{', '.join(FORMATS)}. Build them again: {REBUILD}."
         )
-    for platform, handlers in library.handlers().items():
-        for target, handler in handlers.items():
+    for platform, targets in facts.targets.items():
+        for target in targets.split():
+            handler = jax.ffi.pycapsule(library[f"{target}_{platform.lower()}"])
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return library
+    return facts
 
 
-def _check_version(built: tuple[int, int]) -> None:
+def _check_version(built: Sequence[int]) -> None:
     """Raises an error if the handlers were built for another major version, or a newer minor version, of the interface
     than jaxlib's. jaxlib would reject them, and the whole backend would fail to start."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
@@ -62,20 +97,20 @@ def _check_version(built: tuple[int, int]) -> None:
 
 
 def is_built() -> bool:
-    """Returns whether the compiled module is available."""
-    return _library() is not None
+    """Returns whether the compiled library is available."""
+    return _facts() is not None
 
 
 def has(target: str, platform: str) -> bool:
-    """Returns whether the compiled module has a handler.
+    """Returns whether the compiled library has a handler.
 
     Args:
         target: the name of the handler, such as `"gtp_quantize"`.
         platform: XLA's name of the platform, `"cpu"` or `"CUDA"`.
 
     Raises:
-        ImportError: if the module exists but cannot be used, as in `_library`; or if the handler is for CUDA, JAX uses
-            the GPUs of this machine, and the module contains no code that these GPUs can run.
+        ImportError: if the library exists but cannot be used, as in `_facts`; or if the handler is for CUDA, JAX uses
+            the GPUs of this machine, and the library contains no code that these GPUs can run.
     """
     if not _has(target, platform):
         return False
@@ -86,8 +121,8 @@ def has(target: str, platform: str) -> bool:
 
 @functools.cache
 def _has(target: str, platform: str) -> bool:
-    library = _library()
-    return library is not None and target in library.handlers()[platform]
+    facts = _facts()
+    return facts is not None and target in facts.targets[platform].split()
 
 
 def _check_code(capability: str) -> None:
@@ -116,9 +151,9 @@ def code_for(capability: str) -> Code:
     Args:
         capability: the GPU's compute capability, such as `"9.0"`.
     """
-    library, found = _library(), False
+    facts, found = _facts(), False
     major, minor = (int(part) for part in capability.split("."))
-    for name in library.cuda_architectures.split() if library is not None else ():
+    for name in facts.cuda_architectures.split() if facts is not None else ():
         parts = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", name)
         if parts is None:
             continue
@@ -135,17 +170,17 @@ def code_for(capability: str) -> Code:
 @functools.cache
 def cublaslt_version() -> tuple[int, int]:
     """Returns the version of the cuBLASLt that JAX has loaded, such as `(12, 9)`; `(0, 0)` if there is none, or the
-    module was not built for CUDA. Call it after JAX has found its GPUs."""
-    library = _library()
-    number = library.cublaslt_version() if library is not None else 0
+    library was not built for CUDA. Call it after JAX has found its GPUs."""
+    library = _opened()
+    number = library.gtp_cublaslt_version() if library is not None else 0
     return number // 10_000, number // 100 % 100
 
 
 def describe() -> str:
     """Returns a short description of what was built, or why nothing was."""
-    library = _library()
-    if library is None:
-        return "not built: no working C++ compiler when gtp_jax was installed"
-    if not library.cuda_version:
+    facts = _facts()
+    if facts is None:
+        return "not built: this is the pure wheel, or there was no working C++ compiler when gtp_jax was installed"
+    if not facts.cuda_version:
         return "for CPU only: no nvcc when gtp_jax was installed"
-    return f"for CPU and CUDA {library.cuda_version} ({library.cuda_architectures})"
+    return f"for CPU and CUDA {facts.cuda_version} ({facts.cuda_architectures})"

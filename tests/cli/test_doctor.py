@@ -53,9 +53,8 @@ def test_missing_and_old_packages_are_broken_and_have_a_remedy(one_collective, m
     ],
 )
 def test_the_doctor_says_in_which_form_this_gpu_has_kernels(architectures, machine_code, translated, none, monkeypatch):
-    built = pytest.importorskip("gtp_jax.native._native")
-    monkeypatch.setattr(built, "cuda_architectures", architectures)
-    monkeypatch.setattr(built, "cuda_version", "13.0")
+    built = _library._Facts([0, 1], "13.0", architectures, {"cpu": "", "CUDA": ""}, [])
+    monkeypatch.setattr(_library, "_facts", lambda: built)
     monkeypatch.setattr(_library, "_has", lambda target, platform: True)  # also if there was no nvcc
     monkeypatch.setattr(_doctor.jax, "default_backend", lambda: "gpu")
     wanted = {

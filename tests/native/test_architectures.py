@@ -1,5 +1,7 @@
 """GPUs that the kernels are compiled for: those of the machine that compiles, or those that are named."""
 
+import dataclasses
+import json
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ from gtp_jax import native
 from gtp_jax.native import _library
 
 FFI = Path(__file__).parents[2] / "ffi"
+BUILT = _library._Facts([0, 1], "13.0", "90a-real", {"cpu": "", "CUDA": ""}, [])
 CODES = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_103\nsm_120\n"
 
 pytestmark = pytest.mark.skipif(
@@ -100,7 +103,7 @@ def test_architectures_without_a_number_are_refused(word, tmp_path):
 def test_grouped_products_are_offered_only_where_hoppers_own_code_is_compiled(architectures, grouped, tmp_path):
     """For sm_90, without the `a`, their kernels are empty: they would return whatever the memory holds."""
     configured(tmp_path, f"-DCMAKE_CUDA_ARCHITECTURES={architectures}").check_returncode()
-    target = "handlers/CMakeFiles/_native.dir/bindings.cc.o"
+    target = "handlers/CMakeFiles/gtp_native.dir/exports.cc.o"
     ran = subprocess.run(
         ["ninja", "-C", tmp_path, "-t", "commands", target], check=True, capture_output=True, text=True
     )
@@ -125,16 +128,14 @@ def test_codes_of_four_bits_compile_to_blackwells_own_instruction(tmp_path):
 
 
 def test_a_library_of_other_formats_is_refused(monkeypatch):
-    built = pytest.importorskip("gtp_jax.native._native")
-    monkeypatch.setattr(built, "formats", lambda: [{"name": "NVFP4"}, {"name": "MXFP8"}])
+    facts = json.dumps({**dataclasses.asdict(BUILT), "formats": [{"name": "NVFP4"}, {"name": "MXFP8"}]})
+    monkeypatch.setattr(_library, "_opened", lambda: types.SimpleNamespace(gtp_facts=lambda: facts))
     with pytest.raises(ImportError, match=naming("NVFP4, MXFP8, NVFP4_1D,")):
-        _library._library.__wrapped__()
+        _library._facts.__wrapped__()
 
 
 def test_a_gpu_that_can_run_none_of_the_code_is_refused_with_what_builds_it(monkeypatch):
-    built = pytest.importorskip("gtp_jax.native._native")
-    monkeypatch.setattr(built, "cuda_architectures", "90a-real")
-    monkeypatch.setattr(built, "cuda_version", "13.0")
+    monkeypatch.setattr(_library, "_facts", lambda: BUILT)
     monkeypatch.setattr(_library, "_has", lambda target, platform: target == "gtp_quantize")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     gpu = types.SimpleNamespace(compute_capability="9.0")

@@ -14,7 +14,7 @@ import pytest
 
 FFI = Path(__file__).parents[2] / "ffi"
 KERNEL = "kernels/CMakeFiles/gtp_kernels.dir/cpu/parallel.cc.o"
-HANDLER = "handlers/CMakeFiles/_native.dir/checks.cc.o"
+HANDLER = "handlers/CMakeFiles/gtp_native.dir/checks.cc.o"
 CUDA = "kernels/CMakeFiles/gtp_kernels.dir/cuda/take.cu.o"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 DRY = "-n"  # says what ninja would compile, and compiles nothing
@@ -30,13 +30,10 @@ pytestmark = [
 
 
 def installed(folder: Path) -> Path:
-    """Returns a new folder of packages with headers, as each `pip install` makes one for the build."""
-    import pybind11
-
-    for package in (jaxlib, pybind11):
-        origin = Path(package.__file__).parent
-        shutil.copytree(origin / "include", folder / package.__name__ / "include", copy_function=shutil.copyfile)
-        (folder / package.__name__ / "__init__.py").touch()
+    """Returns a new folder with jaxlib's headers, as each `pip install` makes one for the build."""
+    headers = Path(jaxlib.__file__).parent / "include"
+    shutil.copytree(headers, folder / "jaxlib" / "include", copy_function=shutil.copyfile)
+    (folder / "jaxlib" / "__init__.py").touch()
     return folder
 
 
