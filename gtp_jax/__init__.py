@@ -11,4 +11,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_names_above.load(__name__, f"{__name__}._public"), *sum(ABOVE.values(), ())})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
