@@ -69,7 +69,7 @@ def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode
     row = jax.random.randint(jax.random.key(1), (1, prompt), 0, config.vocab_size)
     seconds = []
     for _ in range(2):  # the first iteration compiles
-        stream = gtp.generate_stream(model, row, max_new_tokens=tokens)
+        stream = gtp.generation.generate_stream(model, row, max_new_tokens=tokens)
         next(stream)
         seconds, begin = [], time.perf_counter()
         for made in stream:

@@ -61,7 +61,7 @@ def measure(tokens: int, features: int, vocab: int, chunk: int) -> None:
         if not chunk:
             total, count = gtp.cross_entropy(head(x), targets)
         else:
-            total, count = gtp.linear_cross_entropy(x, head, targets, chunk=chunk)
+            total, count = gtp.nn.linear_cross_entropy(x, head, targets, chunk=chunk)
         return total / count
 
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x, targets).compile()

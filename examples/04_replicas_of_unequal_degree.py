@@ -14,7 +14,6 @@ import optax
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 jax.config.update("jax_num_cpu_devices", 8)  # where there is no GPU
@@ -42,9 +41,9 @@ def batch(number: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def train(replicas: gtp.Replicas, steps: range, folder: str) -> None:
+def train(replicas: gtp.nonuniform.Replicas, steps: range, folder: str) -> None:
     """Trains from the latest checkpoint, if there is one, and saves the state."""
-    with jax.set_mesh(replicas.core), Checkpoints(folder) as checkpoints:
+    with jax.set_mesh(replicas.core), gtp.Checkpoints(folder) as checkpoints:
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), OPTIMIZER)
         if checkpoints.latest() is not None:
             state, _ = checkpoints.restore(state)
@@ -57,8 +56,8 @@ def train(replicas: gtp.Replicas, steps: range, folder: str) -> None:
 
 
 devices = jax.devices()[:4]
-healthy = gtp.Replicas(factory, gtp.plan_faults(dp=2, tp=2, batch=BATCH), devices)
-hurt = gtp.Replicas(factory, gtp.plan_faults(dp=2, tp=2, failed=[3], batch=BATCH), devices)
+healthy = gtp.nonuniform.Replicas(factory, gtp.nonuniform.plan_faults(dp=2, tp=2, batch=BATCH), devices)
+hurt = gtp.nonuniform.Replicas(factory, gtp.nonuniform.plan_faults(dp=2, tp=2, failed=[3], batch=BATCH), devices)
 with tempfile.TemporaryDirectory() as folder:
     train(healthy, range(4), folder)
     print("device 3 fails")

@@ -48,9 +48,9 @@ SIZES = {
     ),
 }
 # a rate of 0 reports the load without changing biases
-REPORTED = gtp.Routing(bias_rate=0.0)
+REPORTED = gtp.nn.Routing(bias_rate=0.0)
 BALANCE_LOSS = dict(routing=REPORTED)
-BIASES = dict(aux_loss_coeff=0.0, routing=gtp.Routing(score="sigmoid", bias_rate=0.01))
+BIASES = dict(aux_loss_coeff=0.0, routing=gtp.nn.Routing(score="sigmoid", bias_rate=0.01))
 NEITHER = dict(aux_loss_coeff=0.0, routing=REPORTED)
 RUNS = {
     "balance loss, ep 1": (BALANCE_LOSS, 1),

@@ -1,5 +1,39 @@
 # see [Note: names above] in _names_above.py
-from ._public import *  # noqa: F403
+from . import checkpoint as checkpoint
+from . import collectives as collectives
+from . import convert as convert
+from . import formats as formats
+from . import generation as generation
+from . import hlo as hlo
+from . import hook as hook
+from . import inspect as inspect
+from . import layout as layout
+from . import mesh as mesh
+from . import models as models
+from . import nn as nn
+from . import nonuniform as nonuniform
+from . import ops as ops
+from . import recipes as recipes
+from . import train as train
+from . import weights as weights
+from .checkpoint import Checkpoints as Checkpoints
+from .hook import shard as shard
 from .inspect import explain as explain
+from .mesh import make_mesh as make_mesh
+from .nn import MLP as MLP
+from .nn import Attention as Attention
+from .nn import Dense as Dense
+from .nn import Embed as Embed
+from .nn import Param as Param
+from .nn import Stack as Stack
+from .nn import cross_entropy as cross_entropy
+from .nn import init as init
+from .recipes import FP8 as FP8
+from .recipes import MXFP8 as MXFP8
+from .recipes import NVFP4 as NVFP4
+from .recipes import use_recipe as use_recipe
+from .train import TrainState as TrainState
+from .train import eval_step as eval_step
+from .train import train_step as train_step
 
 __version__: str

@@ -6,8 +6,8 @@ module only when a user asks for it, so that importing `nn` imports nothing abov
 a stub, `__init__.pyi` beside `__init__.py`, which they read in its place. Python and the import contracts do not read
 it.
 
-`gtp_jax` itself stands above everything that it names, and Python imports it before any package in it. It imports
-`_public` with the first of these names, so that `gtp-jax --help` imports no JAX.
+`gtp_jax` itself is above everything that it names, and Python imports it before any package in it. It looks up all
+its names in this way, so that `gtp-jax --help` imports no JAX.
 """
 
 from __future__ import annotations
@@ -15,45 +15,41 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
+Rooms = Mapping[str, tuple[str, ...]]
 
-def look_up(package: str, rooms: Mapping[str, tuple[str, ...]], names: str = "") -> Callable[[str], Any]:
+
+def look_up(package: str, rooms: Rooms, old: Rooms | None = None) -> Callable[[str], Any]:
     """Returns a package's `__getattr__`, which finds names of higher packages.
 
     Args:
         package: the name of the package, such as `gtp_jax.nn`.
         rooms: the names that each higher package provides, by the name of that package.
-        names: the module with the package's own names, imported with the first of them; by default, there is none.
+        old: the same for names that the package no longer has: the first use of each causes a DeprecationWarning. A
+            package with `old` has no names besides these and its modules, and `__all__` lists those of `rooms`.
     """
     room_of = {name: room for room, names in rooms.items() for name in names}
+    old_room_of = {name: room for room, names in (old or {}).items() for name in names}
 
     def find(name: str) -> Any:
         if name in room_of:
             return getattr(_imported(room_of[name]), name)
-        if names and name == "__all__":  # for `from gtp_jax import *`
-            return sorted({*load(package, names), *room_of})
-        if names and not name.startswith("__"):
-            # first, because `from .. import native` in a package that is being imported must import nothing else
-            if importlib.util.find_spec(f"{package}.{name}") is not None:
-                return _imported(f"{package}.{name}")
-            if name in load(package, names):
-                return getattr(sys.modules[package], name)
+        if name in old_room_of:
+            new = f"{old_room_of[name]}.{name}"
+            warnings.warn(f"`{package}.{name}` is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+            found = getattr(_imported(old_room_of[name]), name)
+            setattr(sys.modules[package], name, found)  # `from gtp_jax import X` looks it up twice
+            return found
+        if old is not None and name == "__all__":  # for `from gtp_jax import *`
+            return sorted(room_of)
+        if old is not None and not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}") is not None:
+            return _imported(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
-
-
-def load(package: str, names: str) -> Collection[str]:
-    """Gives a package the names of a module, as if it had imported them, and returns them.
-
-    A name that the package already has, such as one that a test has replaced, stays as it is.
-    """
-    found = {name: value for name, value in vars(_imported(names)).items() if not name.startswith("_")}
-    own = vars(sys.modules[package])
-    own.update({name: value for name, value in found.items() if name not in own})
-    return found.keys()
 
 
 def _imported(module: str) -> Any:

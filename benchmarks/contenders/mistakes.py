@@ -22,8 +22,8 @@ def local_amax(kernel: jax.Array) -> jax.Array:
     Each shard is quantized with its own amax, but dequantized with that of the first.
     """
     transposed = jnp.swapaxes(kernel, -1, -2)  # blocks run along the input features
-    parts = [gtp.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(transposed, _SHARDS, axis=-2)]
-    read = [gtp.dequantize(dataclasses.replace(part, amax=parts[0].amax), jnp.float32) for part in parts]
+    parts = [gtp.ops.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(transposed, _SHARDS, axis=-2)]
+    read = [gtp.ops.dequantize(dataclasses.replace(part, amax=parts[0].amax), jnp.float32) for part in parts]
     return jnp.swapaxes(jnp.concatenate(read, axis=-2), -1, -2)
 
 

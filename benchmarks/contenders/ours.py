@@ -53,7 +53,7 @@ def main() -> None:
     devices = devices_of(args.target, work)
     degrees = {"gtp": work.gtp, "cp": work.cp, "ep": work.ep, "tp": work.tp}
     mesh_in_scope = jax.set_mesh(gtp.make_mesh(**degrees, devices=None if devices == jax.devices() else devices))
-    with mesh_in_scope, gtp.even_shares():  # as in `gtp-jax train`
+    with mesh_in_scope, gtp.layout.even_shares():  # as in `gtp-jax train`
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         step = gtp.train_step(

@@ -67,7 +67,7 @@ def seconds_a_step(config: Any, contender: Contender, recipe: Any, seq: int, ste
     replicas = None
     if contender.failed:
         plan = plan_faults(**contender.degrees, failed=contender.failed, batch=contender.devices)  # pyright: ignore
-        replicas = gtp.Replicas(factory, plan, jax.devices()[:4])
+        replicas = gtp.nonuniform.Replicas(factory, plan, jax.devices()[:4])
         mesh = replicas.core
     else:
         mesh = gtp.make_mesh(**contender.degrees, devices=jax.devices()[: contender.devices])  # pyright: ignore

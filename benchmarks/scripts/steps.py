@@ -12,7 +12,7 @@ import numpy as np
 import gtp_jax as gtp
 
 
-def random_batch(vocab_size: int, rows: int, seq: int, replicas: gtp.Replicas | None = None) -> Any:
+def random_batch(vocab_size: int, rows: int, seq: int, replicas: gtp.nonuniform.Replicas | None = None) -> Any:
     """Returns tokens and targets, placed on replicas if there are any."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, seq), dtype=np.int32)
     batch: Any = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}

@@ -97,15 +97,15 @@ def random_like(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[gtp.Replicas, Any, Any]:
+def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[gtp.nonuniform.Replicas, Any, Any]:
     """Returns the replicas, a state and a step."""
     alone = len(plan.replicas) == 1 and config.grad_reduce == "bf16"
     narrow = gradients_as_weights if alone else replica_dtypes_of
     codes = codes_as_gradients if len(plan.replicas) == 1 else replica_dtypes_of
     _step.replica_dtypes_of = {NARROW: narrow, WIDE: as_stored, CODES: codes}[wires]
-    recipe = gtp.BF16(grad_wire="mxfp8") if wires == CODES else None
+    recipe = gtp.recipes.BF16(grad_wire="mxfp8") if wires == CODES else None
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
-    replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
+    replicas = gtp.nonuniform.Replicas(factory, plan, jax.devices()[:2])
     with jax.set_mesh(replicas.core):
         state = random_like(gtp.TrainState.create(abstract_model(factory), optimizer))
     return replicas, state, gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas, recipe=recipe)

@@ -33,7 +33,7 @@ def run_experts() -> None:
         x = jax.random.normal(key, (sum(sizes) + 5, features), jnp.bfloat16)
         kernels = jax.random.normal(key, (shards, experts, out // shards, features), jnp.bfloat16)
         whole = jnp.reshape(jnp.swapaxes(kernels, 0, 1), (experts, out, features))
-        q = gtp.quantize(whole, FP8_BLOCKS)
+        q = gtp.ops.quantize(whole, FP8_BLOCKS)
         codes = jnp.swapaxes(jnp.reshape(q.codes, (experts, shards, -1, features)), 0, 1)
         tiles = QuantizedArray(codes, q.scales, None, FP8_BLOCKS, codes.shape[2:])
         products = [
@@ -41,7 +41,7 @@ def run_experts() -> None:
             lambda x, w, given=given: grouped_fp8(x, w, given, FP8_E5M2),
             lambda x, w, given=given: grouped_fp8(x, w, given, FP8_E4M3),
             lambda x, w, given=given, tiles=tiles: grouped_quantized(
-                x, SlottedWeight(tiles, w), given, jnp.zeros(2, jnp.uint32), gtp.FP8Blocks().operands
+                x, SlottedWeight(tiles, w), given, jnp.zeros(2, jnp.uint32), gtp.recipes.FP8Blocks().operands
             ),
         ]
         for product in products:
@@ -55,9 +55,9 @@ def main() -> None:
         for dtype in (jnp.bfloat16, jnp.float32, jnp.float16):
             x = jax.random.normal(key, shape, dtype)
             for form in FORMATS.values():
-                for q in gtp.quantize(x, form, axis="both", implementation="native"):
-                    gtp.dequantize(q, dtype, implementation="native").block_until_ready()
-            _, column = gtp.quantize(
+                for q in gtp.ops.quantize(x, form, axis="both", implementation="native"):
+                    gtp.ops.dequantize(q, dtype, implementation="native").block_until_ready()
+            _, column = gtp.ops.quantize(
                 x,
                 FORMATS["NVFP4_1D"],
                 axis="both",
@@ -66,13 +66,13 @@ def main() -> None:
                 implementation="native",
             )
             column.codes.block_until_ready()
-            gtp.multi_amax([x, x], implementation="native").block_until_ready()
-            gtp.hadamard_amax(x, implementation="native").block_until_ready()
+            gtp.ops.multi_amax([x, x], implementation="native").block_until_ready()
+            gtp.ops.hadamard_amax(x, implementation="native").block_until_ready()
     weights = [jax.random.normal(key, piece.stored) for piece in PLAN.pieces]
     for form in FORMATS.values():
-        amax = gtp.multi_amax(weights) if form.has_amax else None
-        buffer = gtp.pack(weights, form, amax, PLAN, implementation="native")
-        gtp.unpack(jnp.stack([buffer, buffer]), form, amax, PLAN, implementation="native")[0].block_until_ready()
+        amax = gtp.ops.multi_amax(weights) if form.has_amax else None
+        buffer = gtp.ops.pack(weights, form, amax, PLAN, implementation="native")
+        gtp.ops.unpack(jnp.stack([buffer, buffer]), form, amax, PLAN, implementation="native")[0].block_until_ready()
     if supports_grouped_matmul():
         run_experts()
     print("all kernels have run")

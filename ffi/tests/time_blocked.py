@@ -189,8 +189,8 @@ def time_layers() -> None:
             y, back = jax.vjp(lambda x, slot: multiply(x, SlottedWeight(weight, slot)), x, slot)
             return y, back(g)
 
-        codes = gtp.quantize(w, gtp.formats.FP8_BLOCKS)
-        scaled = gtp.quantize(w, gtp.formats.FP8_E4M3)
+        codes = gtp.ops.quantize(w, gtp.formats.FP8_BLOCKS)
+        scaled = gtp.ops.quantize(w, gtp.formats.FP8_E4M3)
         times = [
             milliseconds(functools.partial(products, multiply), x, weight, slot, g)
             for multiply, weight in (

@@ -44,7 +44,7 @@ RECIPES = {
     "bf16": None,
     "fp8": gtp.FP8(matmuls=True, exclude=()),
     "mxfp8": gtp.MXFP8(matmuls=True, exclude=()),
-    "fp8-blocks": gtp.FP8Blocks(exclude=()),
+    "fp8-blocks": gtp.recipes.FP8Blocks(exclude=()),
 }
 FEW = 3  # the number of traced steps
 
@@ -65,7 +65,7 @@ def check_bits() -> bool:
         for spread in (0.0, 4.0, 30.0):
             noise, wide = (jax.random.normal(jax.random.key(i), (1000, 272)) for i in range(2))
             x = (noise * jnp.exp(spread * wide)).astype(jnp.bfloat16).at[3, 5].set(jnp.nan).at[9, 7].set(jnp.inf)
-            wanted = gtp.quantize(x, form, amax=power_of_two_amax(gtp.multi_amax([x])[0], form)).codes
+            wanted = gtp.ops.quantize(x, form, amax=power_of_two_amax(gtp.ops.multi_amax([x])[0], form)).codes
             same = bool(jnp.array_equal(jax.jit(functools.partial(fused_codes, form=form))(x), wanted))
             say(f"   fused quantization, {form.name}, spread {spread}: {'equal' if same else 'DIFFERS'}")
             agree &= same
@@ -119,7 +119,7 @@ def print_errors() -> None:
     x = x.astype(jnp.bfloat16).astype(jnp.float32)
 
     def found(dtype, recipe):
-        graph, params = nnx.split(gtp.MoE(**sizes, dtype=dtype, rngs=nnx.Rngs(0)))
+        graph, params = nnx.split(gtp.nn.MoE(**sizes, dtype=dtype, rngs=nnx.Rngs(0)))
 
         def loss(params, x):
             y = nnx.merge(graph, params)(x.astype(dtype)).astype(jnp.float32)
@@ -202,7 +202,7 @@ def time_layer(
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
         "quantize, amax fused": jax.jit(fused_codes),
-        "quantize, amax kernels": jax.jit(lambda a, b: gtp.quantize(a, gtp.formats.FP8_E4M3).codes),
+        "quantize, amax kernels": jax.jit(lambda a, b: gtp.ops.quantize(a, gtp.formats.FP8_E4M3).codes),
     }
     tokens, index = x[: rows // 8], jax.random.randint(jax.random.key(5), (rows,), 0, rows // 8)
     given = {"take": (tokens, index), "take by XLA": (tokens, index), "product cuda": (x, w), "backward cuda": (y, w)}
@@ -225,7 +225,7 @@ def time_layer(
             traceback.print_exc()
 
 
-def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, parts: int):
+def layer_step(shape: dict[str, int], recipe: gtp.recipes.Recipe | None, parts: int):
     """Returns a compiled step, its arguments and its FLOPs.
 
     Args:
@@ -235,7 +235,7 @@ def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, parts: int):
             part's exchange could then overlap with another part's matmuls. The extra time of several parts on one GPU
             is what the overlap would have to save.
     """
-    module = gtp.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
+    module = gtp.nn.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
 
     def loss(params, x, gradient):

@@ -12,8 +12,8 @@ _REMEDIES = {
     "Effects not supported": (
         "JAX would repeat the effect where backward recomputes the layer, which it refuses. Pass "
         '`remat="everything"` to `gtp_jax.shard` or `gtp_jax.Stack`, so that nothing is recomputed; use '
-        "`jax.debug.callback`, which may be repeated; or write the value to a `gtp_jax.Metric`, and report it outside "
-        "of the layer."
+        "`jax.debug.callback`, which may be repeated; or write the value to a `gtp_jax.nn.Metric`, and report it "
+        "outside of the layer."
     ),
     "Mutating a reference": (
         'JAX does not recompute writes to a `jax.Ref` for backward. Pass `remat="everything"` to `gtp_jax.shard` or '

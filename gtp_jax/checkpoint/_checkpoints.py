@@ -140,8 +140,8 @@ class Checkpoints:
             loss: the loss by which `keep_best` and `best` rank the step, the same in every process.
             recipe: the recipe that the state was trained with, for the record. Codes of trained weights are not saved,
                 because each step computes them from the parameters; so the run may continue with any recipe. The
-                exception is delayed scaling (`gtp_jax.FP8Delayed`), whose amaxes are part of the state: they restore
-                only to a state with the same `history`.
+                exception is delayed scaling (`gtp_jax.recipes.FP8Delayed`), whose amaxes are part of the state: they
+                restore only to a state with the same `history`.
             files: the contents of files to store with the state, such as a tokenizer's, by name; at most 64 files of
                 64 MiB each, the same in every process. `files` returns them byte for byte.
 

@@ -62,7 +62,7 @@ class Adapted:
         checkpoints: the checkpoints of the run.
         step: the step of the checkpoint.
         config: the configuration of the model.
-        adapters: the arguments of `gtp_jax.lora`.
+        adapters: the arguments of `gtp_jax.nn.lora`.
         origin: the Hugging Face model that the base comes from.
         base: the arrays of the base, by their paths joined with slashes.
         beside: the adapters, by the paths of their kernels.

@@ -34,7 +34,7 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
 
     Quantized weights are dequantized, with values rounded to float32. If they are FP8 in blocks of 128 x 128, the
     checkpoint also holds their codes and scales as published, from which `gtp_jax.models.load` and `gtp-jax train
-    --lora` make a frozen base with `gtp_jax.FP8Blocks`.
+    --lora` make a frozen base with `gtp_jax.recipes.FP8Blocks`.
 
     Each imported tensor is read twice, or six times with codes. Memory holds one tensor at a time, or the experts of
     one layer and kernel. `out` appears only at the end, complete. The checkpoint also keeps config.json without its

@@ -36,7 +36,7 @@ def warning_of(tokens: Mapping[int, str], vocab_size: int, where: str) -> str:
     return (
         f"the tokenizer in {where} has ids that the model lacks, whose vocabulary ends at {vocab_size - 1}: {named}"
         f"{more}. Its files are kept unchanged. `gtp-jax train` refuses text with such a token; in your own program, "
-        "the loss becomes NaN, and `gtp_jax.check_ids` names the token."
+        "the loss becomes NaN, and `gtp_jax.ops.check_ids` names the token."
     )
 
 

@@ -85,12 +85,12 @@ def validate(q: QuantizedArray) -> None:
         ValueError: if an array is missing or does not belong to the format, or its shape breaks an invariant.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` is a {type(q).__name__}; it must be a QuantizedArray, as `gtp_jax.quantize` returns.")
+        raise TypeError(f"`q` is a {type(q).__name__}; it must be a QuantizedArray, as `gtp_jax.ops.quantize` returns.")
     for name in ("codes", "scales", "amax"):
         array = getattr(q, name)
         if array is not None and not (hasattr(array, "dtype") and hasattr(array, "shape")):
             raise TypeError(
-                f"`{name}` is a {type(array).__name__}; it must be an array, as `gtp_jax.quantize` returns."
+                f"`{name}` is a {type(array).__name__}; it must be an array, as `gtp_jax.ops.quantize` returns."
             )
     codes, scales = codes_shape(q.format, q.matrix, q.columns), scales_shape(q.format, q.matrix, q.columns)
     lead = () if q.codes is None else q.codes.shape[:-2]
@@ -107,7 +107,7 @@ def _expect(
     kind = f"{'column' if q.columns else 'row'}-wise {q.format.name} matrix of shape {q.matrix}"
     if needed != (array is not None):
         raise ValueError(
-            f"`{name}` is {'missing' if needed else 'not allowed'} in a {kind}; build it with `gtp_jax.quantize`."
+            f"`{name}` is {'missing' if needed else 'not allowed'} in a {kind}; build it with `gtp_jax.ops.quantize`."
         )
     if array is None:
         return

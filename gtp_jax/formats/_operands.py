@@ -30,7 +30,7 @@ class Operands:
         weight: the format of the weight, an operand of forward and dgrad.
         activation: the format of the activation, an operand of forward and wgrad.
         gradient: the format of the incoming gradient, an operand of dgrad and wgrad.
-        hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.hadamard`).
+        hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.ops.hadamard`).
         stochastic: whether the gradient is rounded stochastically, so that rounding is unbiased.
         delayed: how scales follow from the amaxes of earlier steps; `None` if each operand is scaled by its own.
         attention: whether attention behind these dense layers multiplies in `activation` too, in forward.

@@ -174,7 +174,7 @@ def _fp8_blocks(name: str, block: tuple[int, int]) -> Format:
 FP8_BLOCKS = _fp8_blocks("FP8_BLOCKS", (128, 128))
 FP8_BLOCKS_1D = _fp8_blocks("FP8_BLOCKS_1D", (1, 128))
 
-# The formats of `gtp_jax.pack`.
+# The formats of `gtp_jax.ops.pack`.
 FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3, FP8_E5M2)}
 # The formats of frozen weights.
 STORED = {**FORMATS, FP8_BLOCKS.name: FP8_BLOCKS}

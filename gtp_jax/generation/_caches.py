@@ -84,8 +84,8 @@ def check_filled_once(caches: Caches) -> None:
     """
     if any((fills > 1).any() for fills in jax.device_get([own.fills for own in caches])):
         raise ValueError(
-            "a `gtp_jax.Attention` is called more than once in a forward pass, but `gtp_jax.generate` gives it a cache "
-            "for only one call. Build a module for each call."
+            "a `gtp_jax.Attention` is called more than once in a forward pass, but `gtp_jax.generation.generate` gives "
+            "it a cache for only one call. Build a module for each call."
         )
 
 

@@ -127,7 +127,7 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
         asked = f"`{type(chosen).__name__}`, which scales by amaxes of earlier steps"
         instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.attention:
-        asked = "attention in FP8, which only `gtp_jax.Attention` and `gtp_jax.CrossAttention` compute"
+        asked = "attention in FP8, which only `gtp_jax.Attention` and `gtp_jax.nn.CrossAttention` compute"
         instead = "Pass `attention=False`"
     elif operands is not None and operands.weight not in (chosen.wire, getattr(chosen.wire, "format", None)):
         asked = (

@@ -39,10 +39,12 @@ def forward_mode_refused(owner: str, jaxpr: Jaxpr | None = None) -> Iterator[str
         owner: the class of the module whose weights are gathered.
         jaxpr: the jaxpr of the module's own code, if that code runs in this context.
     """
-    instead = ", or, in global view, call the model under `with gtp_jax.without_hook():`, where XLA gathers the weights"
+    instead = (
+        ", or, in global view, call the model under `with gtp_jax.hook.without_hook():`, where XLA gathers the weights"
+    )
     if jaxpr is not None and (functions := custom_vjps(jaxpr)):
         instead = (
-            "; `gtp_jax.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
+            "; `gtp_jax.hook.without_hook` may not help, because the module also calls the `jax.custom_vjp` function "
             f"{functions[0]}, which JAX cannot differentiate in forward mode"
         )
     message = (

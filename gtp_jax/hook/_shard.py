@@ -48,8 +48,8 @@ def shard[M: nnx.Module](
 
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
     the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. The weights within gtp_jax's own
-    layers, and each `gtp_jax.Param`, keep their own partition. Under `gtp_jax.even_shares`, a weight may be stored
-    padded. In global view, `param[...]` still reads and sets the array of the logical shape.
+    layers, and each `gtp_jax.Param`, keep their own partition. Under `gtp_jax.layout.even_shares`, a weight may be
+    stored padded. In global view, `param[...]` still reads and sets the array of the logical shape.
 
     Forward gathers the weights of a block, if possible while the previous block computes. Backward gathers them again,
     unless the schedule keeps them, and reduces the gradients of the block, if possible while another block computes.
@@ -189,7 +189,7 @@ def _check_arguments(model: Any, min_size: Any, remat: Any, grad_reduce: Any, sc
             "gtp_jax's own layers."
         )
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.Schedule`.")
+        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.nn.Schedule`.")
     if schedule is not None and schedule.unroll != "full":
         raise ValueError(
             f"`schedule` has `unroll={schedule.unroll!r}`, which applies to the layers of a `gtp_jax.Stack`. The calls "
@@ -213,14 +213,14 @@ def _check_methods(model: nnx.Module, methods: Any) -> None:
 
 def _check_roles(roles: Any) -> None:
     if not isinstance(roles, Roles):
-        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
+        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.mesh.Roles`.")
     names = jax.sharding.get_abstract_mesh().axis_names
     if not {*roles.weights, *roles.over_optimizer} & set(names):
         tensor = next((axis for axis in names if axis in _TENSOR), None) if len(names) > 1 else None
         others = tuple(axis for axis in names if axis != tensor)
         raise ValueError(
             f"the mesh in scope has the axes {names}, but the roles shard weights over {roles.weights!r}. Pass the "
-            f"roles of its axes, such as `roles=gtp_jax.Roles(batch={others!r}, weights={others!r}, "
+            f"roles of its axes, such as `roles=gtp_jax.mesh.Roles(batch={others!r}, weights={others!r}, "
             f"tensor={tensor!r})`."
         )
     if roles.batch and not {*roles.batch} & set(names):

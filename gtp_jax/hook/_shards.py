@@ -40,7 +40,7 @@ def refuse_shards(owner: nnx.Module, nodes: Mapping[ModulePath, Any]) -> None:
         placement = placement_of(node)
         if placement is not None and placement.gathered:
             raise ValueError(
-                f"`gtp_jax.without_hook` is in scope in local view, where only the hook gathers the weight "
+                f"`gtp_jax.hook.without_hook` is in scope in local view, where only the hook gathers the weight "
                 f"{'.'.join(map(str, path))} of {type(owner).__name__}: each rank would compute with its shard, of "
                 f"shape {node.get_raw_value().shape}. Use the global view, or call the model outside of `without_hook`."
             )

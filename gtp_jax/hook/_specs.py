@@ -120,7 +120,7 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
             over = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             parts = f"is divided over {over} only" if over else "stays whole on every rank"
             padded = shares_are_even() or not _can_pad(variables[paths])
-            pad = "" if padded else "shard the model for a `TrainState` under `gtp_jax.even_shares()`, "
+            pad = "" if padded else "shard the model for a `TrainState` under `gtp_jax.layout.even_shares()`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}. {degrees(all_axes)} ranks of "
                 f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "

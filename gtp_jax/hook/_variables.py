@@ -47,7 +47,7 @@ def refuse_frozen(variables: dict[Paths, nnx.Variable], min_size: int, own: Coll
         apart = id(v) in own or "layout" in v.get_metadata()
         if getattr(type(v), "constant", False) and not apart and size_of(v.get_raw_value()) >= min_size:
             raise ValueError(
-                f"{name_of(path)} has been frozen, by `gtp_jax.lora` or `gtp_jax.freeze`, so it is no longer an "
+                f"{name_of(path)} has been frozen, by `gtp_jax.nn.lora` or `gtp_jax.nn.freeze`, so it is no longer an "
                 "`nnx.Param` to shard. Call `gtp_jax.shard` first, and then freeze it or add adapters: what is frozen "
                 "stays sharded."
             )

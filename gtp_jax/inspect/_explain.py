@@ -245,7 +245,7 @@ def explain(
 
     Args:
         model: the model, which may be abstract.
-        recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.BF16()` by default.
+        recipe: the recipe, such as `gtp_jax.NVFP4()`; `gtp_jax.recipes.BF16()` by default.
         call: a function of the model, such as `lambda model: model(tokens)`. It is traced but not run, and the report
             then says for each call of a module that `gtp_jax.shard` has sharded whether its weights are prefetched; and
             for each `Stack` whose `remat` offloads, what a layer copies to the host, and whether it computes longer

@@ -230,6 +230,6 @@ def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str], *, can_pad: bool 
         warnings.warn(
             f"a weight of shape {shape} stays whole on every rank of {listed(sizes)}, which cannot divide its "
             "dimensions further. If it is large, choose sizes that the degrees divide"
-            + (", or create the model for a `TrainState` under `gtp_jax.even_shares()`." if can_pad else "."),
+            + (", or create the model for a `TrainState` under `gtp_jax.layout.even_shares()`." if can_pad else "."),
             stacklevel=4,
         )

@@ -57,7 +57,7 @@ def make_mesh(
             f"`{name}` is no argument of `make_mesh`, whose degrees are `dp` (replicas), `gtp` (shards of each weight, "
             "as in FSDP), `cp` (parts of each sequence), `ep` (experts) and `tp` (tensor parallelism)."
             f"{''.join(means)} For axes of other names, use `jax.make_mesh` and declare their roles with "
-            "`gtp_jax.use_roles(gtp_jax.Roles(...))`."
+            "`gtp_jax.mesh.use_roles(gtp_jax.mesh.Roles(...))`."
         )
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     sizes = fill_degrees({DP: dp, GTP: gtp, **rare_degrees(cp=cp, ep=ep), TP: tp}, array.size)
@@ -109,7 +109,7 @@ def degree(axis: str | None) -> int:
         raise ValueError(
             f"the mesh in scope has the axes {mesh.axis_names}, and none named {axis!r}. "
             "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine. For axes of your own, "
-            "declare their roles with `gtp_jax.use_roles(gtp_jax.Roles(...))`."
+            "declare their roles with `gtp_jax.mesh.use_roles(gtp_jax.mesh.Roles(...))`."
         )
     return mesh.shape[axis]
 

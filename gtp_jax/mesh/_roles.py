@@ -111,7 +111,7 @@ def use_roles(roles: Roles) -> contextlib.AbstractContextManager[None]:
         TypeError: if `roles` is not a `Roles`.
     """
     if not isinstance(roles, Roles):
-        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
+        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.mesh.Roles`.")
     return _scope(roles)
 
 

@@ -16,7 +16,7 @@ _EXTRA = "lora"
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """The arguments of `gtp_jax.lora` with which a run added its adapters.
+    """The arguments of `gtp_jax.nn.lora` with which a run added its adapters.
 
     Attributes:
         rank, alpha, targets, dropout: the arguments of these names.
@@ -28,7 +28,7 @@ class Adapters:
     dropout: float = 0.0
 
     def on[M: nnx.Module](self, model: M, rngs: nnx.Rngs, recipe: Recipe | None = None) -> M:
-        """Returns the model with these adapters added and all other weights frozen, as `gtp_jax.lora` does."""
+        """Returns the model with these adapters added and all other weights frozen, as `gtp_jax.nn.lora` does."""
         options: Any = {"targets": self.targets, "dropout": self.dropout, "recipe": recipe}
         return lora(model, self.rank, self.alpha, rngs=rngs, **options)
 

@@ -59,18 +59,18 @@ def load(
         step: the step to load; by default, the latest.
         dtype: the compute dtype.
         param_dtype: the dtype in which devices store gathered weights: by default `dtype`, which suits
-            `gtp_jax.generate`; `"float32"` for training. Other parameters, such as norms and routers, are in float32
-            or wider.
-        recipe: the recipe with which to quantize and freeze the weights, as `gtp_jax.freeze` does. Devices hold them in
-            float32 until then, whatever `param_dtype` is. If the model was imported from codes in the recipe's format,
-            as Qwen3-FP8 is for `gtp_jax.FP8Blocks`, the weights have these codes and scales.
+            `gtp_jax.generation.generate`; `"float32"` for training. Other parameters, such as norms and routers, are in
+            float32 or wider.
+        recipe: the recipe with which to quantize and freeze the weights, as `gtp_jax.nn.freeze` does. Devices hold them
+            in float32 until then, whatever `param_dtype` is. If the model was imported from codes in the recipe's
+            format, as Qwen3-FP8 is for `gtp_jax.recipes.FP8Blocks`, the weights have these codes and scales.
 
     Raises:
         FileNotFoundError: if there is no such directory or step.
         ValueError: if there is no checkpoint, if it is damaged, if this version does not understand its model, if its
             arrays are not those of this model, if it has adapters and `recipe` is given, or if gtp_jax cannot use the
             mesh in scope.
-        TypeError, ValueError: with `recipe`, also for the same reasons as `gtp_jax.freeze`.
+        TypeError, ValueError: with `recipe`, also for the same reasons as `gtp_jax.nn.freeze`.
     """
     check_mesh_in_scope()
     directory, checkpoints = opened(path)

@@ -2,7 +2,7 @@
 
 [Note: words of nn]
 - *gtp* and *tp*: in docstrings, the mesh axes with the roles `weights` and `tensor`, or their degrees; see
-  `gtp_jax.Roles`.
+  `gtp_jax.mesh.Roles`.
 - *view*: how the traced code sees arrays: without a mesh, as global arrays, or as one rank's parts inside a
   `shard_map`; see `gtp_jax.mesh.current_view`.
 - *weight*: a parameter that is sharded over gtp and gathered where it is used. Its *owner* gathers it: a module

@@ -66,8 +66,8 @@ class Param(GatheredOnUse, nnx.Param):
     It is an `nnx.Param`. Outside a `shard_map`, `param[...]` is the logical array; checkpoints store the logical array
     too. gtp shards the longest dimension other than `tensor_dim` that it divides evenly; if there is none,
     `tensor_dim`. If it divides no dimension, fewer axes or none shard the array, and a warning is issued; under
-    `gtp_jax.even_shares`, the array is stored padded instead. See `gtp_jax.layout.layout_of_array`. No recipe quantizes
-    it.
+    `gtp_jax.layout.even_shares`, the array is stored padded instead. See `gtp_jax.layout.layout_of_array`. No recipe
+    quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.
@@ -180,8 +180,8 @@ def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None
     for option in refused:
         if options.get(option) is not None:
             raise ValueError(
-                f"`{option}` is given to gtp_jax.{name}, whose kernel is sharded according to the mesh in scope and "
-                "gathered unchanged. Remove it, or write the layer with `gtp_jax.Param`."
+                f"`{option}` is given to gtp_jax.nn.{name}, whose kernel is sharded according to the mesh in scope "
+                "and gathered unchanged. Remove it, or write the layer with `gtp_jax.Param`."
             )
 
 

@@ -38,8 +38,9 @@ from ._cache import filled_from, seen_slots, with_token
 from ._weight import make_vector
 
 _CACHED = (
-    "{} while `gtp_jax.generate` caches its keys and values. Add `positions`, `(batch, sequence)`, to the model's "
-    "call and pass them to every `gtp_jax.Attention`, through a `Stack` as `shared`; do not pass masks or segments."
+    "{} while `gtp_jax.generation.generate` caches its keys and values. Add `positions`, `(batch, sequence)`, to the "
+    "model's call and pass them to every `gtp_jax.Attention`, through a `Stack` as `shared`; do not pass masks or "
+    "segments."
 )
 
 
@@ -58,8 +59,8 @@ class AttentionCore(nnx.Module):
         param_dtype: the dtype of the stored parameters.
 
     Attributes:
-        cached_keys, cached_values, cache_fills: the `Cache`s, in the copy of a model that `gtp_jax.generate` calls;
-            otherwise `None`.
+        cached_keys, cached_values, cache_fills: the `Cache`s, in the copy of a model that `gtp_jax.generation.generate`
+            calls; otherwise `None`.
         kv_heads: the number of key-value heads of all ranks together, including the heads of padding on ranks that own
             fewer.
         deterministic: whether dropout is off; set by `nnx.Module.eval` and `nnx.Module.train`.
@@ -162,8 +163,8 @@ class AttentionCore(nnx.Module):
         Raises:
             ValueError: if shapes are not consistent with each other; if `mask` has four dimensions and dimension 1 is
                 not 1; with `fp8`, if this attention has an option or an input that FP8 does not support; or, in the
-                copy of a model that `gtp_jax.generate` calls, if there is a mask, there are segments, there are no
-                positions, or a call that follows the first has more than one token per sequence.
+                copy of a model that `gtp_jax.generation.generate` calls, if there is a mask, there are segments, there
+                are no positions, or a call that follows the first has more than one token per sequence.
         """
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
@@ -184,8 +185,8 @@ class AttentionCore(nnx.Module):
     def _check_not_cached(self, axis: str) -> None:
         if self.cached_keys is not None:
             raise ValueError(
-                f"`gtp_jax.generate` caches keys and values of whole sequences, but {axis} = {degree(axis)} divides "
-                f"sequences. Generate on a mesh without {axis}."
+                f"`gtp_jax.generation.generate` caches keys and values of whole sequences, but {axis} = {degree(axis)} "
+                f"divides sequences. Generate on a mesh without {axis}."
             )
 
     def _of_sequences(
@@ -273,8 +274,8 @@ class AttentionCore(nnx.Module):
         """
         if q.shape[1] != 1:
             raise ValueError(
-                f"attention is called with {q.shape[1]} tokens per sequence while `gtp_jax.generate` generates one "
-                "at a time. The model must not change the length of its input."
+                f"attention is called with {q.shape[1]} tokens per sequence while `gtp_jax.generation.generate` "
+                "generates one at a time. The model must not change the length of its input."
             )
         places = jnp.broadcast_to(positions, k.shape[:2])[:, 0]
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):

@@ -45,7 +45,7 @@ def attention_fn(
     """Computes attention. Takes the place of `nnx.dot_product_attention` and of `jax.nn.dot_product_attention`, where
     the mesh divides the tokens of a sequence (`make_mesh(cp=...)`) and elsewhere:
 
-        nnx.MultiHeadAttention(heads, width, attention_fn=gtp_jax.attention_fn, rngs=rngs)
+        nnx.MultiHeadAttention(heads, width, attention_fn=gtp_jax.nn.attention_fn, rngs=rngs)
 
     On such a mesh, ranks exchange heads for whole sequences, or gather keys and values: see `sequence_exchange`. For a
     causal model, pass `is_causal=True` instead of a mask, for example by `functools.partial`: a mask has queries x

@@ -17,9 +17,9 @@ class Cache(nnx.Variable):
     that filled them, int32 `()`. In a `Stack`, there is a leading dimension of layers. The batch axes shard the batch,
     and the tensor axis shards the heads.
 
-    `gtp_jax.generate` gives caches to a copy of a model, and reads what its calls have written. The metadata `filled`
-    states whether the caches already hold tokens. If they do, a call adds one token to each sequence; otherwise, the
-    sequences begin with the call.
+    `gtp_jax.generation.generate` gives caches to a copy of a model, and reads what its calls have written. The metadata
+    `filled` states whether the caches already hold tokens. If they do, a call adds one token to each sequence;
+    otherwise, the sequences begin with the call.
     """
 
 

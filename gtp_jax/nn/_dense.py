@@ -53,7 +53,7 @@ class Dense(WeightOwner):
     If gtp does not divide `out`, or if only shards along `in` consist of whole blocks of the quantized formats, gtp
     shards `in` instead; see `gtp_jax.layout.layouts_of_kernels`. If tp does not divide the `units` of the features
     evenly, tp ranks own different numbers of units, and the kernel is gathered over tp too (see
-    `gtp_jax.layout.Layout`). Other mesh axes can take the roles of gtp and tp; see `gtp_jax.Roles`.
+    `gtp_jax.layout.Layout`). Other mesh axes can take the roles of gtp and tp; see `gtp_jax.mesh.Roles`.
 
     With sequence parallelism, the input of a column-parallel layer and the output of a row-parallel layer are sharded
     over tp along the sequence. The parts of the sequence are sent between ranks one at a time, each while another part
@@ -85,7 +85,7 @@ class Dense(WeightOwner):
         rngs: the random streams; only the stream `params` is used.
 
     Attributes:
-        lora: the `Adapter` that `gtp_jax.lora` added, or a dict of adapters by the names of kernels; `None` without
+        lora: the `Adapter` that `gtp_jax.nn.lora` added, or a dict of adapters by the names of kernels; `None` without
             adapters.
 
     Raises:

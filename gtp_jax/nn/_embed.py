@@ -41,7 +41,7 @@ class Embed(WeightOwner):
 
     A token outside the vocabulary, such as a negative one, raises an error if its value is concrete (not traced), as in
     a call outside of `jax.jit`. In a traced program, its vector is NaN, and so is every loss that depends on it;
-    `gtp_jax.check_ids` finds the token.
+    `gtp_jax.ops.check_ids` finds the token.
 
     If gtp does not divide the rows of each tp rank evenly, or if only shards along the features are whole blocks, gtp
     shards the features instead, if it divides them. If tp does not divide the vocabulary evenly, both tp and gtp shard

@@ -36,8 +36,8 @@ class Frozen(GatheredOnUse):
     """A parameter that `freeze` made constant. It is not an `nnx.Param`: it has no gradient, and no optimizer sees it.
 
     A weight that was frozen as codes is stored as a `QuantizedArray` of its matrix, whose rows are the output features.
-    `gtp_jax.dequantize(kernel.get_value())` returns its values. If the codes are stored padded, `get_value` removes the
-    padding, except in local view; `get_raw_value` does not.
+    `gtp_jax.ops.dequantize(kernel.get_value())` returns its values. If the codes are stored padded, `get_value` removes
+    the padding, except in local view; `get_raw_value` does not.
     """
 
     constant = True  # `gtp_jax.shard` recognizes frozen weights by this
@@ -52,7 +52,7 @@ class Frozen(GatheredOnUse):
             raise TypeError(
                 "a frozen weight is read by index, as in `kernel[...]`, but it is stored as "
                 f"{self.get_raw_value().format.name} codes. Read its values with "
-                "`gtp_jax.dequantize(kernel.get_value())`, whose first dimension is the output features."
+                "`gtp_jax.ops.dequantize(kernel.get_value())`, whose first dimension is the output features."
             )
         value = super().get_value(**index)
         if current_view() == "local" or not (padded := padded_codes(self)):
@@ -67,7 +67,7 @@ class Frozen(GatheredOnUse):
         """
         raise ValueError(
             "a frozen weight cannot be set: steps use the value that it had when it was frozen. Set parameters "
-            "(`kernel[...] = pretrained`) before `gtp_jax.freeze`."
+            "(`kernel[...] = pretrained`) before `gtp_jax.nn.freeze`."
         )
 
 
@@ -92,13 +92,14 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     model that `gtp_jax.shard` sharded, keep their values and dtypes.
 
     Each rank stores the shard that it sends. The optimizer's axes (dp) do not divide shards further, because there is
-    no master copy or optimizer state. Under `gtp_jax.even_shares`, arrays may be padded: codes to shards of whole
-    blocks, so that the codes of the weight are those of one device. Shards may cut the tiles of `gtp_jax.FP8Blocks`,
-    whose scales every rank stores. Checkpoints contain no padding, and can be restored on another mesh.
+    no master copy or optimizer state. Under `gtp_jax.layout.even_shares`, arrays may be padded: codes to shards of
+    whole blocks, so that the codes of the weight are those of one device. Shards may cut the tiles of
+    `gtp_jax.recipes.FP8Blocks`, whose scales every rank stores. Checkpoints contain no padding, and can be restored on
+    another mesh.
 
     Inside `gtp_jax.init`, master weights never leave the program that computes them:
 
-        model = gtp_jax.init(lambda rngs: gtp_jax.freeze(Model(rngs), gtp_jax.NVFP4()), nnx.Rngs(0))
+        model = gtp_jax.init(lambda rngs: gtp_jax.nn.freeze(Model(rngs), gtp_jax.NVFP4()), nnx.Rngs(0))
 
     Args:
         model: the model, which is not changed. Its weights may have been loaded.
@@ -127,7 +128,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(leaves)):
         raise ValueError(
             "the model is abstract, so there are no values to freeze. Freeze it inside `abstract_model`: "
-            "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.freeze(Model(rngs), ...))`."
+            "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.nn.freeze(Model(rngs), ...))`."
         )
     is_trained = nnx.filterlib.to_predicate(trained)
     paths = template.paths
@@ -274,7 +275,7 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
         group = _in_blocks(group)
         cutting = [layout for layout in group.layouts if isinstance(form, Format) and cuts_blocks(layout, form)]
         if cutting and isinstance(form, Format):
-            padding = "" if shares_are_even() else "freeze under `gtp_jax.even_shares()`, which pads them, "
+            padding = "" if shares_are_even() else "freeze under `gtp_jax.layout.even_shares()`, which pads them, "
             raise ValueError(
                 f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
                 f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "

@@ -38,7 +38,7 @@ def linear_cross_entropy(
     """Returns what `cross_entropy(head(x), targets, weights)` returns, without the logits of all tokens.
 
         x = model.hidden(tokens)                                # what the head would get
-        total, count = gtp_jax.linear_cross_entropy(x, model.head, targets)
+        total, count = gtp_jax.nn.linear_cross_entropy(x, model.head, targets)
 
     Each rank computes the logits of its own tokens in chunks. If the loss is differentiated, forward also computes the
     gradients of `x` and of the head, which backward only scales. The head's weight is gathered once, and its gradient

@@ -49,7 +49,7 @@ def lora[M: nnx.Module](
     dtype if that is wider. gtp does not shard them. If tp divides the kernel evenly, tp shards one of them; see
     `Adapter`. A step computes and sums gradients of the adapters only.
 
-        model = gtp_jax.lora(gtp_jax.models.load("llama"), 8, 16, rngs=nnx.Rngs(0))
+        model = gtp_jax.nn.lora(gtp_jax.models.load("llama"), 8, 16, rngs=nnx.Rngs(0))
 
     Args:
         model: the model, which is not changed. It may already be frozen, even as codes.
@@ -82,7 +82,7 @@ def lora[M: nnx.Module](
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
         raise ValueError(
             "the model is abstract, so there are no values to freeze. Add adapters inside `abstract_model`: "
-            "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.lora(Model(rngs), ..., rngs=rngs))`."
+            "`gtp_jax.nn.abstract_model(lambda rngs: gtp_jax.nn.lora(Model(rngs), ..., rngs=rngs))`."
         )
     adapted = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # a copy with its own variables
     lengths = {path: stack.length for path, stack in stacks_of(adapted).items()}
@@ -205,7 +205,9 @@ def _chosen(model: nnx.Module, targets: Sequence[str] | None) -> list[_Place]:
 
 
 def _refuse_another(words: Sequence[str], name: str) -> None:
-    raise ValueError(f"{'.'.join(words) or name} already has an adapter. Call `gtp_jax.lora` once, with all `targets`.")
+    raise ValueError(
+        f"{'.'.join(words) or name} already has an adapter. Call `gtp_jax.nn.lora` once, with all `targets`."
+    )
 
 
 def _refuse_shared(chosen: Sequence[tuple[str, ...]], others: Mapping[tuple[str, ...], str]) -> None:

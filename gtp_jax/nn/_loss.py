@@ -28,8 +28,8 @@ def cross_entropy(
             returned by a column-parallel head, or the whole vocabulary, as returned by a head with `parallel=None`.
         targets: `(batch, ...)` integers. Any negative target, such as -1 or -100, leaves its token out. A target that
             is not below the vocabulary size raises an error if its value is concrete (not traced). In a traced program
-            it makes the loss NaN; `gtp_jax.check_ids(targets, vocab, name="targets", ignore_negative=True)` then names
-            it.
+            it makes the loss NaN; `gtp_jax.ops.check_ids(targets, vocab, name="targets", ignore_negative=True)` then
+            names it.
         weights: `(batch, ...)`, the weight of each token in both sums: 0 leaves the token out. 1 by default.
         vocab_size: the size of the whole vocabulary; by default, the last dimension of the logits. Required inside a
             `shard_map` if the tp degree is above 1, where it shows whether the logits are sharded.

@@ -208,7 +208,7 @@ def _roles_of(layouts: list[Layout]) -> Roles:
     if len(roles) > 1:
         raise ValueError(
             f"the model has modules built under different roles: {', '.join(map(str, roles))}. Build the whole model "
-            "under one `gtp_jax.use_roles(...)`."
+            "under one `gtp_jax.mesh.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
 

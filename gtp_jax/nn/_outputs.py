@@ -21,10 +21,10 @@ Written = dict[tuple[Any, ...], Leaf]
 class AuxLoss(nnx.Variable):
     """An auxiliary loss, such as one that balances experts. Declare it in `__init__`, and write it in the call.
 
-        self.balance = gtp_jax.AuxLoss(jnp.zeros(()))   # in `__init__`
+        self.balance = gtp_jax.nn.AuxLoss(jnp.zeros(()))   # in `__init__`
         self.balance.set_value(loss)                    # in `__call__`
 
-    After the call, `nnx.state(model, gtp_jax.AuxLoss)` contains the losses; those of a `Stack` are stacked, one per
+    After the call, `nnx.state(model, gtp_jax.nn.AuxLoss)` contains the losses; those of a `Stack` are stacked, one per
     layer. A loss function adds them to its own loss, and gradients flow through them.
 
     The loss is a variable and not a second return value, because every NNX transformation carries variables: the same

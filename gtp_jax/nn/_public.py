@@ -1,5 +1,7 @@
 """The names of `gtp_jax.nn`, without those of packages above it."""
 
+from ..chain import Schedule as Schedule
+from ..ops import RopeScaling as RopeScaling
 from ..weights import GRAD_REDUCE as GRAD_REDUCE
 from ..weights import GradReduce as GradReduce
 from ..weights import reduction_of as reduction_of

@@ -36,10 +36,10 @@ class Stack(StackedLayers):
     The further arguments are the *shared inputs*, such as positions, masks or an encoder's output. Every layer receives
     them, in forward and again in backward, so that no layer saves its own copy.
 
-    Variables that a layer writes, such as `nnx.BatchStat`, the counts of dropout's `nnx.RngStream`, `gtp_jax.AuxLoss`
-    or values captured by `nnx.capture`, are updated as in that loop: once per call, even if backward recomputes the
-    layer. Gradients flow through the floating-point values of these variables, except those of `nnx.BatchStat`,
-    `nnx.RngState`, `gtp_jax.Metric` and `gtp_jax.nn.Cache`, which leave the stack as constants.
+    Variables that a layer writes, such as `nnx.BatchStat`, the counts of dropout's `nnx.RngStream`,
+    `gtp_jax.nn.AuxLoss` or values captured by `nnx.capture`, are updated as in that loop: once per call, even if
+    backward recomputes the layer. Gradients flow through the floating-point values of these variables, except those of
+    `nnx.BatchStat`, `nnx.RngState`, `gtp_jax.nn.Metric` and `gtp_jax.nn.Cache`, which leave the stack as constants.
 
     Each variable is stored as one stacked array, with a leading dimension of `length`.
 
@@ -346,7 +346,7 @@ def _shared_inputs(shared: Any) -> SharedInputs:
 
 def _check_schedule(schedule: Any) -> None:
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.Schedule`.")
+        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.nn.Schedule`.")
 
 
 def _refuse_outer_variables(layer: nnx.Module) -> None:

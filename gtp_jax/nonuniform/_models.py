@@ -92,7 +92,7 @@ def check_parameters_only(model_def: ModelDef) -> None:
         raise ValueError(
             f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
             "degree would update separately. Remove batch statistics and modules with random streams, such as "
-            "`nnx.Dropout`; adapters (`gtp_jax.lora`) have dropout without one. Or train on one mesh in "
+            "`nnx.Dropout`; adapters (`gtp_jax.nn.lora`) have dropout without one. Or train on one mesh in "
             "`view='global'`, without `replicas`."
         )
 

@@ -26,7 +26,8 @@ Tree = Any
 class Replicas:
     """The meshes of a plan after failures: one for each replica, and the core, which has devices of all replicas.
 
-        replicas = gtp_jax.Replicas(factory, gtp_jax.plan_faults(dp=2, tp=4, failed=[5], batch=14))
+        plan = gtp_jax.nonuniform.plan_faults(dp=2, tp=4, failed=[5], batch=14)
+        replicas = gtp_jax.nonuniform.Replicas(factory, plan)
         with jax.set_mesh(replicas.core):
             state = gtp_jax.TrainState.create(gtp_jax.init(factory, nnx.Rngs(0)), optimizer)
             step = gtp_jax.train_step(loss, optimizer, view="local", replicas=replicas)
@@ -35,8 +36,8 @@ class Replicas:
     The core is an ordinary mesh, with one rank of dp per replica and the degree `plan.core_tp`. It stores master
     weights and optimizer state, so a state is made, saved and restored there as on any mesh. Each replica computes on
     its own mesh, at its own degree, with the model laid out for that mesh. Create replicas and the state under
-    `gtp_jax.even_shares` to pad weights that a degree does not divide; the core and each replica pad them in their own
-    way.
+    `gtp_jax.layout.even_shares` to pad weights that a degree does not divide; the core and each replica pad them in
+    their own way.
 
     Args:
         factory: the function that makes the model, as in `gtp_jax.init`.

@@ -33,7 +33,7 @@ def quantize_blocked(
     axis: Literal["row", "column", "both"],
     implementation: Implementation | None = None,
 ) -> tuple[QuantizedArray, ...]:
-    """Returns the copies that `axis` asks for, as `gtp_jax.quantize` does."""
+    """Returns the copies that `axis` asks for, as `gtp_jax.ops.quantize` does."""
     rows, columns = axis != "column", axis != "row"
     x = without_gradient("quantize", x)
     if runs_native("quantize", implementation, _lacks_quantize(x, format)):
@@ -113,7 +113,7 @@ def transposed(q: QuantizedArray) -> QuantizedArray:
 def dequantize_blocked(
     q: QuantizedArray, dtype: jax.typing.DTypeLike, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Returns the values in logical orientation, as `gtp_jax.dequantize` does."""
+    """Returns the values in logical orientation, as `gtp_jax.ops.dequantize` does."""
     runs_native("dequantize", implementation, f"{q.format.name} has no kernel")
     codes, scales = without_gradient("dequantize", (q.codes, q.scales))
     values = reference.decode_blocked(codes, scales, block=q.format.run, dtype=jnp.dtype(dtype))

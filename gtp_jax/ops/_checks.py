@@ -50,7 +50,7 @@ def as_matrix(name: str, x: Any) -> jax.Array:
 def as_amax(amax: Any, lead: tuple[int, ...]) -> jax.Array:
     """Returns a given amax as a float32 array whose shape is a prefix of `lead`."""
     if hasattr(amax, "dtype") and amax.dtype != jnp.float32 and not getattr(amax, "weak_type", False):
-        raise TypeError(f"`amax` is {amax.dtype}; it must be float32, as `gtp_jax.multi_amax` returns it.")
+        raise TypeError(f"`amax` is {amax.dtype}; it must be float32, as `gtp_jax.ops.multi_amax` returns it.")
     amax = jnp.asarray(amax, jnp.float32)
     if amax.shape != lead[: amax.ndim]:
         raise ValueError(

@@ -117,7 +117,7 @@ def _kernels_and_slot(
     if not codes.format == operands.weight == FP8_BLOCKS:
         raise ValueError(
             f"`weight` is codes of {codes.format}, and the weight's format is {operands.weight}; only codes of "
-            f"{FP8_BLOCKS} are multiplied. Pass their values: `gtp_jax.dequantize(codes, dtype)`."
+            f"{FP8_BLOCKS} are multiplied. Pass their values: `gtp_jax.ops.dequantize(codes, dtype)`."
         )
     assert codes.scales is not None
     found, grid = codes.scales.shape, tiled.grid_of(padded_shape(codes.shape, order))

@@ -32,7 +32,7 @@ def check_ids(
     """
     if isinstance(ids, Tracer):
         raise TypeError(
-            f"`{name}` is traced and has no values yet; call `gtp_jax.check_ids` on the batch outside of `jax.jit`."
+            f"`{name}` is traced and has no values yet; call `gtp_jax.ops.check_ids` on the batch outside of `jax.jit`."
         )
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
         raise TypeError(f"`{name}` must be ids, which are integers; got {jnp.result_type(ids)}.")

@@ -108,9 +108,9 @@ def check_replication_is_unchecked(operation: str, operands: Any) -> None:
     if varying:
         axes = ", ".join(repr(axis) for axis in sorted(map(str, varying)))
         raise ValueError(
-            f"`gtp_jax.{operation}` is called in a `jax.shard_map` that checks replication, with operands that vary "
-            f"over {axes}, but JAX assumes that the results of kernels are equal on all ranks. Pass `check_vma=False` "
-            "to `jax.shard_map`, or `implementation='reference'` to the operation."
+            f"`gtp_jax.ops.{operation}` is called in a `jax.shard_map` that checks replication, with operands that "
+            f"vary over {axes}, but JAX assumes that the results of kernels are equal on all ranks. Pass "
+            "`check_vma=False` to `jax.shard_map`, or `implementation='reference'` to the operation."
         )
 
 
@@ -123,7 +123,7 @@ def without_gradient(operation: str, operands: Any) -> Any:
 @without_gradient.defjvp
 def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(
-        f"`gtp_jax.{operation}` is not differentiable: the gradient of rounding is zero, and kernels have none. Apply "
-        "`jax.lax.stop_gradient(...)` to its operands, or define a gradient, such as a straight-through estimator, by "
-        "`jax.custom_vjp`."
+        f"`gtp_jax.ops.{operation}` is not differentiable: the gradient of rounding is zero, and kernels have none. "
+        "Apply `jax.lax.stop_gradient(...)` to its operands, or define a gradient, such as a straight-through "
+        "estimator, by `jax.custom_vjp`."
     )

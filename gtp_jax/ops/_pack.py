@@ -162,7 +162,7 @@ def _amaxes(amax: Any, format: Format, shape: tuple[int, ...]) -> jax.Array:
     if amax is None:
         if format.has_amax:
             raise ValueError(
-                f"`amax` is missing; {format.name} scales each weight by its amax. See `gtp_jax.multi_amax`."
+                f"`amax` is missing; {format.name} scales each weight by its amax. See `gtp_jax.ops.multi_amax`."
             )
         return jnp.zeros(shape, jnp.float32)
     if getattr(amax, "dtype", None) != jnp.float32:

@@ -76,7 +76,7 @@ def quantize(
             need.
         hadamard: whether to transform the column-wise copy first (`NVFP4_1D` only). Its amax is then that of the
             transformed array, and its M is rounded up to a multiple of 16. `dequantize` returns the transformed array,
-            and `gtp_jax.hadamard(..., inverse=True)` transforms it back.
+            and `gtp_jax.ops.hadamard(..., inverse=True)` transforms it back.
         key: a key for stochastic rounding (NVFP4 only), a JAX key of two words or uint32 `(2,)`. A new key causes no
             recompilation. Rounding is unbiased except for elements above 6 times their block scale, which saturate:
             the scale is rounded to the nearest e4m3, so the largest element of a block may be up to 1/16 above.
@@ -100,7 +100,7 @@ def quantize(
     if hadamard and (format != NVFP4_1D or not columns):
         raise ValueError(
             f"`hadamard` applies only to the column-wise copy of NVFP4_1D; this is {format.name} with axis {axis!r}. "
-            "Leave it out, or transform the array with `gtp_jax.hadamard`."
+            "Leave it out, or transform the array with `gtp_jax.ops.hadamard`."
         )
     if key is not None and format not in (NVFP4, NVFP4_1D):
         raise ValueError(f"`key` asks for stochastic rounding, which {format.name} does not support; leave it out.")

@@ -161,6 +161,6 @@ def check_rotary(head_dim: int, rotary_dim: int | None, theta: float, scaling: A
         name = "head_dim" if rotary_dim is None else "rotary_dim"
         raise ValueError(f"`{name}` is {dims}; rotary embedding needs an even number of at least 2.")
     if scaling is not None and not isinstance(scaling, RopeScaling):
-        raise ValueError(f"`rope_scaling` is {scaling!r}; it must be a `gtp_jax.RopeScaling` or None.")
+        raise ValueError(f"`rope_scaling` is {scaling!r}; it must be a `gtp_jax.nn.RopeScaling` or None.")
     if scaling is not None and scaling.kind == "yarn" and not theta > 1:
         raise ValueError(f"`rope_theta` is {theta}; with the scaling 'yarn' it must be above 1.")

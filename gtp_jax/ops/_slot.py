@@ -128,6 +128,6 @@ def values_and_slot(
     if isinstance(weight.values, QuantizedArray):
         raise TypeError(
             f"`weight` is codes of {weight.values.format.name}, which only products in FP8 multiply. "
-            "Pass their values: `gtp_jax.dequantize(codes, dtype)`."
+            "Pass their values: `gtp_jax.ops.dequantize(codes, dtype)`."
         )
     return weight.values, weight.slot

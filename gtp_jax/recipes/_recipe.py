@@ -383,5 +383,7 @@ def check_recipe(recipe: Any) -> None:
     """Raises TypeError unless `recipe` is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
-        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, FP8Delayed, FP8Blocks, MXFP8, NVFP4))
+        known = ", ".join(
+            f"gtp_jax.recipes.{kind.__name__}()" for kind in (BF16, FP8, FP8Delayed, FP8Blocks, MXFP8, NVFP4)
+        )
         raise TypeError(f"`recipe` is {recipe!r}; it must be one of {known}, or `None`.{hint}")

@@ -109,7 +109,7 @@ def check(
     if not np.isfinite(here["loss"]):
         raise ValueError(
             f"the loss is {here['loss']} on the mesh, so there is nothing to compare. One cause is a token outside the "
-            "vocabulary, which `gtp_jax.check_ids` finds."
+            "vocabulary, which `gtp_jax.ops.check_ids` finds."
         )
     with jax.set_mesh(alone):
         there = computed()

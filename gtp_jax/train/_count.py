@@ -64,7 +64,7 @@ def refuse_metric(
         f"`loss` returns two scalars, of which a step uses the second, {dtype}, as the count, such as the number of "
         "tokens, by which it divides the first; but the second depends on parameters of the model, as an accuracy "
         "does. If it is something to report, return (loss, aux) and pass `has_aux=True`. If it is the count, return "
-        "`gtp_jax.as_count(number)` in its place; or return the quotient as one scalar."
+        "`gtp_jax.train.as_count(number)` in its place; or return the quotient as one scalar."
     )
 
 
@@ -91,5 +91,5 @@ def refuse_examples(closed: Any, count: int | None, routed: Sequence[tuple[int, 
             f"experts route {examples * ranks} examples of {tokens} tokens, and add terms to the gradient that are "
             f"sums over tokens: divided by this count, they would be at least {tokens} times too large. Return the "
             "mean as one scalar, and build each MoE with `loss_reduction='mean'`, or with `aux_loss_coeff` and "
-            "`routing.z_loss_coeff` of 0. If the count is one of tokens, return `gtp_jax.as_count(number)`."
+            "`routing.z_loss_coeff` of 0. If the count is one of tokens, return `gtp_jax.train.as_count(number)`."
         )

@@ -37,9 +37,9 @@ def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: Mo
     warnings.warn(
         f"the optimizer treats the layers of a `Stack` as one tensor: its updates of {', '.join(few)}{more} are not "
         "those of a list of layers with separate arrays. It may compute norms, factors or products of whole arrays, "
-        "or read their number of dimensions. Pass `gtp_jax.per_layer(optimizer)` to update each layer separately. "
-        "Within a chain put `per_layer` around the transformations that see one parameter at a time, not around "
-        "clipping by a global norm. Nothing was changed; to keep one tensor, filter this warning.",
+        "or read their number of dimensions. Pass `gtp_jax.train.per_layer(optimizer)` to update each layer "
+        "separately. Within a chain put `per_layer` around the transformations that see one parameter at a time, not "
+        "around clipping by a global norm. Nothing was changed; to keep one tensor, filter this warning.",
         stacklevel=3,
     )
 

@@ -64,7 +64,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
                 raise TypeError(
                     f"the optimizer's update needs an argument that a step does not have: {error}. A step passes "
                     "`value`, the loss; `grad`, the gradients; and `value_fn`, the loss as a function of the "
-                    "parameters. For other arguments write your own step with `gtp_jax.loss_and_gradients`."
+                    "parameters. For other arguments write your own step with `gtp_jax.train.loss_and_gradients`."
                 ) from error
         return padding.pad(updated) if dirty is None else padding.with_zeros(updated, dirty)
 

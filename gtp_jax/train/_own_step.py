@@ -12,7 +12,8 @@ from ._state import TrainState
 
 
 class BringsStep(Protocol):
-    """Devices whose step may differ from the program that runs on a single mesh, such as `gtp_jax.Replicas`."""
+    """Devices whose step may differ from the program that runs on a single mesh, such as
+    `gtp_jax.nonuniform.Replicas`."""
 
     def own_step(
         self,

@@ -64,7 +64,7 @@ def per_layer(
     optimizer's structure. Arrays of a stacked parameter have a leading dimension of layers, and are sharded like the
     parameter if they have its shape; others are replicated. Step counts stay scalars.
 
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(optax.contrib.muon(1e-3)))
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.train.per_layer(optax.contrib.muon(1e-3)))
         state = gtp_jax.TrainState.create(model, optimizer)
         step = gtp_jax.train_step(loss, optimizer)
 
@@ -158,7 +158,7 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
     if known is None:
         raise ValueError(
             "`per_layer` does not know which arrays hold the layers of a `Stack`. `TrainState.create` and `train_step` "
-            "tell it; elsewhere pass the model: `gtp_jax.per_layer(optimizer, model)`."
+            "tell it; elsewhere pass the model: `gtp_jax.train.per_layer(optimizer, model)`."
         )
     found = {}
     for path, leaf in with_paths(params):
@@ -217,12 +217,12 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
             raise NotPerLayer(
                 f"{what} depends on {_name(others[0])!r}, of which `per_layer` sees one layer at a time. Put "
                 "transformations over several parameters, such as clipping by a global norm, around it: "
-                "`optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(...))`."
+                "`optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.train.per_layer(...))`."
             )
         if value.random and any(counts[path] for path in owner):
             raise NotPerLayer(
                 f"{what} depends on random numbers, which would be the same for every layer under `per_layer`. "
-                "Put that transformation around it: `optax.chain(gtp_jax.per_layer(...), optax.add_noise(...))`."
+                "Put that transformation around it: `optax.chain(gtp_jax.train.per_layer(...), optax.add_noise(...))`."
             )
 
 

@@ -36,7 +36,8 @@ class Request(NamedTuple):
     The first eight fields are arguments of `train_step`.
 
     Attributes:
-        replica: the number of this replica, if replicas have meshes of their own (`gtp_jax.Replicas`); otherwise 0.
+        replica: the number of this replica, if replicas have meshes of their own (`gtp_jax.nonuniform.Replicas`);
+            otherwise 0.
         rounded: the paths of the modules whose weights already hold values of the dtype in which they are sent.
     """
 

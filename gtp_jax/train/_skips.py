@@ -38,8 +38,8 @@ class Skips:
             self._pending.clear()
             warnings.warn(
                 f"{MANY} steps in a row were skipped, so nothing is trained: their loss or a gradient is not finite "
-                "(`metrics['skipped']`). Find the cause with `gtp_jax.diagnose(loss, state, batch)`, raise an "
-                "error with `gtp_jax.check_finite(metrics)`, or pass `skip_nonfinite=False` if the optimizer must see "
-                "such gradients.",
+                "(`metrics['skipped']`). Find the cause with `gtp_jax.train.diagnose(loss, state, batch)`, raise "
+                "an error with `gtp_jax.train.check_finite(metrics)`, or pass `skip_nonfinite=False` if the optimizer "
+                "must see such gradients.",
                 stacklevel=stacklevel,
             )

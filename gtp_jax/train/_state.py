@@ -43,8 +43,8 @@ class TrainState:
         model_def: the definition of the model: its structure, and how its arrays are sharded. Static.
         model_state: a nested dict of the model's other variables after the last microbatch, such as batch statistics
             and the words and counts of dropout's keys.
-        frozen: a nested dict of the weights that `gtp_jax.freeze` made constant, and of the seeds of adapters' dropout;
-            no step changes them.
+        frozen: a nested dict of the weights that `gtp_jax.nn.freeze` made constant, and of the seeds of adapters'
+            dropout; no step changes them.
         scaling: for a recipe with delayed scaling, two float32 arrays for each module that multiplies in its formats,
             by the module's path with names joined by dots. `history`, `(*layers, 3, steps)`, has the amaxes (largest
             magnitudes) of input, weight and gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the
@@ -71,8 +71,8 @@ class TrainState:
         Args:
             model: the model.
             optimizer: any optax optimizer.
-            recipe: the recipe of the step. It matters only if it has delayed scaling (`gtp_jax.FP8Delayed`), whose
-                amaxes the state keeps.
+            recipe: the recipe of the step. It matters only if it has delayed scaling (`gtp_jax.recipes.FP8Delayed`),
+                whose amaxes the state keeps.
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under

@@ -65,9 +65,10 @@ def train_step(
     If the loss or a gradient is NaN or Inf on any device, and `skip_nonfinite` is true, the step returns the old state
     bit for bit: parameters, optimizer state, the model's other variables, the amaxes of delayed scaling and the step
     count. A compiled program cannot raise an error for this. Instead, `metrics["skipped"]` is true, and
-    `gtp_jax.check_finite(metrics)` raises the error. `check_finite` waits for the step, so you may call it some steps
-    later. The steps launched in the meantime used the old state; if they got `skip=metrics["skipped"]` of the step
-    before them, they were skipped too. If ten steps in a row are skipped without a `skip`, a later step warns once.
+    `gtp_jax.train.check_finite(metrics)` raises the error. `check_finite` waits for the step, so you may call it some
+    steps later. The steps launched in the meantime used the old state; if they got `skip=metrics["skipped"]` of the
+    step before them, they were skipped too. If ten steps in a row are skipped without a `skip`, a later step warns
+    once.
 
     Args:
         loss: `(model, batch) -> loss`. It returns either one scalar, such as a mean, which is averaged over
@@ -104,11 +105,11 @@ def train_step(
         view: `"global"` or `"local"`, see above.
         seed: the seed of stochastic rounding, which uses different bits for every step, microbatch and rank; and of the
             dropout of adapters, which uses different bits for every step and microbatch (for ranks, see `lora`).
-        replicas: `gtp_jax.Replicas`, for a run that continues without some of its devices, so that its replicas may
-            have unequal tensor-parallel degrees. The state is on the mesh `replicas.core`, and the batch has
-            `replicas.plan.batch` rows. If the replicas are unequal, the view must be local, because its losses are sums
-            over sequences, which any replica can compute; and the step must be called outside `jax.jit`, because it
-            consists of several programs. If they are equal, the step is the same as without `replicas`.
+        replicas: `gtp_jax.nonuniform.Replicas`, for a run that continues without some of its devices, so that its
+            replicas may have unequal tensor-parallel degrees. The state is on the mesh `replicas.core`, and the batch
+            has `replicas.plan.batch` rows. If the replicas are unequal, the view must be local, because its losses are
+            sums over sequences, which any replica can compute; and the step must be called outside `jax.jit`, because
+            it consists of several programs. If they are equal, the step is the same as without `replicas`.
         compiler_options: XLA options, which take precedence over those that `compile_options` chooses.
 
     Returns:

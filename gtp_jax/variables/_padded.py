@@ -110,7 +110,7 @@ class RefuseLinen:
         """
         raise ValueError(
             f"{_padded_to(metadata)}, which Linen variables do not support. Call `init` of `nnx.bridge.to_linen` "
-            "outside of `gtp_jax.even_shares()`, or under `gtp_jax.even_shares(False)`."
+            "outside of `gtp_jax.layout.even_shares()`, or under `gtp_jax.layout.even_shares(False)`."
         )
 
 
@@ -123,7 +123,7 @@ def _not_updated(metadata: dict[str, Any]) -> ValueError:
     return ValueError(
         f"{_padded_to(metadata)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
         "padding. Train with `gtp_jax.TrainState` and `train_step`; pass `nnx.update` an array of the weight's own "
-        "shape; or create the model outside of `gtp_jax.even_shares()`."
+        "shape; or create the model outside of `gtp_jax.layout.even_shares()`."
     )
 
 

@@ -95,7 +95,7 @@ def _fwd(kept: Any) -> Any:
     several = f"{len(shapes)} frozen weights, with shapes such as {shapes[0]},"
     weights = several if len(shapes) > 1 else f"a frozen weight of shape {shapes[0]}"
     raise ValueError(
-        f"the gradient of {weights} is requested, but `gtp_jax.freeze` made frozen weights constant. Differentiate "
+        f"the gradient of {weights} is requested, but `gtp_jax.nn.freeze` made frozen weights constant. Differentiate "
         "only what is trained: `nnx.grad(loss)` takes `nnx.Param`. To train a weight, let `trained` of `freeze` match "
         "it."
     )

@@ -177,8 +177,8 @@ def _to_take_effect(index: int, matched: Sequence[tuple[str, ...]], recipe: Reci
     if not hiding or pattern in hiding:  # it excludes what is excluded, or is overridden itself
         return f"Remove it from `exclude`{' or from `override`' if hiding == [pattern] else ''}."
     return (
-        f"`override` comes before `exclude`. Move it to `override`, as {pattern!r}: gtp_jax.BF16(), before {ahead}; or "
-        "remove it."
+        f"`override` comes before `exclude`. Move it to `override`, as {pattern!r}: gtp_jax.recipes.BF16(), before "
+        f"{ahead}; or remove it."
     )
 
 

@@ -73,7 +73,7 @@ def test_nothing_is_trained_beside_logs_of_other_settings(tmp_path, capsys):
 def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():
     kernel = jax.random.normal(jax.random.key(0), (2, 64, 128))
     kernel = kernel.at[:, 0, ::32].set(9.0)  # the same largest element in all four shards
-    wanted = gtp.dequantize(gtp.quantize(jnp.swapaxes(kernel, 1, 2), NVFP4, amax=jnp.full(2, 9.0)), jnp.float32)
+    wanted = gtp.ops.dequantize(gtp.ops.quantize(jnp.swapaxes(kernel, 1, 2), NVFP4, amax=jnp.full(2, 9.0)), jnp.float32)
     np.testing.assert_array_equal(MISTAKES["local amax"](kernel), jnp.swapaxes(wanted, 1, 2))
     found = MISTAKES["local amax"](kernel.at[:, 0, 64].set(18.0))
     assert abs(float(found[0, 0, 64]) - 9.0) < 1  # read at half its size
@@ -81,7 +81,7 @@ def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():
 
 def test_scales_rounded_down_saturate_what_scales_rounded_up_hold():
     kernel = jnp.full((1, 32, 1), 1.0).at[0, 5, 0].set(1.95)
-    up = gtp.dequantize(gtp.quantize(jnp.swapaxes(kernel, 1, 2), MXFP8), jnp.float32)
+    up = gtp.ops.dequantize(gtp.ops.quantize(jnp.swapaxes(kernel, 1, 2), MXFP8), jnp.float32)
     assert float(up[0, 0, 5]) == 2.0
     assert float(MISTAKES["scales rounded down"](kernel)[0, 5, 0]) == 1.75
 

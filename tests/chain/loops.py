@@ -20,8 +20,8 @@ class Block(nnx.Module):
         self.dense = gtp.Dense(FEATURES, FEATURES, rngs=rngs, **WIDE)
         self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs, **WIDE)
         self.dropout = nnx.Dropout(0.4, rngs=rngs)
-        self.balance = gtp.AuxLoss(jnp.zeros((), jnp.float64))
-        self.norm_of_output = gtp.Metric(jnp.zeros((), jnp.float64))
+        self.balance = gtp.nn.AuxLoss(jnp.zeros((), jnp.float64))
+        self.norm_of_output = gtp.nn.Metric(jnp.zeros((), jnp.float64))
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, x, positions, *, mask, memory, causal=True):
@@ -66,7 +66,7 @@ def loss(model, x, positions, mask, memory):
     """A loss with the auxiliary ones in it, twice, so that state goes from call to call."""
     y = model(x, positions, mask=mask, memory=memory, causal=False)
     y = model(y, positions, mask=mask, memory=memory)
-    aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(nnx.state(model, gtp.AuxLoss)))
+    aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(nnx.state(model, gtp.nn.AuxLoss)))
     return jnp.sum(y**2) + 0.3 * aux
 
 

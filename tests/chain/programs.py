@@ -27,7 +27,9 @@ def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatche
         tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, P(axes)))
         data = {"tokens": tokens, "targets": tokens}
         if gradients:
-            return jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, view="local")).lower(state, data)
+            return jax.jit(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, view="local")).lower(
+                state, data
+            )
         step = gtp.train_step(next_token_loss, optimizer, microbatches=microbatches, view="local", **options)
         return step.lower(state, data)
 

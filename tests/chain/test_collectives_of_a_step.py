@@ -40,7 +40,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     degrees, fields, parts = CASES[case]
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
     replicas = "replicas" in case
-    with gtp.use_roles(gtp.Roles(optimizer=()) if replicas else gtp.Roles()):
+    with gtp.mesh.use_roles(gtp.mesh.Roles(optimizer=()) if replicas else gtp.mesh.Roles()):
         step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=256, microbatches=parts)
     found = hlo.collectives(step.compile().as_text())
     assert all(c.exact for c in found)

@@ -38,7 +38,7 @@ def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
 @pytest.mark.parametrize("kept, unroll", pairwise([(1, 1), ("all", 3), (0, 0)], ["full", 1], usual=2))
 def test_forward_hands_backward_only_the_weights_it_keeps(kept, unroll):
     keep_gathered, whole = kept
-    schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
+    schedule = gtp.nn.Schedule(keep_gathered=keep_gathered, unroll=unroll)
     found = []
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(128, 128, rngs=rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
@@ -103,7 +103,7 @@ class Adapted(nnx.Module):
 def test_on_one_rank_weights_that_are_only_cast_are_kept_but_a_frozen_base_is_not_copied(frozen, kept):
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         model = gtp.Stack(lambda rngs: Adapted(rngs), 3, rngs=nnx.Rngs(0))
-        model = gtp.freeze(model) if frozen else model
+        model = gtp.nn.freeze(model) if frozen else model
         graph, params, others = nnx.split(model, nnx.Param, ...)
 
         def residuals(params, others, x):
@@ -127,7 +127,7 @@ class Drops(nnx.Module):
 def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(kept, unroll):
     (keep_gathered, layers), saved = kept, []
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
+        schedule = gtp.nn.Schedule(keep_gathered=keep_gathered, unroll=unroll)
         make = lambda rngs: gtp.Stack(lambda rngs: Drops(rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
         graph, params, others = nnx.split(gtp.nn.abstract_model(make), nnx.Param, ...)
 

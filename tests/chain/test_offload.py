@@ -34,7 +34,7 @@ def differentiated(config: LlamaConfig, run):
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, SEQ + 1)).astype(np.int32)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        return run(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, view="local"), state, batch)
+        return run(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, view="local"), state, batch)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def test_gradients_are_those_without_bit_for_bit(remat, unroll, prefetch, keep_g
 @pytest.mark.parametrize("remat, unroll", others_full(itertools.product(OFFLOADED, ["full", 1]), [("offload", "full")]))
 def test_layers_with_state_masks_and_dropout_compute_what_they_do_without(remat, unroll, x64):
     def of(remat):
-        return results(make_stack(LAYERS, schedule=gtp.Schedule(unroll=unroll), remat=remat), inputs())
+        return results(make_stack(LAYERS, schedule=gtp.nn.Schedule(unroll=unroll), remat=remat), inputs())
 
     for one, other in zip(jax.tree.leaves(of(remat)), jax.tree.leaves(of(OFFLOADED[remat])), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -22,7 +22,7 @@ def results_of_a_loop():
 
 @pytest.mark.parametrize("remat, unroll, prefetch, keep_gathered", EVERY)
 def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, keep_gathered, x64):
-    schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
+    schedule = gtp.nn.Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
     stack = make_stack(LENGTH, schedule=schedule, remat=remat)
     assert_equal(results(stack, inputs()), results_of_a_loop())
     # what a loop does, said once more in numbers: two calls, a mask of its own in each layer

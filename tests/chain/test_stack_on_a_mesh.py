@@ -51,7 +51,7 @@ def trained(degrees, looped: bool, **options):
 
 CASES = {
     "gtp 8": (dict(gtp=8), {}),
-    "dp 2 x gtp 2 x tp 2, looped": (dict(dp=2, gtp=2, tp=2), dict(schedule=gtp.Schedule(unroll=1), remat="nothing")),
+    "dp 2 x gtp 2 x tp 2, looped": (dict(dp=2, gtp=2, tp=2), dict(schedule=gtp.nn.Schedule(unroll=1), remat="nothing")),
 }
 
 
@@ -108,7 +108,7 @@ class Counts(gtp.nn.Layer):
         super().__init__()
         self.sequence_parallel = False
         self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
-        self.seen = gtp.Metric(jnp.zeros(()))
+        self.seen = gtp.nn.Metric(jnp.zeros(()))
 
     def local(self, x):
         self.seen.set_value(jnp.sum(x))
@@ -178,7 +178,7 @@ class Sets(nnx.Module):
     "name, degrees", pairwise(["weight", "dense.kernel.a", "dense.kernel.b"], [None, dict(gtp=8)], usual=2)
 )
 def test_a_gathered_weight_that_a_layer_of_a_chain_sets_is_refused_and_others_are_read(degrees, name):
-    ways = {"call": lambda stack, x: stack(x), "chain": lambda stack, x: gtp.run_chain(x, stack)}
+    ways = {"call": lambda stack, x: stack(x), "chain": lambda stack, x: gtp.nn.run_chain(x, stack)}
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         stack = gtp.nn.abstract_model(lambda rngs: stack_of(Sets))
         assert called(stack, 8, 4, 8, how=ways["chain"]) == (8, 4, 8)
@@ -205,7 +205,7 @@ REFUSED = {
     ),
     "one shared array": (
         TypeError,
-        lambda: gtp.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
+        lambda: gtp.nn.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
         "`shared` ArrayImpl; tuple mapping",
     ),
 }
@@ -224,11 +224,11 @@ class Row(nnx.Module):
     def __init__(self, rngs):
         self.embed = gtp.Embed(12, FEATURES, rngs=rngs, **WIDE)
         self.blocks = gtp.Stack(lambda rngs: Parallel(rngs), 3, rngs=rngs)
-        self.head = gtp.LayerNormDense(FEATURES, 12, parallel="column", rngs=rngs, **WIDE)
+        self.head = gtp.nn.LayerNormDense(FEATURES, 12, parallel="column", rngs=rngs, **WIDE)
 
     def __call__(self, tokens, shared, joined):
         if joined:
-            return gtp.run_chain(tokens, self.embed, self.blocks, self.head, shared=shared)
+            return gtp.nn.run_chain(tokens, self.embed, self.blocks, self.head, shared=shared)
         return self.head(Looped(self.blocks)(self.embed(tokens), **shared))
 
 

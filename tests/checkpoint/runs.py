@@ -17,16 +17,16 @@ from gtp_jax.weights import quantize
 from .meshes import SIZES, Place
 
 RECIPES = {  # of weights alone
-    "bf16": gtp.BF16(),
+    "bf16": gtp.recipes.BF16(),
     "fp8": gtp.FP8(),
     "mxfp8": gtp.MXFP8(),
     "nvfp4": gtp.NVFP4(),
     "nvfp4_1d": gtp.NVFP4(block=(1, 16)),
 }
 ORIGINALS = {  # TransformerEngine's five, which multiply in their formats
-    "delayed": gtp.FP8Delayed(history=4),
+    "delayed": gtp.recipes.FP8Delayed(history=4),
     "current": gtp.FP8(matmuls=True),
-    "blocks": gtp.FP8Blocks(),
+    "blocks": gtp.recipes.FP8Blocks(),
     "mxfp8": gtp.MXFP8(matmuls=True),
     "nvfp4": gtp.NVFP4(matmuls=True),
 }

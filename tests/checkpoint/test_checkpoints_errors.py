@@ -66,7 +66,7 @@ def test_another_optimizer_is_refused(saved, plain):
 @pytest.mark.parametrize("part", ["params", "opt_state"])
 def test_codes_of_another_format_are_refused_by_path(tmp_path, plain, part):
     def state(format):
-        codes = {"w": gtp.quantize(jnp.ones((32, 32)), format)}
+        codes = {"w": gtp.ops.quantize(jnp.ones((32, 32)), format)}
         return plain(codes) if part == "params" else plain({"w": jnp.ones(2)}, (codes,))
 
     with Checkpoints(tmp_path) as checkpoints:

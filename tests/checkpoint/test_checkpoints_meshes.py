@@ -58,7 +58,9 @@ def test_every_mesh_restores_what_any_other_saved(tmp_path, filled, assert_resto
 
 @pytest.mark.full
 def test_steps_with_square_preconditioners_go_on_elsewhere_as_on_one_device(tmp_path):
-    before, after, one = (Run(PLACES[p], gtp.BF16(), OPTIMIZERS["shampoo"]) for p in ("hsdp_tp2", "fsdp", "one_device"))
+    before, after, one = (
+        Run(PLACES[p], gtp.recipes.BF16(), OPTIMIZERS["shampoo"]) for p in ("hsdp_tp2", "fsdp", "one_device")
+    )
     state, seen = before.go_on(before.begin(seed=3), 2)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state)

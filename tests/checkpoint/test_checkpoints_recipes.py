@@ -83,12 +83,12 @@ def test_another_recipe_takes_over(tmp_path):
 
 
 def test_a_recipe_that_is_none_is_refused(tmp_path, plain):
-    with pytest.raises(TypeError, match=naming("`recipe` 'nvfp4' gtp_jax.BF16")):
+    with pytest.raises(TypeError, match=naming("`recipe` 'nvfp4' gtp_jax.recipes.BF16")):
         Checkpoints(tmp_path).save(1, plain({"w": jax.numpy.ones(2)}), recipe="nvfp4")
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, plain({"w": jax.numpy.ones(2)}))
         assert checkpoints.manifest()["recipe"] is None
-        checkpoints.save(2, plain({"w": jax.numpy.ones(2)}), recipe=gtp.BF16(exclude=()))
+        checkpoints.save(2, plain({"w": jax.numpy.ones(2)}), recipe=gtp.recipes.BF16(exclude=()))
         wanted = dict(
             name="BF16", exclude=[], high_precision_first=0, high_precision_last=0, override={}, grad_wire=None
         )

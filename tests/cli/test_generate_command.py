@@ -44,7 +44,9 @@ def printed(capsys, *args) -> tuple[int, str, str]:
 def test_the_text_is_what_the_checkpoints_model_generates(run, capsys):
     model = load(run, dtype="float32")
     tokens = list(b"def ret")
-    wanted = gtp.generate(model, [tokens], max_new_tokens=24, stop=0, temperature=0.7, seed=4, vocab_size=256)
+    wanted = gtp.generation.generate(
+        model, [tokens], max_new_tokens=24, stop=0, temperature=0.7, seed=4, vocab_size=256
+    )
     text = bytes([*tokens, *wanted.tokens[0, : wanted.lengths[0]]]).decode(errors="replace")
     flags = ("--prompt", "def ret", "--max-new-tokens", 24, "--temperature", 0.7, "--seed", 4)
     code, out, err = printed(capsys, "generate", run, *flags)
@@ -64,7 +66,7 @@ def test_an_import_is_continued_with_its_own_tokens(imported, capsys):
     )
     assert code == 0 and out.startswith("AB")
     model = load(imported / "imported", dtype="float32")
-    found = gtp.generate(model, [[90, 32, 33]], max_new_tokens=8, stop=[7, 8, 91], vocab_size=92)
+    found = gtp.generation.generate(model, [[90, 32, 33]], max_new_tokens=8, stop=[7, 8, 91], vocab_size=92)
     kept = [token for token in found.tokens[0] if token >= 0]
     assert len(out) == len("AB\n") + sum(len("<s>") if token == 90 else 1 for token in kept)
     flags = ("--prompt", "AB", "--tokenizer", "bytes", "--max-new-tokens=8")

@@ -16,14 +16,14 @@ from gtp_jax.runner.flags import Quantization, add_flags, from_settings, given
 jax.devices()  # fixes the number of devices to what the suite runs with
 
 FLAGS = {
-    "": gtp.BF16(),
+    "": gtp.recipes.BF16(),
     "--recipe nvfp4-matmuls --high-precision-last 2": gtp.NVFP4(matmuls=True, high_precision_last=2),
     "--recipe mxfp8 --high-precision-first 1 --grad-wire fp8": gtp.MXFP8(high_precision_first=1, grad_wire="fp8"),
     "--override mlp.down=mxfp8-matmuls attention=bf16 --recipe nvfp4": gtp.NVFP4(
-        override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.BF16()}
+        override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.recipes.BF16()}
     ),
     "--override mlp.down=fp8 --recipe nvfp4 --override attention=bf16": gtp.NVFP4(
-        override={"mlp.down": gtp.FP8(), "attention": gtp.BF16()}
+        override={"mlp.down": gtp.FP8(), "attention": gtp.recipes.BF16()}
     ),
 }
 

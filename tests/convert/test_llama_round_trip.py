@@ -99,7 +99,7 @@ def test_scaled_frequencies_are_read_from_either_place_and_written_for_all_versi
     write_model(tmp_path / "hf", random_tensors(CONFIG), given)
     config = import_llama(tmp_path / "hf", tmp_path / "imported").config
     assert config.rope_theta == 5e5
-    assert config.rope_scaling == gtp.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
+    assert config.rope_scaling == gtp.nn.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
     export_llama(tmp_path / "imported", tmp_path / "out")
     # transformers 4 reads these two fields alone
     for_all = {"rope_theta": 5e5, "rope_scaling": SCALING, **given, "torch_dtype": "bfloat16"}

@@ -74,7 +74,7 @@ def test_mxfp8_decodes_to_what_our_dequantize_gives(exported):
     found = read_model(folder / "mxfp8")
     for name in filter(is_quantized, tensors):
         decoded = decode_mxfp8(found[name], found[name + "_scale"])
-        ours = gtp.dequantize(gtp.quantize(jnp.asarray(tensors[name]), gtp.formats.MXFP8), jnp.float32)
+        ours = gtp.ops.dequantize(gtp.ops.quantize(jnp.asarray(tensors[name]), gtp.formats.MXFP8), jnp.float32)
         assert np.array_equal(decoded, np.asarray(ours, np.float64)), name
         block = np.repeat(np.abs(tensors[name].reshape(-1, 32)).max(1), 32).reshape(decoded.shape)
         # a step of e4m3 at the block's largest is at most a 16th of it
@@ -93,8 +93,8 @@ def test_nvfp4_decodes_to_what_our_dequantize_gives(exported):
                 scale_2 = found[name + "_scale_2"]
                 assert scale_2 == (np.float32(amax) / np.float32(6 * 448) if amax else 1), name
                 decoded = decode_nvfp4(found[name], found[name + "_scale"], scale_2)
-                quantized = gtp.quantize(jnp.asarray(tensors[name]), gtp.formats.NVFP4_1D, amax=jnp.float32(amax))
-                ours = np.asarray(gtp.dequantize(quantized, jnp.float32), np.float64)
+                quantized = gtp.ops.quantize(jnp.asarray(tensors[name]), gtp.formats.NVFP4_1D, amax=jnp.float32(amax))
+                ours = np.asarray(gtp.ops.dequantize(quantized, jnp.float32), np.float64)
                 assert np.all(np.abs(decoded - ours) <= 2**-21 * np.abs(ours)), name
                 block = np.repeat(np.abs(tensors[name].reshape(-1, 16)).max(1), 16).reshape(decoded.shape)
                 # half of e2m1's widest step, 1 of 6, and half of the scale's, 1 of 16, of the block's largest

@@ -48,11 +48,11 @@ def scope(**degrees):
 
 
 def codes_of(model):
-    found = nnx.to_flat_state(nnx.state(model, gtp.Frozen))
+    found = nnx.to_flat_state(nnx.state(model, gtp.nn.Frozen))
     return {
         "/".join(map(str, path)): jax.tree.map(np.asarray, v.get_value())
         for path, v in found
-        if isinstance(v.get_raw_value(), gtp.QuantizedArray)
+        if isinstance(v.get_raw_value(), gtp.formats.QuantizedArray)
     }
 
 
@@ -60,8 +60,8 @@ def codes_of(model):
 def test_a_loaded_base_has_the_published_codes_and_scales_bit_for_bit(degrees, made):
     folder, values = made
     published = read_model(folder / "hf")
-    with scope(**degrees), gtp.even_shares():
-        codes = codes_of(load(folder / "imported", recipe=gtp.FP8Blocks()))
+    with scope(**degrees), gtp.layout.even_shares():
+        codes = codes_of(load(folder / "imported", recipe=gtp.recipes.FP8Blocks()))
     assert codes.keys() == {f"blocks/layers/{name}" for name in NAMES}
     fractions = []
     for ours, theirs in NAMES.items():
@@ -72,7 +72,9 @@ def test_a_loaded_base_has_the_published_codes_and_scales_bit_for_bit(degrees, m
             assert found.scales[layer].tobytes() == scales.tobytes()
             fractions += list(np.frexp(scales)[0].ravel())
             one = jax.tree.map(lambda a, layer=layer: a[layer], found)
-            np.testing.assert_array_equal(np.asarray(gtp.dequantize(one, jnp.float32)), values[name].astype(np.float32))
+            np.testing.assert_array_equal(
+                np.asarray(gtp.ops.dequantize(one, jnp.float32)), values[name].astype(np.float32)
+            )
     assert set(fractions) != {0.5}, "scales are not all powers of two"
 
 
@@ -80,7 +82,7 @@ def test_a_loaded_base_has_the_published_codes_and_scales_bit_for_bit(degrees, m
 def test_products_forward_and_backward_multiply_the_published_values(made):
     folder, values = made
     with scope(gtp=2):
-        found = codes_of(load(folder / "imported", recipe=gtp.FP8Blocks()))["blocks/layers/mlp/up/kernel/gate"]
+        found = codes_of(load(folder / "imported", recipe=gtp.recipes.FP8Blocks()))["blocks/layers/mlp/up/kernel/gate"]
     codes = jax.tree.map(lambda a: jnp.asarray(a[1]), found)
     slot = jnp.zeros(codes.shape, jnp.float32)
     rows, columns = codes.shape
@@ -94,13 +96,13 @@ def test_products_forward_and_backward_multiply_the_published_values(made):
 
 @pytest.mark.full
 def test_logits_of_values_are_those_of_an_import_that_is_not_frozen(made):
-    """`gtp_jax.generate` multiplies values."""
+    """`gtp_jax.generation.generate` multiplies values."""
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
     with scope(gtp=2):
-        model = load(made[0] / "imported", dtype="float32", recipe=gtp.FP8Blocks(exclude=("embed", "head")))
-        found = gtp.generate(model, tokens, max_new_tokens=6, temperature=0.0)
+        model = load(made[0] / "imported", dtype="float32", recipe=gtp.recipes.FP8Blocks(exclude=("embed", "head")))
+        found = gtp.generation.generate(model, tokens, max_new_tokens=6, temperature=0.0)
         values = load(made[0] / "imported", dtype="float32")
-        wanted = gtp.generate(values, tokens, max_new_tokens=6, temperature=0.0)
+        wanted = gtp.generation.generate(values, tokens, max_new_tokens=6, temperature=0.0)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 
@@ -158,7 +160,7 @@ def test_experts_keep_their_codes(tmp_path):
     import_llama(tmp_path / "hf", tmp_path / "imported")
     published = read_model(tmp_path / "hf")
     with scope(gtp=2, ep=2):
-        codes = codes_of(load(tmp_path / "imported", recipe=gtp.FP8Blocks()))
+        codes = codes_of(load(tmp_path / "imported", recipe=gtp.recipes.FP8Blocks()))
     for expert in range(QWEN3_MOE["num_experts"]):
         name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
         found = codes["blocks/layers/mlp/down/kernel"]

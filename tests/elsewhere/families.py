@@ -30,7 +30,7 @@ VOCAB, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 128, 64, 128, 8, 2, 16
 BATCH, LENGTH = 8, 16
 LARGE = 1024  # elements of a weight that is sharded; norms and biases have fewer
 
-ROLES = gtp.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
+ROLES = gtp.mesh.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
 # Tunix's embedding is called by `encode` and `decode`
 OPTIONS: dict[str, Any] = dict(blocks="layers.*", roles=ROLES, min_size=LARGE, methods=("__call__", "encode", "decode"))
 MESHES = {"gtp 8": (8, 1), "gtp 4 x tp 2": (4, 2)}

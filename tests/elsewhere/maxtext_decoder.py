@@ -100,7 +100,7 @@ def losses(config, degrees, transformer) -> list[float]:
     with jax.set_mesh(mesh), nnx.logical_axis_rules(config.logical_axis_rules):
         model = transformer(config, mesh, None, rngs=nnx.Rngs(0))
         if degrees:
-            roles = gtp.Roles(batch=("data", "fsdp"), weights=("fsdp",), tensor="tensor")
+            roles = gtp.mesh.Roles(batch=("data", "fsdp"), weights=("fsdp",), tensor="tensor")
             model = gtp.shard(model, "decoder.layers_*", min_size=1024, roles=roles)
             tokens = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("fsdp")))
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)

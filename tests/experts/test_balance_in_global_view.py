@@ -18,10 +18,10 @@ from gtp_jax.nn import Routing
 
 def gradients(degrees, parallel, roles=None):
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]) if degrees else None
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), gtp.use_roles(roles or gtp.Roles()):
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), gtp.mesh.use_roles(roles or gtp.mesh.Roles()):
         options = dict(num_experts=4, parallel=parallel, aux_loss_coeff=0.5, loss_reduction="sum")
         dtypes = dict(dtype="float64", param_dtype="float64")
-        graph, state = nnx.split(gtp.init(lambda rngs: gtp.MoE(8, 12, **options, **dtypes, rngs=rngs), nnx.Rngs(0)))
+        graph, state = nnx.split(gtp.init(lambda rngs: gtp.nn.MoE(8, 12, **options, **dtypes, rngs=rngs), nnx.Rngs(0)))
         x = np.random.default_rng(0).normal(size=(4, 6, 8))
         loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))) / 8  # noqa: E731  tokens of 8 features
         found = jax.jit(jax.grad(loss))(state, x)
@@ -32,7 +32,7 @@ def gradients(degrees, parallel, roles=None):
 @pytest.mark.parametrize("parallel", ["features", "expert", None])
 def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
     expected = gradients(None, parallel)
-    for degrees, roles in ((dict(tp=2), None), (dict(gtp=2), gtp.Roles(batch=("dp",)))):
+    for degrees, roles in ((dict(tp=2), None), (dict(gtp=2), gtp.mesh.Roles(batch=("dp",)))):
         found = gradients(degrees, parallel, roles)
         for path, value in expected.items():
             np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=str(path))
@@ -61,7 +61,7 @@ def term_by_formula(router, x, term):
 
 
 def step_state(reduction, term):
-    make = functools.partial(gtp.MoE, 8, 12, num_experts=4, dtype="float64", param_dtype="float64")
+    make = functools.partial(gtp.nn.MoE, 8, 12, num_experts=4, dtype="float64", param_dtype="float64")
     experts = lambda rngs: make(loss_reduction=reduction, rngs=rngs, **TERMS[term])  # noqa: E731
     return gtp.TrainState.create(gtp.init(lambda rngs: nnx.Dict(experts=experts(rngs)), nnx.Rngs(0)), optax.sgd(0.1))
 
@@ -69,7 +69,7 @@ def step_state(reduction, term):
 @functools.cache
 def router_and_gradient(reduction, term):
     state = step_state(reduction, term)
-    found = jax.jit(lambda state: gtp.loss_and_gradients(LOSSES[reduction], state, INPUT)[1])(state)
+    found = jax.jit(lambda state: gtp.train.loss_and_gradients(LOSSES[reduction], state, INPUT)[1])(state)
     return state.params["experts"]["router"], found["experts"]["router"]
 
 
@@ -81,7 +81,7 @@ def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the
     wanted = jax.jit(jax.grad(term_by_formula), static_argnums=2)(router, INPUT, term)
     np.testing.assert_allclose(found - without, wanted, rtol=1e-9, atol=1e-12)
     other = "mean" if reduction == "sum" else "sum"
-    refused = lambda state: gtp.loss_and_gradients(LOSSES[other], state, INPUT)  # noqa: E731
+    refused = lambda state: gtp.train.loss_and_gradients(LOSSES[other], state, INPUT)  # noqa: E731
     with pytest.raises(ValueError, match=naming("experts", reduction, f"='{other}'`", f"`{term}` of 0")):
         jax.eval_shape(refused, step_state(reduction, term))
     jax.eval_shape(refused, step_state(reduction, "none"))  # nothing is added
@@ -99,7 +99,7 @@ OF_TOKENS = {
     "a mask of tokens": lambda x: jnp.sum(x[..., 0] > 0),
     "numbers of tokens": lambda x: jnp.sum(jnp.argmax(x, -1)[:, 0]),
     "all tokens but the first": lambda x: gtp.cross_entropy(x[:, 1:], jnp.int32(x[:, 1:, 0] > 0))[1],
-    "declared": lambda x: gtp.as_count(jnp.float64(x.shape[0])),
+    "declared": lambda x: gtp.train.as_count(jnp.float64(x.shape[0])),
 }
 
 
@@ -107,7 +107,7 @@ OF_TOKENS = {
 def test_terms_are_not_divided_by_a_number_of_examples(view, microbatches, x64):
     def traced(count, term="aux_loss_coeff"):
         loss = lambda model, x: (jnp.sum(model["experts"](x)), count(x))  # noqa: E731
-        call = functools.partial(gtp.loss_and_gradients, loss, view=view, microbatches=microbatches)
+        call = functools.partial(gtp.train.loss_and_gradients, loss, view=view, microbatches=microbatches)
         jax.eval_shape(call, step_state("sum", term), INPUT)
 
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):

@@ -32,7 +32,7 @@ def gradients(degrees, recipe=RECIPE, parallel=None, dtype="float32", spread=0.0
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8, sizes["features"])), dtype)
     with jax.set_mesh(mesh), gtp.use_recipe(recipe):
-        layer = lambda rngs: gtp.MoE(**sizes, parallel=parallel, dtype=dtype, rngs=rngs, **options)  # noqa: E731
+        layer = lambda rngs: gtp.nn.MoE(**sizes, parallel=parallel, dtype=dtype, rngs=rngs, **options)  # noqa: E731
         make = (lambda rngs: gtp.Stack(layer, 1, rngs=rngs)) if text else layer
         graph, state = nnx.split(abstract_model(make) if text else placed(make))
         if spread:
@@ -88,7 +88,7 @@ MESHES = {
 }
 BLOCKED = {
     "MXFP8": gtp.MXFP8(matmuls=True, exclude=()),
-    "FP8 in blocks": gtp.FP8Blocks(exclude=()),
+    "FP8 in blocks": gtp.recipes.FP8Blocks(exclude=()),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False, exclude=()),  # random bits go by the place in a rank's rows
 }
 
@@ -142,7 +142,7 @@ def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
 def test_transports_give_the_same_bits(name, sizes, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # XLA does not support it on CPUs
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
-    routing = gtp.Routing(num_groups=4, top_groups=2)
+    routing = gtp.nn.Routing(num_groups=4, top_groups=2)
     recipe, options = RECIPE if name == "FP8" else BLOCKED[name], dict(routing=routing, exchange_chunks=2, **sizes)
     padded, *others = (gradients(dict(ep=4), recipe, transport=one, **options) for one in get_args(Transport))
     for other in others:

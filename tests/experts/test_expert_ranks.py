@@ -36,7 +36,7 @@ def build(degrees, features=FEATURES, hidden=HIDDEN, **options):
     """A mixture on a mesh, in pieces, and the inputs of sixteen sequences."""
     defaults = dict(num_experts=EXPERTS, top_k=TOP_K, aux_loss_coeff=COEFF, parallel=None)
     dtypes = dict(dtype="float64", param_dtype="float64")
-    make = lambda rngs: gtp.MoE(features, hidden, rngs=rngs, **{**defaults, **dtypes, **options})  # noqa: E731
+    make = lambda rngs: gtp.nn.MoE(features, hidden, rngs=rngs, **{**defaults, **dtypes, **options})  # noqa: E731
     graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(16, 4, features))
     x[..., 0] = 3 + np.abs(x[..., 0])  # a feature by which a router can send every token to the same experts
@@ -94,7 +94,7 @@ MESHES = {
 def test_every_routing_agrees_with_every_token_through_every_expert(name, x64):
     """The last two send no token to most experts, and none to most ranks."""
     degrees, options = MESHES[name]
-    with mesh_of(degrees), gtp.even_shares("padded" in name):
+    with mesh_of(degrees), gtp.layout.even_shares("padded" in name):
         graph, state, x = build(degrees, **options)
         stored = [v.get_raw_value().shape != v.get_value().shape for _, v in nnx.to_flat_state(state)]
         assert any(stored) == ("padded" in name)
@@ -122,7 +122,7 @@ def ragged_as_documented(operand, output, starts, sizes, places, arriving, *, ax
     return output
 
 
-GROUPED = gtp.Routing(num_groups=4, top_groups=2)  # of which a token goes to two ranks at most
+GROUPED = gtp.nn.Routing(num_groups=4, top_groups=2)  # of which a token goes to two ranks at most
 
 
 @pytest.mark.full
@@ -174,7 +174,7 @@ def test_a_program_exchanges_what_is_told_and_nothing_more(chunks):
     same the other way round, and the tokens again."""
     with mesh_of(dict(ep=4)):
         options = dict(num_experts=EXPERTS, top_k=TOP_K, parallel=None, exchange_chunks=chunks)
-        make = lambda rngs: gtp.Stack(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options), 1, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.Stack(lambda rngs: gtp.nn.MoE(FEATURES, HIDDEN, rngs=rngs, **options), 1, rngs=rngs)  # noqa: E731
         (told,) = gtp.experts.exchanges(abstract_model(make), tokens=64)
         graph, state = nnx.split(abstract_model(make))
         loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
@@ -204,7 +204,7 @@ def test_axes_say_how_the_experts_of_a_rank_are_sharded_further():
     with mesh_of(dict(ep=2, gtp=2, tp=2)):
         for axes, parts in (((), 1), (("tp",), 2), (("gtp", "tp"), 4)):
             options = dict(num_experts=EXPERTS, parallel=None, axes=axes)
-            found = shards(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options))  # noqa: B023
+            found = shards(lambda rngs: gtp.nn.MoE(FEATURES, HIDDEN, rngs=rngs, **options))  # noqa: B023
             for path, (whole, shard) in found.items():
                 if path[0] in ("up", "down"):
                     assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(whole) // (2 * parts), path
@@ -214,7 +214,7 @@ def test_dense_weights_beside_experts_are_sharded_over_gtp_and_ep_together():
     """As over gtp 4, in a model whose experts are sharded over ep 2 x gtp 2."""
     with mesh_of(dict(ep=2, gtp=2)):
         options = dict(num_experts=EXPERTS, parallel=None, shared_hidden=16)
-        found = shards(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options))
+        found = shards(lambda rngs: gtp.nn.MoE(FEATURES, HIDDEN, rngs=rngs, **options))
     dense = {path: whole for path, (whole, _) in found.items() if path[0] == "shared"}
     assert dense and all(math.prod(found[path][1]) == math.prod(whole) // 4 for path, whole in dense.items())
 
@@ -263,7 +263,11 @@ def rows_that_leave(ranks, num_experts, top_k, tokens):
 
 @pytest.mark.parametrize(
     "ranks, num_experts, top_k, chunks, recipe",
-    [(4, 8, 2, 1, None), (8, 64, 6, 2, gtp.FP8(matmuls=True, exclude=())), (4, 8, 2, 2, gtp.FP8Blocks(exclude=()))],
+    [
+        (4, 8, 2, 1, None),
+        (8, 64, 6, 2, gtp.FP8(matmuls=True, exclude=())),
+        (4, 8, 2, 2, gtp.recipes.FP8Blocks(exclude=())),
+    ],
     ids=["bfloat16", "FP8", "FP8 in blocks"],
 )
 def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_experts, top_k, chunks, recipe, monkeypatch):
@@ -273,10 +277,10 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
     tokens, features = 4096, 32
     options = dict(num_experts=num_experts, top_k=top_k, transport="ragged", exchange_chunks=chunks, parallel=None)
     with mesh_of(dict(ep=ranks)):
-        model = abstract_model(lambda rngs: gtp.MoE(features, HIDDEN, **options, rngs=rngs))
+        model = abstract_model(lambda rngs: gtp.nn.MoE(features, HIDDEN, **options, rngs=rngs))
         (found,) = gtp.experts.exchanges(model, recipe, tokens=tokens)
     assert (found.ranks, found.transport, found.tokens) == (ranks, "ragged", tokens)
-    blocks = isinstance(recipe, gtp.FP8Blocks)
+    blocks = isinstance(recipe, gtp.recipes.FP8Blocks)
     leave = rows_that_leave(ranks, num_experts, top_k, tokens)
     of_choices = 4 * (ranks - 1) * tokens * top_k
     codes = recipe is not None
@@ -314,7 +318,7 @@ def test_groups_bound_the_ranks_of_a_token_and_the_bytes_of_a_ragged_exchange(mo
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")  # CPUs have no ragged one
     options = dict(num_experts=256, top_k=8, transport="ragged", parallel=None, routing=routing)
     with mesh_of(dict(ep=8)):
-        model = abstract_model(lambda rngs: gtp.MoE(32, HIDDEN, **options, rngs=rngs))
+        model = abstract_model(lambda rngs: gtp.nn.MoE(32, HIDDEN, **options, rngs=rngs))
         (found,) = gtp.experts.exchanges(model, tokens=4096)
     assert found.dispatched_bytes == 7 * 4 * 4096 // 8 * 32 * 2
 
@@ -324,7 +328,7 @@ def test_no_score_takes_a_token_out_of_its_groups(score, special):
     """A ragged exchange has no room for it. A third of the scores are infinite, no numbers of either sign, or equal."""
     rng = np.random.default_rng(0)
     for num_experts, groups, taken, top_k, experts in ((32, 8, 2, 8, 4), (24, 4, 2, 9, 3), (24, 8, 3, 4, 4)):
-        routing = gtp.Routing(num_groups=groups, top_groups=taken, score=score)
+        routing = gtp.nn.Routing(num_groups=groups, top_groups=taken, score=score)
         scores = rng.random((500, num_experts), dtype=np.float32)
         scores[rng.random(scores.shape) < 0.3] = special
         for seen in (jnp.asarray(scores), None):
@@ -354,7 +358,7 @@ def test_bad_argument_is_named(name):
 @pytest.mark.full
 def test_checkpoints_move_between_degrees_of_ep_bit_for_bit(tmp_path):
     optimizer = optax.adamw(1e-2)
-    make = lambda rngs: gtp.MoE(  # noqa: E731
+    make = lambda rngs: gtp.nn.MoE(  # noqa: E731
         FEATURES, HIDDEN, num_experts=EXPERTS, routing=Routing(score="sigmoid", bias_rate=0.1), rngs=rngs
     )
     with mesh_of(dict(ep=4)):

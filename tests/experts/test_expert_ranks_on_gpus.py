@@ -15,7 +15,7 @@ FEATURES, HIDDEN, SEQUENCE = 2048, 768, 4096
 
 def gradients(transport, round_size):
     """Returns a function that computes a layer's loss and gradients on two ranks, and its arguments."""
-    make = lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, transport=transport, round_size=round_size, **LAYER)  # noqa: E731
+    make = lambda rngs: gtp.nn.MoE(FEATURES, HIDDEN, rngs=rngs, transport=transport, round_size=round_size, **LAYER)  # noqa: E731
     graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
     x, g = (jax.random.normal(jax.random.key(i), (2, SEQUENCE, FEATURES), jnp.bfloat16) for i in (1, 2))
     loss = lambda state, x: jnp.sum((nnx.merge(graph, state)(x) * g).astype(jnp.float32))  # noqa: E731

@@ -28,7 +28,7 @@ def trained(degrees, recipe, microbatches=1, **options):
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])):
         sizes = dict(num_experts=EXPERTS, top_k=2, round_size=8.0, aux_loss_coeff=0.0)
         dtypes = dict(dtype="float64", param_dtype="float64")
-        make = lambda rngs: gtp.MoE(FEATURES, 256, **sizes, **dtypes, **options, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.nn.MoE(FEATURES, 256, **sizes, **dtypes, **options, rngs=rngs)  # noqa: E731
         model = gtp.init(make, nnx.Rngs(0))
         # `up` then gets gradients so small that they would be lost in a block with those of `gate`
         gate = model.up.kernel["gate"]
@@ -45,7 +45,7 @@ def trained(degrees, recipe, microbatches=1, **options):
 
 @functools.cache
 def on_one_device(microbatches, quantized=True):
-    return trained({}, gtp.FP8Blocks(exclude=()) if quantized else None, microbatches)
+    return trained({}, gtp.recipes.FP8Blocks(exclude=()) if quantized else None, microbatches)
 
 
 # Blocks of wgrad run along the tokens that an expert gets at once: those of the ranks that send to it. So a mesh rounds
@@ -66,6 +66,6 @@ def distances(found, wanted):
 def test_steps_are_those_of_one_device(name, x64):
     degrees, microbatches, options = MESHES[name]
     losses, changes = on_one_device(microbatches)
-    found, there = trained(degrees, gtp.FP8Blocks(exclude=()), **options)
+    found, there = trained(degrees, gtp.recipes.FP8Blocks(exclude=()), **options)
     np.testing.assert_allclose(found, losses, rtol=1e-9)
     assert max(jax.tree.leaves(distances(there, changes))) < 1e-6  # gradients of weights are summed in float32

@@ -22,7 +22,7 @@ ROWS, FEATURES, SIZES = 20, 48, {"a": 56, "b": 24}  # no size is a multiple of g
 class Model(nnx.Module):
     def __init__(self, rngs, experts, sizes=SIZES, **options):
         dtypes = dict(dtype="float64", param_dtype="float64")
-        self.grouped = gtp.GroupedDense(experts, FEATURES, sizes, rngs=rngs, **dtypes, **options)
+        self.grouped = gtp.nn.GroupedDense(experts, FEATURES, sizes, rngs=rngs, **dtypes, **options)
 
 
 def loss(model, batch):
@@ -45,7 +45,7 @@ def run(degrees, experts, recipe=None, **options):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         make = lambda rngs: Model(rngs, experts, **options)  # noqa: E731
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
-        jitted = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe, view="local"))
+        jitted = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=recipe, view="local"))
         compiled = jitted.lower(state, batch_of(experts)).compile()
         _, gradient = compiled(state, batch_of(experts))
         host = lambda tree: jax.tree.map(np.asarray, tree)["grouped"]["kernel"]  # noqa: E731
@@ -106,11 +106,11 @@ def test_every_expert_is_quantized_by_itself(x64):
 
 
 def dense(**options):
-    return gtp.GroupedDense(4, 8, 16, rngs=nnx.Rngs(0), **options)
+    return gtp.nn.GroupedDense(4, 8, 16, rngs=nnx.Rngs(0), **options)
 
 
 def mixture(**options):
-    return gtp.MoE(8, 8, **{"num_experts": 2, **options}, rngs=nnx.Rngs(0))
+    return gtp.nn.MoE(8, 8, **{"num_experts": 2, **options}, rngs=nnx.Rngs(0))
 
 
 REFUSED = {

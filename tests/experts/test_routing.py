@@ -55,7 +55,7 @@ def test_choices_and_shares_are_those_of_the_papers(score, normalize, x64):
 
 def mixture(x64=True, **options):
     dtypes = dict(dtype="float64", param_dtype="float64") if x64 else {}
-    return lambda rngs: gtp.MoE(8, 12, num_experts=4, rngs=rngs, **dtypes, **options)
+    return lambda rngs: gtp.nn.MoE(8, 12, num_experts=4, rngs=rngs, **dtypes, **options)
 
 
 @pytest.mark.full
@@ -91,7 +91,7 @@ def test_terms_are_means_over_the_microbatch_and_enter_the_gradient_alone(degree
 class Model(nnx.Module):
     def __init__(self, rngs):
         routing = Routing(score="sigmoid", bias_rate=0.125)
-        self.experts = gtp.MoE(8, 12, num_experts=4, routing=routing, aux_loss_coeff=0, shared_hidden=16, rngs=rngs)
+        self.experts = gtp.nn.MoE(8, 12, num_experts=4, routing=routing, aux_loss_coeff=0, shared_hidden=16, rngs=rngs)
 
     def __call__(self, x):
         return x + self.experts(x)
@@ -129,7 +129,7 @@ def test_a_router_s_matmuls_have_the_highest_precision_on_gpus():
     """By default they would be of TF32, in which nearly equal experts change places."""
     mesh = gtp.make_mesh(devices=hlo.topology_devices(hlo.parse_target("h200:1")))
     with jax.set_mesh(mesh):
-        make = lambda rngs: gtp.MoE(256, 128, num_experts=32, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.nn.MoE(256, 128, num_experts=32, rngs=rngs)  # noqa: E731
         graph, state = nnx.split(gtp.nn.abstract_model(make))
         x = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
         loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32) ** 2)  # noqa: E731

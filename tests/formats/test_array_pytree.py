@@ -16,7 +16,7 @@ from gtp_jax.formats import FORMATS, FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, Quantized
 
 def made(format, shape=(33, 47), axis="row") -> QuantizedArray:
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    return gtp.quantize(x, format, axis=axis, implementation="reference")
+    return gtp.ops.quantize(x, format, axis=axis, implementation="reference")
 
 
 def assert_equal(a: QuantizedArray, b: QuantizedArray) -> None:
@@ -48,7 +48,7 @@ def test_shapes_and_bytes_are_the_documented_ones(format):
 
 
 def test_jit_and_scan_and_vmap_carry_it():
-    q = jax.vmap(lambda x: gtp.quantize(x, NVFP4, implementation="reference"))(jnp.ones((3, 17, 20)))
+    q = jax.vmap(lambda x: gtp.ops.quantize(x, NVFP4, implementation="reference"))(jnp.ones((3, 17, 20)))
     assert_equal(jax.jit(lambda q: q)(q), q)
     _, scanned = jax.lax.scan(lambda carry, layer: (carry, layer), 0, q)
     assert_equal(scanned, q)
@@ -105,6 +105,6 @@ def replace(q: QuantizedArray, **changes) -> QuantizedArray:
 @pytest.mark.parametrize("named", BROKEN)
 def test_a_broken_one_is_refused_by_name(named):
     error, make = BROKEN[named]
-    for function in (validate, gtp.dequantize):
+    for function in (validate, gtp.ops.dequantize):
         with pytest.raises(error, match=naming(named)):
             function(make())

@@ -60,7 +60,7 @@ MODELS = {
     "no positions": (lambda: WithoutPositions(attention()), "WithoutPositions `positions`"),
     "positions dropped": (lambda: Drops(attention()), "`positions`"),
     "masked": (lambda: Masks(attention()), "mask segments"),
-    "called twice": (lambda: Twice(attention()), "more than once `gtp_jax.generate`"),
+    "called twice": (lambda: Twice(attention()), "more than once `gtp_jax.generation.generate`"),
     "both ways": (lambda: Model(attention(causal=False)), "mixer.core later"),
     "stock": (lambda: Model(lambda rngs: nnx.MultiHeadAttention(2, 16, rngs=rngs)), "mixer MultiHeadAttention"),
     "none": (lambda: Model(lambda rngs: gtp.MLP(16, 16, rngs=rngs)), "Model `gtp_jax.Attention`"),
@@ -71,7 +71,7 @@ MODELS = {
 def test_a_model_that_cannot_go_on_token_by_token_is_refused(name):
     make, message = MODELS[name]
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.generate(make(), [[1, 2]], max_new_tokens=3)
+        gtp.generation.generate(make(), [[1, 2]], max_new_tokens=3)
 
 
 class TwiceInLayer(nnx.Module):
@@ -94,8 +94,8 @@ IN_STACKS = {
 def test_attention_that_a_stack_calls_twice_is_refused_however_weights_are_gathered(name, gather):
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         model = gtp.init(lambda rngs: IN_STACKS[name](), nnx.Rngs(0))
-        with pytest.raises(ValueError, match=naming("more than once `gtp_jax.generate`")):
-            gtp.generate(model, [[1, 2]], max_new_tokens=3, gather=gather)
+        with pytest.raises(ValueError, match=naming("more than once `gtp_jax.generation.generate`")):
+            gtp.generation.generate(model, [[1, 2]], max_new_tokens=3, gather=gather)
 
 
 ARGUMENTS = {
@@ -119,10 +119,10 @@ ARGUMENTS = {
 def test_a_bad_argument_is_named(name, x64):
     options, message = ARGUMENTS[name]
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.generate(model_of(DENSE), **{"tokens": [[1, 2]], "max_new_tokens": 2, **options})
+        gtp.generation.generate(model_of(DENSE), **{"tokens": [[1, 2]], "max_new_tokens": 2, **options})
     if name == "top_k":  # before anything is yielded
         with pytest.raises(ValueError, match=naming(message)):
-            gtp.generate_stream(model_of(DENSE), [[1, 2]], max_new_tokens=2, top_k=0)
+            gtp.generation.generate_stream(model_of(DENSE), [[1, 2]], max_new_tokens=2, top_k=0)
 
 
 def test_tokens_and_models_of_another_type_are_named(x64):
@@ -133,13 +133,13 @@ def test_tokens_and_models_of_another_type_are_named(x64):
         (dict(stop="x", tokenizer="tokenizer.json"), "`tokenizer` str `decode(tokens)`"),
     ):
         with pytest.raises(TypeError, match=naming(message)):
-            gtp.generate(**{"model": model_of(DENSE), "tokens": [[1, 2]], "max_new_tokens": 2, **changed})
+            gtp.generation.generate(**{"model": model_of(DENSE), "tokens": [[1, 2]], "max_new_tokens": 2, **changed})
 
 
 @pytest.mark.parametrize("other, taken", [("none", 1), ("other degrees", 0), ("other devices", 1)])
 def test_tokens_are_streamed_only_under_the_mesh_of_the_call(other, taken, x64):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        stream = gtp.generate_stream(model_of(DENSE), [[1, 2], [3, 4]], max_new_tokens=4)
+        stream = gtp.generation.generate_stream(model_of(DENSE), [[1, 2], [3, 4]], max_new_tokens=4)
         assert len([next(stream) for _ in range(taken)]) == taken
     mesh, words = {
         "none": (None, "no mesh"),

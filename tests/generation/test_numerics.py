@@ -26,7 +26,7 @@ QWEN2 = dataclasses.replace(
     qkv_bias=True,
     window=5,
     rope_theta=100.0,
-    rope_scaling=gtp.RopeScaling(kind="yarn", factor=4.0, original_length=16),
+    rope_scaling=gtp.nn.RopeScaling(kind="yarn", factor=4.0, original_length=16),
 )
 CASES = {
     "no mesh": (None, DENSE, "once"),
@@ -96,11 +96,11 @@ def test_greedy_tokens_are_those_of_the_whole_sequence_alone_and_in_a_batch(name
     with scope_of(degrees):
         model = model_of(make)
         before = nnx.state(model)
-        found = gtp.generate(model, PROMPTS, max_new_tokens=20, gather=gather)
+        found = gtp.generation.generate(model, PROMPTS, max_new_tokens=20, gather=gather)
         assert found.tokens.tolist() == wanted and found.lengths.tolist() == [20] * 3
-        alone = gtp.generate(model, PROMPTS[:1], max_new_tokens=20, gather=gather)
+        alone = gtp.generation.generate(model, PROMPTS[:1], max_new_tokens=20, gather=gather)
         assert alone.tokens.tolist() == wanted[:1]
-        parts = list(gtp.generate_stream(model, PROMPTS, max_new_tokens=20, gather=gather))
+        parts = list(gtp.generation.generate_stream(model, PROMPTS, max_new_tokens=20, gather=gather))
         assert [part.shape[1] for part in parts] == [1, 16, 3]
         assert np.concatenate(parts, 1).tolist() == wanted
         # the model is unchanged: its arrays, shardings and metadata
@@ -113,7 +113,7 @@ def test_a_row_ends_with_a_token_that_stops_it_and_the_others_go_on(x64):
     wanted = oracle(DENSE)
     model = model_of(DENSE)
     stops = (wanted[0][3], wanted[2][17])
-    found = gtp.generate(model, PROMPTS, max_new_tokens=20, stop=stops)
+    found = gtp.generation.generate(model, PROMPTS, max_new_tokens=20, stop=stops)
     for row, tokens in enumerate(wanted):
         length = next((i + 1 for i, token in enumerate(tokens) if token in stops), 20)
         assert found.lengths[row] == length
@@ -137,20 +137,24 @@ def test_a_row_ends_with_the_token_that_completes_a_text_and_the_others_go_on(de
     assert len(set(ends)) > 1 and ends[0] <= 4 and ends[2] <= 18
     with scope_of(degrees):
         model = model_of(DENSE)
-        found = gtp.generate(model, PROMPTS, max_new_tokens=20, stop=stops, tokenizer=text)
+        found = gtp.generation.generate(model, PROMPTS, max_new_tokens=20, stop=stops, tokenizer=text)
         assert found.lengths.tolist() == ends
         for row, tokens, end in zip(found.tokens, wanted, ends, strict=True):
             assert row.tolist() == [*tokens[:end], *[-1] * (20 - end)]
         # nothing is computed for rows that have ended
-        alone = list(gtp.generate_stream(model, PROMPTS[:1], max_new_tokens=20, stop=stops[0], tokenizer=text))
+        alone = list(
+            gtp.generation.generate_stream(model, PROMPTS[:1], max_new_tokens=20, stop=stops[0], tokenizer=text)
+        )
         assert len(alone) == 2 and (np.concatenate(alone, 1) >= 0).sum() == ends[0]
-        both = gtp.generate(model, PROMPTS[:1], max_new_tokens=20, stop=[stops[0], wanted[0][1]], tokenizer=text)
+        both = gtp.generation.generate(
+            model, PROMPTS[:1], max_new_tokens=20, stop=[stops[0], wanted[0][1]], tokenizer=text
+        )
         assert both.tokens[0, :2].tolist() == wanted[0][:2] and both.lengths[0] == 2
 
 
 def test_one_token_of_a_padded_prompt(x64):
     padded = np.array([[5, 3, 8, 1, 90, 11, 12], [7, 7, 96, 95, 94, 93, 92]])
-    found = gtp.generate(model_of(DENSE), padded, lengths=[5, 2], max_new_tokens=1)
+    found = gtp.generation.generate(model_of(DENSE), padded, lengths=[5, 2], max_new_tokens=1)
     assert found.tokens.tolist() == [row[:1] for row in oracle(DENSE)[:2]]
 
 
@@ -164,26 +168,26 @@ def test_frozen_weights_generate_what_a_model_of_their_values_generates(name):
     sizes = dict(num_layers=1, hidden_size=64, head_dim=8, intermediate_size=128, dtype="float32")
     config = dataclasses.replace(DENSE, **sizes)
     with scope_of(dict(gtp=2, tp=2)):
-        frozen = gtp.freeze(model_of(config), recipe, trained=lambda path, _: "scale" in path[-1])
+        frozen = gtp.nn.freeze(model_of(config), recipe, trained=lambda path, _: "scale" in path[-1])
         values = model_of(config)
         of_values = dict(nnx.to_flat_state(nnx.state(values)))
         codes = 0
-        for path, v in nnx.to_flat_state(nnx.state(frozen, gtp.Frozen)):
+        for path, v in nnx.to_flat_state(nnx.state(frozen, gtp.nn.Frozen)):
             held, layout = v.get_raw_value(), v.get_metadata()["layout"]
-            if isinstance(held, gtp.QuantizedArray):
+            if isinstance(held, gtp.formats.QuantizedArray):
                 codes += 1
-                array = gtp.dequantize(held, dtype=jnp.float32)  # output features first
+                array = gtp.ops.dequantize(held, dtype=jnp.float32)  # output features first
                 array = jnp.swapaxes(array, -1, -2) if layout.rows == 1 else array
                 of_values[path].set_value(jax.device_put(array, of_values[path].get_value().sharding))
         assert (codes > 0) == (recipe is not None)
-        wanted = gtp.generate(values, PROMPTS, max_new_tokens=12).tokens
+        wanted = gtp.generation.generate(values, PROMPTS, max_new_tokens=12).tokens
         for gather in ("once", "each_token"):
             np.testing.assert_array_equal(
-                gtp.generate(frozen, PROMPTS, max_new_tokens=12, gather=gather).tokens, wanted
+                gtp.generation.generate(frozen, PROMPTS, max_new_tokens=12, gather=gather).tokens, wanted
             )
         # a recipe in scope applies to training only
         with gtp.use_recipe(gtp.MXFP8()):
-            again = gtp.generate(values, PROMPTS, max_new_tokens=12, gather=in_scope)
+            again = gtp.generation.generate(values, PROMPTS, max_new_tokens=12, gather=in_scope)
         np.testing.assert_array_equal(again.tokens, wanted)
 
 
@@ -192,10 +196,10 @@ def test_frozen_weights_generate_what_a_model_of_their_values_generates(name):
 def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
     found = []
     for degrees in (dict(gtp=1), dict(gtp=7)):
-        with scope_of(degrees), gtp.even_shares():
-            model = gtp.freeze(model_of(DENSE), gtp.NVFP4(), trained=lambda path, _: "scale" in path[-1])
+        with scope_of(degrees), gtp.layout.even_shares():
+            model = gtp.nn.freeze(model_of(DENSE), gtp.NVFP4(), trained=lambda path, _: "scale" in path[-1])
             stored = model.blocks.layers.mlp.down.kernel.get_raw_value().codes.shape
-            found.append(gtp.generate(model, PROMPTS[:2], max_new_tokens=6, gather=gather).tokens.tolist())
+            found.append(gtp.generation.generate(model, PROMPTS[:2], max_new_tokens=6, gather=gather).tokens.tolist())
     assert stored == (2, 32, 56), "2 layers of 48 columns, padded to a block of 16 per rank"
     assert found[1] == found[0]
 
@@ -206,11 +210,11 @@ PADDED = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
 @pytest.mark.parametrize(("degrees", "gather"), pairwise(PADDED, ["once", "each_token"], usual=1), ids=str)
 def test_tokens_of_padded_models_are_those_without_a_mesh(degrees, gather, x64):
     wanted = [row[:6] for row in oracle(DENSE)[:2]]
-    with scope_of(degrees), gtp.even_shares():
+    with scope_of(degrees), gtp.layout.even_shares():
         model = model_of(DENSE)
         assert split_model(model).model_def.padded
         before = nnx.state(model)
-        found = gtp.generate(model, PROMPTS[:2], max_new_tokens=6, gather=gather)
+        found = gtp.generation.generate(model, PROMPTS[:2], max_new_tokens=6, gather=gather)
         assert found.tokens.tolist() == wanted
         after = nnx.state(model)
         assert jax.tree.structure(before) == jax.tree.structure(after)

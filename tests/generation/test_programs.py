@@ -55,7 +55,7 @@ def gathers(program):
 @pytest.mark.parametrize("degrees", others_full([dict(gtp=1, tp=2), dict(gtp=8)], [dict(gtp=8)]), ids=str)
 def test_no_token_gathers_a_weight_that_is_whole(degrees, programs):
     with scope_of(degrees):
-        gtp.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4)
+        gtp.generation.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4)
     for name in ("prefill", "decode"):
         assert gathers(programs[name])[0] == {}
     moved = [c for c in hlo.collectives(programs["_fused"].as_text()) if c.kind == "all-gather"]
@@ -70,8 +70,8 @@ def test_no_token_gathers_a_weight_that_is_whole(degrees, programs):
 @pytest.mark.full
 def test_codes_are_gathered_once_as_codes(programs):
     with scope_of(dict(gtp=8)):
-        frozen = gtp.freeze(model_of(SIZES), gtp.MXFP8(), trained=lambda path, _: path[-1] == "scale")
-        gtp.generate(frozen, [[1, 2, 3]], max_new_tokens=4)
+        frozen = gtp.nn.freeze(model_of(SIZES), gtp.MXFP8(), trained=lambda path, _: path[-1] == "scale")
+        gtp.generation.generate(frozen, [[1, 2, 3]], max_new_tokens=4)
     moved = [c for c in hlo.collectives(programs["_whole"].as_text()) if c.kind == "all-gather"]
     sent = sum(c.result_bytes for c in moved)
     elements = sum(rows * cols * count for (rows, cols), count in WEIGHTS.items())
@@ -83,7 +83,7 @@ def test_codes_are_gathered_once_as_codes(programs):
 @pytest.mark.full
 def test_every_token_gathers_each_weight_of_each_layer_once(programs):
     with scope_of(dict(gtp=8)):
-        gtp.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4, gather="each_token")
+        gtp.generation.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4, gather="each_token")
     everywhere, in_loop = gathers(programs["decode"])
     assert everywhere == in_loop == WEIGHTS
     assert gathers(programs["prefill"])[0] == WEIGHTS
@@ -93,7 +93,7 @@ def test_every_token_gathers_each_weight_of_each_layer_once(programs):
 @pytest.mark.full
 def test_the_caches_are_donated_and_prefill_computes_one_row_of_logits(programs):
     with scope_of(dict(gtp=8)):
-        gtp.generate(model_of(SIZES), [[1] * 60], max_new_tokens=4)
+        gtp.generation.generate(model_of(SIZES), [[1] * 60], max_new_tokens=4)
     caches = 2 * LAYERS * 64 * 2 * 64 * 2  # keys and values: 64 slots for one row per device
     fills = 4 * LAYERS
     assert programs["decode"].memory_analysis().alias_size_in_bytes == caches + fills
@@ -110,9 +110,9 @@ def test_there_are_two_programs_for_all_that_fits_into_a_power_of_two():
         _programs.decode.clear_cache()
         for prompts, more in (([[1, 2, 3, 4, 5]], 20), ([[1, 2, 3, 4, 5, 6, 7], [3] * 8], 24)):
             for options in (dict(temperature=0.5), dict(temperature=1.0, seed=3)):
-                gtp.generate(model, prompts, max_new_tokens=more, stop=7, **options)
+                gtp.generation.generate(model, prompts, max_new_tokens=more, stop=7, **options)
                 assert sizes() == (1, 1)
-        gtp.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=40, stop=7, temperature=0.5)
+        gtp.generation.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=40, stop=7, temperature=0.5)
         assert sizes() == (2, 2)
 
 
@@ -121,7 +121,7 @@ def test_without_room_for_a_whole_copy_the_bytes_of_every_token_are_said(program
     with scope_of(dict(gtp=8)):
         model = model_of(SIZES)
         with pytest.warns(UserWarning, match=naming("1.31 MB")):
-            gtp.generate(model, [[1, 2, 3]], max_new_tokens=4)
+            gtp.generation.generate(model, [[1, 2, 3]], max_new_tokens=4)
     assert gathers(programs["decode"])[1] == WEIGHTS
 
 
@@ -140,7 +140,7 @@ def test_dropout_is_off_and_variables_stay_as_they_were():
             return self.head(self.drop(x + self.attention(x, positions=positions)))
 
     model = gtp.init(Model, nnx.Rngs(0, dropout=1))
-    found = gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens[0].tolist()
+    found = gtp.generation.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens[0].tolist()
     assert model.calls.get_value() == 0 and not model.drop.deterministic
     model.eval()
     assert [found] == greedy(model, [[1, 2, 3]], 6)

@@ -20,7 +20,7 @@ OPTIONS = dict(max_new_tokens=12, temperature=0.8, top_k=40, top_p=0.95)
 
 def sampled(degrees, prompts=PROMPTS, **options):
     with scope_of(degrees):
-        return gtp.generate(model_of(CONFIG), prompts, **{**OPTIONS, **options}).tokens
+        return gtp.generation.generate(model_of(CONFIG), prompts, **{**OPTIONS, **options}).tokens
 
 
 def test_neither_the_mesh_nor_other_rows_change_what_is_sampled(x64):

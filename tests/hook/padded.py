@@ -96,7 +96,7 @@ def loss(model: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 def on(**degrees: int):
     """A mesh of the first devices, under `even_shares`."""
     count = math.prod(degrees.values())
-    with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=jax.devices()[:count])), gtp.even_shares():
+    with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=jax.devices()[:count])), gtp.layout.even_shares():
         yield
 
 

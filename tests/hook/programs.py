@@ -79,7 +79,7 @@ def compiled(
         def step(state: Any, tokens: jax.Array) -> Any:
             return jax.value_and_grad(lambda state: loss_of(nnx.merge(graph, state), tokens))(state)
 
-        with gtp.use_recipe(recipe), gtp.without_hook() if not hook else jax.named_scope("hook"):
+        with gtp.use_recipe(recipe), gtp.hook.without_hook() if not hook else jax.named_scope("hook"):
             lowered = jax.jit(step, out_shardings=(None, jax.tree.map(lambda a: a.sharding, state))).lower(
                 state, tokens
             )

@@ -17,7 +17,7 @@ RECIPES = {
     "MXFP8": gtp.MXFP8(),
     "NVFP4": gtp.NVFP4(),
     "NVFP4 of 1 x 16": gtp.NVFP4(block=(1, 16)),
-    "FP8Blocks": gtp.FP8Blocks(),  # a tile may lie in the shards of several ranks
+    "FP8Blocks": gtp.recipes.FP8Blocks(),  # a tile may lie in the shards of several ranks
 }
 ALL_MESHES = {**MESHES, "gtp 4, tp 2": dict(gtp=4, tp=2)}
 
@@ -134,5 +134,5 @@ MATMULS = {
     "FP8": FP8,
     "MXFP8": gtp.MXFP8(matmuls=True),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),
-    "FP8Blocks": gtp.FP8Blocks(),
+    "FP8Blocks": gtp.recipes.FP8Blocks(),
 }

@@ -19,7 +19,7 @@ import gtp_jax as gtp
 from .models import F64, WIDTH
 from .steps import PLAIN, assert_equal, train
 
-ROLES = gtp.Roles(batch=("data", "fsdp"), weights=("fsdp",), tensor="tp")
+ROLES = gtp.mesh.Roles(batch=("data", "fsdp"), weights=("fsdp",), tensor="tp")
 
 
 class Block(nnx.Module):
@@ -135,7 +135,7 @@ RECIPES = {"none": None, "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False)}
 def test_in_local_view_tensor_ranks_gather_whole_weights(name):
     options = dict(recipe=RECIPES[name], tolerance=1e-2 if RECIPES[name] else 1e-5)
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        errors = gtp.check(summed, parallel, jnp.ones((16, 32)), view="local", **options)
+        errors = gtp.train.check(summed, parallel, jnp.ones((16, 32)), view="local", **options)
     assert len(errors) == 7
 
 
@@ -163,18 +163,20 @@ SMALL = [
 
 @pytest.mark.parametrize("factory, options, name", SMALL, ids=["in a block", "outside of blocks", "specs"])
 def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name):
-    hook = gtp.without_hook if options.get("specs") else contextlib.nullcontext
+    hook = gtp.hook.without_hook if options.get("specs") else contextlib.nullcontext
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), hook(), pytest.raises(ValueError, match=naming(name, "tp gathers")):
         state = gtp.TrainState.create(factory(nnx.Rngs(0), **options), optax.sgd(0.1))
-        jax.eval_shape(lambda state: gtp.loss_and_gradients(summed, state, jnp.ones((16, 32)), view="local")[0], state)
+        jax.eval_shape(
+            lambda state: gtp.train.loss_and_gradients(summed, state, jnp.ones((16, 32)), view="local")[0], state
+        )
 
 
 def test_roles_that_fit_no_axis_are_refused_with_roles_that_fit_all(x64):
     model, fit = nnx.eval_shape(lambda: make(False)), dict(batch=("data",), weights=("data",), tensor="model")
     advice = ", ".join(f"{name}={value!r}" for name, value in fit.items())
     with jax.set_mesh(mesh_of(model=2, data=4)):
-        with pytest.raises(ValueError, match=re.escape(f"roles=gtp_jax.Roles({advice})")):
+        with pytest.raises(ValueError, match=re.escape(f"roles=gtp_jax.mesh.Roles({advice})")):
             gtp.shard(model, min_size=64)
         with pytest.raises(ValueError, match=naming("('fsdp',) none `batch=()`")):
-            gtp.shard(model, min_size=64, roles=gtp.Roles(batch=("fsdp",), weights=("data",)))
-        assert gtp.shard(model, min_size=np.int64(64), roles=gtp.Roles(**fit))
+            gtp.shard(model, min_size=64, roles=gtp.mesh.Roles(batch=("fsdp",), weights=("data",)))
+        assert gtp.shard(model, min_size=np.int64(64), roles=gtp.mesh.Roles(**fit))

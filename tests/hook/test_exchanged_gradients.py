@@ -23,12 +23,12 @@ from .test_overlap_h200 import TABLE, elements
 
 SIZES = dict(hidden=192)
 CASES = [
-    (gtp.BF16(grad_wire="fp8"), "dp 2, gtp 4", "global"),
-    (gtp.BF16(grad_wire="mxfp8"), "dp 2, gtp 4", "local"),
-    (gtp.BF16(grad_wire="bf16"), "gtp 4, tp 2", "global"),
+    (gtp.recipes.BF16(grad_wire="fp8"), "dp 2, gtp 4", "global"),
+    (gtp.recipes.BF16(grad_wire="mxfp8"), "dp 2, gtp 4", "local"),
+    (gtp.recipes.BF16(grad_wire="bf16"), "gtp 4, tp 2", "global"),
     (gtp.NVFP4(grad_wire="mxfp8"), "gtp 8", "global"),
     (gtp.FP8(matmuls=True, grad_wire="fp8"), "gtp 4, tp 2", "global"),
-    (gtp.FP8Blocks(grad_wire="bf16"), "gtp 8", "local"),
+    (gtp.recipes.FP8Blocks(grad_wire="bf16"), "gtp 8", "local"),
 ]
 
 
@@ -44,7 +44,7 @@ def gradients(model, recipe, view, microbatches=1):
     x = drawn(BATCH, 4, 64)
     state = gtp.TrainState.create(model, optax.sgd(1.0))
     options = dict(recipe=recipe, view=view, microbatches=microbatches)
-    found = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options)[1])(state, x)
+    found = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, **options)[1])(state, x)
     return [np.asarray(gradient) for gradient in jax.tree.leaves(found)]
 
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_gtp_jax_own_layers(recipe, mesh, view):
 def test_each_microbatch_exchanges_its_gradients():
     with scope(MESHES["gtp 8"]):
         own, model = pair(False)
-        recipe = gtp.BF16(grad_wire="fp8")
+        recipe = gtp.recipes.BF16(grad_wire="fp8")
         found, wanted = (gradients(one, recipe, "global", microbatches=2) for one in (model, own))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
@@ -82,7 +82,7 @@ def test_each_microbatch_exchanges_its_gradients():
 
 @pytest.mark.full
 def test_a_block_within_remat_and_embeddings_train_as_without():
-    found = trained("dp 2, gtp 4", recipe=gtp.BF16(grad_wire="bf16", exclude=()))
+    found = trained("dp 2, gtp 4", recipe=gtp.recipes.BF16(grad_wire="bf16", exclude=()))
     wanted = trained("dp 2, gtp 4")
     assert_near({"losses": found["losses"]}, {"losses": wanted["losses"]}, 1e-3)
     assert any(np.any(found[name] != array) for name, array in wanted.items())
@@ -100,7 +100,7 @@ def test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_
     plain = nnx.jit(nnx.grad(lambda model: loss(model, x)[0] / x.size))(make())
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(make(), Scaled, min_size=64)
-        found, wanted = (gradients(model, recipe, "global") for recipe in (gtp.BF16(grad_wire="bf16"), None))
+        found, wanted = (gradients(model, recipe, "global") for recipe in (gtp.recipes.BF16(grad_wire="bf16"), None))
     for one, other in zip(wanted, jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
     for one, other in zip(found, wanted, strict=True):
@@ -119,7 +119,7 @@ def test_second_derivatives_are_those_without_an_exchange():
     with scope(MESHES["gtp 8"]):
         _, model = pair(False)
         wanted = flat(nnx.jit(nnx.grad(penalty))(model, x))
-        with gtp.use_recipe(gtp.BF16(grad_wire="bf16")):
+        with gtp.use_recipe(gtp.recipes.BF16(grad_wire="bf16")):
             found = flat(nnx.jit(nnx.grad(penalty))(model, x))
     assert_near(found, wanted, 1e-2)
 

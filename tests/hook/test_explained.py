@@ -12,7 +12,7 @@ from messages import naming
 
 import gtp_jax as gtp
 
-ROLES = gtp.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
+ROLES = gtp.mesh.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
 METHODS = ("__call__", "encode", "decode")
 
 

@@ -43,7 +43,7 @@ def gradients(factory, mesh, **options):
     """Returns the gradients of one step, by name, and whether they hold more than bfloat16 can."""
     with scope(dict(gtp=1) if mesh == "gtp 1" else ALL_MESHES[mesh]):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
-        _, found = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options))(state, batch())
+        _, found = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, **options))(state, batch())
         found = flat(found)
     return found, any((g != g.astype(BF16).astype(np.float32)).any() for g in found.values())
 
@@ -173,7 +173,7 @@ def test_explain_names_exactly_the_weights_that_loops_hold_in_a_narrow_dtype():
     with scope(ALL_MESHES["gtp 8"]):
         found = gtp.explain(factory(nnx.Rngs(0)), call=lambda model: model(x))
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
-        _, gradients = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x))(state, x)
+        _, gradients = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x))(state, x)
         gradients = flat(gradients)
     assert set(found.narrow) == {f"blocks.0.{name}" for name in ("low", "late", "first", "second")}
     rounded = lambda g: g.astype(BF16).astype(np.float32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""`gtp.lora` on stock layers that `gtp.shard` has sharded: what it computes, and in which order it is called."""
+"""`gtp.nn.lora` on stock layers that `gtp.shard` has sharded: what it computes, and in which order it is called."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def batch_of():
 
 
 def adapted(model) -> Any:
-    return gtp.lora(model, 2, 6, rngs=nnx.Rngs(1))
+    return gtp.nn.lora(model, 2, 6, rngs=nnx.Rngs(1))
 
 
 def sharded(rngs):
@@ -141,7 +141,7 @@ class Mixed(nnx.Module):
 )
 def test_what_is_no_projection_of_its_own_is_refused(make, options, message):
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.lora(make(nnx.Rngs(0)), 2, 4, rngs=nnx.Rngs(0), **options)
+        gtp.nn.lora(make(nnx.Rngs(0)), 2, 4, rngs=nnx.Rngs(0), **options)
 
 
 class Tuned(nnx.Module):
@@ -151,16 +151,16 @@ class Tuned(nnx.Module):
         self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
 
 
-@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.BF16(override={"layers.1": gtp.FP8()})])
+@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.recipes.BF16(override={"layers.1": gtp.FP8()})])
 def test_a_recipe_that_quantizes_a_sharded_weight_is_refused_where_it_is_frozen(recipe):
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         model = gtp.shard(Tuned(nnx.Rngs(0)), min_size=WIDTH * WIDTH)
         with pytest.raises(ValueError, match=naming("`recipe` quantizes `gtp_jax.shard`")):
-            gtp.freeze(model, recipe)
-        frozen = gtp.freeze(model, gtp.FP8(exclude=("layers",)))
+            gtp.nn.freeze(model, recipe)
+        frozen = gtp.nn.freeze(model, gtp.FP8(exclude=("layers",)))
         assert isinstance(frozen.own.kernel.get_value(), gtp.formats.QuantizedArray)
         assert frozen.layers[0].kernel.get_value().dtype == jnp.float32
-        kept = gtp.freeze(model, recipe, trained=nnx.Any(nnx.LoRAParam, nnx.PathContains("layers")))
+        kept = gtp.nn.freeze(model, recipe, trained=nnx.Any(nnx.LoRAParam, nnx.PathContains("layers")))
         assert isinstance(kept.layers[1].kernel, nnx.Param)
 
 
@@ -171,7 +171,7 @@ class OnlyProjections(nnx.Module):
 
 @pytest.mark.parametrize("make", others_full([OnlyProjections, Model], [OnlyProjections]))
 def test_sharding_behind_adapters_is_refused(make):
-    named = naming("frozen `gtp_jax.lora` `gtp_jax.freeze` `gtp_jax.shard` first")
+    named = naming("frozen `gtp_jax.nn.lora` `gtp_jax.nn.freeze` `gtp_jax.shard` first")
     with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=named):
         gtp.shard(adapted(make(nnx.Rngs(0))), "layers.*", min_size=64)
 
@@ -179,7 +179,7 @@ def test_sharding_behind_adapters_is_refused(make):
 def test_frozen_parameters_of_own_layers_are_left_to_these_layers():
     class Around(nnx.Module):
         def __init__(self, rngs):
-            self.own = gtp.lora(gtp.LayerNormDense(WIDTH, WIDTH, rngs=rngs), 2, 4, rngs=rngs)
+            self.own = gtp.nn.lora(gtp.nn.LayerNormDense(WIDTH, WIDTH, rngs=rngs), 2, 4, rngs=rngs)
             self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):

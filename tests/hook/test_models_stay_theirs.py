@@ -172,11 +172,11 @@ def test_without_the_hook_a_model_takes_forward_mode(x64):
         graph, state = nnx.split(gtp.shard(Few(), "blocks.*", min_size=64))
         function = lambda state: jnp.sin(nnx.merge(graph, state)(tokens())).mean()  # noqa: E731
         ones = jax.tree.map(jnp.ones_like, state)
-        with gtp.without_hook():
+        with gtp.hook.without_hook():
             _, along = jax.jit(lambda state: jax.jvp(function, (state,), (ones,)))(state)
         wanted = sum(g.sum() for g in jax.tree.leaves(jax.jit(jax.grad(function))(state)))
         np.testing.assert_allclose(along, wanted, rtol=1e-12)
-        with pytest.raises(TypeError, match=naming("gtp_jax.without_hook")):
+        with pytest.raises(TypeError, match=naming("gtp_jax.hook.without_hook")):
             jax.jvp(function, (state,), (ones,))
 
 
@@ -214,10 +214,10 @@ def test_every_way_to_forward_mode_leads_to_the_context_without_the_hook(way):
         model = gtp.shard(Scaled(), "block", min_size=64)
         graph, state = nnx.split(model)
         held: Any = state["scale"]
-        with pytest.raises(TypeError, match=naming("Linear `jax.linearize` reverse gtp_jax.without_hook")):
+        with pytest.raises(TypeError, match=naming("Linear `jax.linearize` reverse gtp_jax.hook.without_hook")):
             FORWARD[way](model, x)
         of_scale = lambda scale: nnx.merge(graph, nnx.State({**state, "scale": held.replace(scale)}))(x)  # noqa: E731
-        with pytest.raises(TypeError, match=naming("Scaled `jax.linearize` reverse gtp_jax.without_hook")):
+        with pytest.raises(TypeError, match=naming("Scaled `jax.linearize` reverse gtp_jax.hook.without_hook")):
             FORWARD[way](of_scale, held.get_raw_value())
 
 
@@ -226,7 +226,7 @@ def test_a_gradient_in_a_forward_derivative_is_not_refused_for_a_derivative_by_w
     with scope(MESHES["gtp 8"]):
         graph, state = nnx.split(gtp.shard(Scaled(), "block", min_size=64))
         along = lambda state: jax.jvp(lambda x: nnx.merge(graph, state)(x).sum(), (x,), (x,))[1]  # noqa: E731
-        with pytest.raises(TypeError, match=naming("Linear gtp_jax.without_hook")):
+        with pytest.raises(TypeError, match=naming("Linear gtp_jax.hook.without_hook")):
             jax.jit(jax.grad(along)).lower(state)
         transposed = jax.linear_transpose(jax.linearize(nnx.merge(graph, state), x)[1], x)
         gradient = jax.grad(lambda x: nnx.merge(graph, state)(x).sum())(x)
@@ -276,7 +276,7 @@ def test_forward_mode_is_refused_because_of_a_users_custom_vjp_where_that_is_the
         with pytest.raises(TypeError, match=naming("Doubling `doubled_bwd`")):
             within(x)
         both = gtp.shard(Around(), "layers.*", min_size=64)
-        with pytest.raises(TypeError, match=naming("`gtp_jax.without_hook` doubled")):
+        with pytest.raises(TypeError, match=naming("`gtp_jax.hook.without_hook` doubled")):
             jax.jvp(both, (x,), (x,))
 
 
@@ -287,5 +287,5 @@ def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_
         step = gtp.train_step(lambda model, x: (jnp.sum(model(x)), x.shape[0]), optax.sgd(0.1), view="local")
         step.lower(state, jnp.ones((8, 16)))
         refused = naming("local view", "kernel of Linear", "(2, 16)", "global `without_hook`")
-        with gtp.without_hook(), pytest.raises(ValueError, match=refused):
+        with gtp.hook.without_hook(), pytest.raises(ValueError, match=refused):
             step.lower(state, jnp.ones((8, 16)))

@@ -52,7 +52,7 @@ OPTIONS = {
     "2 microbatches": dict(microbatches=2),
     "7 microbatches": dict(microbatches=7),
     "sums in float32": dict(shard=(("grad_reduce", "float32"),)),
-    "everything saved": dict(shard=(("remat", "everything"), ("schedule", gtp.Schedule(keep_gathered=0)))),
+    "everything saved": dict(shard=(("remat", "everything"), ("schedule", gtp.nn.Schedule(keep_gathered=0)))),
 }
 
 
@@ -87,9 +87,9 @@ def test_calls_outside_of_steps_are_those_without_a_mesh(x64):
         same(call(lambda model: model(tokens), model), wanted)
         same(call(lambda model: jax.vmap(lambda one: model(one[None])[0])(tokens), model), wanted)
         same(call(lambda model: nnx.remat(lambda model: model(tokens))(model), model), wanted)
-        with gtp.without_hook():
+        with gtp.hook.without_hook():
             same(nnx.jit(lambda model: model(tokens))(model), wanted)
-        with gtp.even_shares(False):
+        with gtp.layout.even_shares(False):
             same(nnx.jit(lambda model: model(tokens))(model), wanted)
 
 
@@ -180,7 +180,7 @@ def test_adapters_beside_padded_weights_train_as_on_one_device(x64):
     found, tokens = [], batches(1)[0]
     for degrees in (dict(gtp=1), dict(gtp=7)):
         with on(**degrees):
-            model = gtp.lora(make(), 2, alpha=4.0, targets=("blocks.*.up", "last"), rngs=nnx.Rngs(1))
+            model = gtp.nn.lora(make(), 2, alpha=4.0, targets=("blocks.*.up", "last"), rngs=nnx.Rngs(1))
             state = gtp.TrainState.create(model, OPTIMIZERS["adamw"])
             step = gtp.train_step(loss, OPTIMIZERS["adamw"])
             for _ in range(2):
@@ -211,7 +211,7 @@ RECIPES = {
     "MXFP8": (gtp.MXFP8(), 1e-12),
     "FP8 matmuls": (gtp.FP8(matmuls=True), 1e-12),
     "MXFP8 matmuls": (gtp.MXFP8(matmuls=True), 1e-12),
-    "FP8 in blocks": (gtp.FP8Blocks(), 1e-6),
+    "FP8 in blocks": (gtp.recipes.FP8Blocks(), 1e-6),
 }
 USUAL = ["NVFP4", "FP8 in blocks", "MXFP8 matmuls", "FP8", "MXFP8", "FP8 matmuls"]
 
@@ -237,7 +237,7 @@ def test_where_tp_cuts_blocks_calls_are_those_of_weights_that_are_not_padded(nam
     tokens, found = batches(1)[0], []
     with on(gtp=3, tp=2), gtp.use_recipe(RECIPES[name][0]):
         for pad in (False, True):
-            with gtp.even_shares(pad):
+            with gtp.layout.even_shares(pad):
                 model = make()
             loss = lambda model: jnp.sin(3 * model(tokens)).mean()  # noqa: E731
             value, gradients = nnx.jit(nnx.value_and_grad(loss))(model)
@@ -262,8 +262,8 @@ def test_exchanged_gradients_are_those_of_gtp_jax_own_layers(wire, view, x64):
             one.kernel[...] = kernel
         model = model if own else gtp.shard(model, nnx.Linear, min_size=80)
         state = gtp.TrainState.create(model, optax.sgd(1.0))
-        options = dict(recipe=gtp.BF16(grad_wire=wire), view=view)
-        made = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options)[1])(state, x)
+        options = dict(recipe=gtp.recipes.BF16(grad_wire=wire), view=view)
+        made = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, **options)[1])(state, x)
         return [np.asarray(one) for one in jax.tree.leaves(made)]
 
     with on(gtp=7):

@@ -146,7 +146,7 @@ def test_nnx_optimizer_refuses_a_padded_model(name, x64):
         with pytest.raises(ValueError, match=naming("padded `nnx.Optimizer`")):
             update(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
         same(nnx.as_pure(nnx.state(model)), before, 0)
-        with gtp.even_shares(False):
+        with gtp.layout.even_shares(False):
             whole = make()
             assert whole.last.kernel.get_raw_value().shape == (26, 26)
             nnx.Optimizer(whole, optax.adamw(1e-2), wrt=nnx.Param)

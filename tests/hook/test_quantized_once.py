@@ -125,7 +125,7 @@ def test_modules_with_the_same_path_keep_their_own_codes_and_share_those_of_a_la
     with scope(MESHES["dp 2, gtp 4"]):
         model, recipe = make(nnx.Rngs(0)), gtp.NVFP4(exclude=())
         state = gtp.TrainState.create(model, optax.sgd(0.1))
-        once = jax.jit(lambda state: gtp.loss_and_gradients(loss, state, x, recipe=recipe, view=view)[0])(state)
+        once = jax.jit(lambda state: gtp.train.loss_and_gradients(loss, state, x, recipe=recipe, view=view)[0])(state)
         with gtp.use_recipe(recipe):
             each = nnx.jit(lambda model: loss(model, x)[0] / x.size)(model)
     np.testing.assert_allclose(once, each, rtol=1e-5)
@@ -158,7 +158,7 @@ def test_a_step_multiplies_what_calls_multiply_that_quantize_for_themselves(mesh
     with scope(MESHES[mesh]):
         model = sharded(nnx.Rngs(0), OfMixed)
         state = gtp.TrainState.create(model, optax.sgd(0.1))
-        once = jax.jit(lambda state: gtp.loss_and_gradients(mean_loss, state, tokens(), recipe=recipe))(state)
+        once = jax.jit(lambda state: gtp.train.loss_and_gradients(mean_loss, state, tokens(), recipe=recipe))(state)
         with gtp.use_recipe(recipe):
             each = nnx.jit(nnx.value_and_grad(mean_loss))(model, tokens())
     np.testing.assert_allclose(once[0], each[0], rtol=1e-6)

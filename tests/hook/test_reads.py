@@ -55,7 +55,7 @@ def computed(loss, view, factory=None):
     """Returns the metrics and the gradients of a batch, by one program."""
     with scope(dict(gtp=8)):
         state = gtp.TrainState.create((factory or make())(nnx.Rngs(0)), PLAIN)
-        run = jax.jit(functools.partial(gtp.loss_and_gradients, loss, view=view))
+        run = jax.jit(functools.partial(gtp.train.loss_and_gradients, loss, view=view))
         return jax.tree.map(np.asarray, run(state, np.ones((8, WIDTH), np.float32))[:2])
 
 
@@ -162,7 +162,7 @@ def looking(view, **options):
         return nnx.jit(nnx.value_and_grad(mean))(Looking(nnx.Rngs(0), **options))
     with scope(dict(gtp=8)):
         state = gtp.TrainState.create(gtp.shard(Looking(nnx.Rngs(0), **options), "blocks.*", min_size=64), PLAIN)
-        return jax.jit(functools.partial(gtp.loss_and_gradients, looked_up, view=view))(state, tokens)[:2]
+        return jax.jit(functools.partial(gtp.train.loss_and_gradients, looked_up, view=view))(state, tokens)[:2]
 
 
 SEEN = {

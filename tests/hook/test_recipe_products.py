@@ -137,7 +137,7 @@ def rounded_gradients(mesh, own, recipe, seed=0, steps=(0,), **options):
             gtp.init(lambda rngs: Rounding(rngs, own, "tp" in mesh, twice="view" not in options), nnx.Rngs(0)),
             optax.sgd(1.0),
         )
-        run = jax.jit(lambda *given: gtp.loss_and_gradients(loss, *given, recipe=recipe, seed=seed, **options)[1])
+        run = jax.jit(lambda *given: gtp.train.loss_and_gradients(loss, *given, recipe=recipe, seed=seed, **options)[1])
         x = drawn(BATCH, 4, 64)
         states = [dataclasses.replace(state, step=state.step + number) for number in steps]
         return [list(flat(run(one, x)).values()) for one in states]
@@ -181,7 +181,9 @@ def test_weights_with_the_same_path_are_rounded_by_bits_of_their_own():
         with scope(MESHES["gtp 8"]):
             state = gtp.TrainState.create(Twins(nnx.Rngs(0)), optax.sgd(1.0))
             x = drawn(BATCH, 4, 64)
-            return list(flat(jax.jit(lambda s: gtp.loss_and_gradients(loss, s, x, recipe=recipe)[1])(state)).values())
+            return list(
+                flat(jax.jit(lambda s: gtp.train.loss_and_gradients(loss, s, x, recipe=recipe)[1])(state)).values()
+            )
 
     np.testing.assert_array_equal(*gradients(gtp.NVFP4(matmuls=True, stochastic=False)))
     one, other = gradients(gtp.NVFP4(matmuls=True))

@@ -65,9 +65,9 @@ REFUSED = {
     "layers": (gtp.NVFP4(high_precision_last=1), "`high_precision_last` `exclude`"),
     "attention": (
         gtp.FP8(matmuls=True, attention=True),
-        "`gtp_jax.Attention` `gtp_jax.CrossAttention` attention=False",
+        "`gtp_jax.Attention` `gtp_jax.nn.CrossAttention` attention=False",
     ),
-    "delayed scaling": (gtp.FP8Delayed(), "`FP8Delayed` gtp_jax.FP8(matmuls=True)"),
+    "delayed scaling": (gtp.recipes.FP8Delayed(), "`FP8Delayed` gtp_jax.FP8(matmuls=True)"),
 }
 
 

@@ -119,7 +119,7 @@ def test_gradients_are_those_at_the_values_of_the_codes(name, mesh, kept):
     wanted = value_and_grad(at_codes(model, recipe), tokens())
     unquantized = value_and_grad(model, tokens())
     with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
-        sharded = gtp.shard(model, "blocks.*", min_size=64, schedule=gtp.Schedule(keep_gathered=kept))
+        sharded = gtp.shard(model, "blocks.*", min_size=64, schedule=gtp.nn.Schedule(keep_gathered=kept))
         found = value_and_grad(sharded, tokens())
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
     assert_near(flat(found[1]), flat(wanted[1]))

@@ -53,7 +53,7 @@ CASES += [("matmuls", dict(keep_gathered="all")), ("offload-matmuls", dict(keep_
 
 @pytest.mark.parametrize("remat, schedule", others_full(CASES, CASES[:1]))
 def test_gradients_are_those_of_the_same_policy_on_the_device_bit_for_bit(remat, schedule, x64):
-    found = differentiated(computed, remat=remat, schedule=gtp.Schedule(**schedule))
+    found = differentiated(computed, remat=remat, schedule=gtp.nn.Schedule(**schedule))
     for one, other in zip(found, on_the_device(OFFLOADED.get(remat, remat)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -63,7 +63,7 @@ def test_the_input_of_every_block_moves_once_each_way_and_nothing_else(x64):
     # without prefetching too; the head, which is last, keeps its own
     assert away == back == [INPUT] * DEPTH
     assert [away, back] == differentiated(
-        lambda *given: moves(traced(*given)), remat="offload", schedule=gtp.Schedule(prefetch=False)
+        lambda *given: moves(traced(*given)), remat="offload", schedule=gtp.nn.Schedule(prefetch=False)
     )
 
 
@@ -76,7 +76,7 @@ def test_outputs_of_matmuls_move_and_weights_do_not(x64):
 
 class Attends(nnx.Module):
     def __init__(self, rngs):
-        attend = functools.partial(gtp.attention_fn, is_causal=True)
+        attend = functools.partial(gtp.nn.attention_fn, is_causal=True)
         options = dict(decode=False, attention_fn=attend, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks = nnx.List([nnx.MultiHeadAttention(2, 128, **options) for _ in range(3)])
 
@@ -123,7 +123,7 @@ def test_a_policy_holds_on_one_device_too_where_nothing_is_gathered(remat, x64):
 
 def test_as_many_calls_as_asked_keep_their_weights_counted_from_the_end(x64):
     def count(**schedule):
-        return differentiated(lambda *given: gathers(traced(*given)), schedule=gtp.Schedule(**schedule))
+        return differentiated(lambda *given: gathers(traced(*given)), schedule=gtp.nn.Schedule(**schedule))
 
     none, last, everything = count(keep_gathered=0), count(), count(keep_gathered="all")
     # the tied head gathers a table, and each block three kernels and two biases; backward of the lookup needs no table
@@ -136,7 +136,7 @@ def test_blocks_keep_for_backward_the_casts_that_they_sent_or_the_gathered_weigh
         found = []
         with jax.set_mesh(gtp.make_mesh(gtp=8)):
             layers = [nnx.Linear(64, 64, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(4)]
-            schedule = gtp.Schedule(keep_gathered=keep_gathered)
+            schedule = gtp.nn.Schedule(keep_gathered=keep_gathered)
             graph, state = nnx.split(gtp.shard(nnx.Sequential(*layers), min_size=64, schedule=schedule))
 
             def call(state, x):

@@ -57,10 +57,10 @@ CASES = {
     "remat as a list": (make, dict(remat=["matmuls"]), "`remat` ['matmuls']"),
     "a loop body of a stack": (
         make,
-        dict(schedule=gtp.Schedule(unroll=2)),
+        dict(schedule=gtp.nn.Schedule(unroll=2)),
         "`schedule` unroll=2 `gtp_jax.Stack` leave",
     ),
-    "another schedule": (make, dict(schedule="auto"), "`schedule` 'auto' `gtp_jax.Schedule`"),
+    "another schedule": (make, dict(schedule="auto"), "`schedule` 'auto' `gtp_jax.nn.Schedule`"),
     "min_size": (make, dict(min_size=0), "`min_size` 0"),
     "min_size as a truth value": (make, dict(min_size=True), "`min_size` True"),
     "the sum of gradients": (make, dict(grad_reduce="bf16"), "`grad_reduce` 'bf16' 'float32' `None`"),
@@ -173,10 +173,10 @@ OTHER_OPTIONS = [
     ({"remat": "nothing"}, "`remat` 'nothing' 'matmuls'"),
     ({"grad_reduce": "float32"}, "`grad_reduce` 'float32' None"),
     ({"min_size": 128}, "`min_size` 128 64"),
-    ({"schedule": gtp.Schedule(keep_gathered=0)}, "`schedule` keep_gathered=0 keep_gathered='auto'"),
+    ({"schedule": gtp.nn.Schedule(keep_gathered=0)}, "`schedule` keep_gathered=0 keep_gathered='auto'"),
     ({"methods": ("attend",)}, "`methods` ('attend',) ('__call__', 'attend')"),
     ({"specs": {"*.bias": None}}, "`specs` {'*.bias': None} {}"),
-    ({"roles": gtp.Roles(tensor=None)}, "`roles` tensor=None tensor='tp'"),
+    ({"roles": gtp.mesh.Roles(tensor=None)}, "`roles` tensor=None tensor='tp'"),
     ({"blocks": nnx.Linear}, "`blocks` Linear blocks.0.up blocks.0, blocks.1"),
     ({"blocks": "none"}, "`blocks` 'none' blocks.0, blocks.1"),
 ]
@@ -197,7 +197,7 @@ def only_linear(path, module):
 @pytest.mark.parametrize("blocks", [nnx.Linear, only_linear, "layers.*"])
 def test_a_second_call_with_the_options_of_the_first_puts_arrays_back(blocks):
     options = dict(min_size=64, specs={"tables.0": None}, remat="nothing", methods=("__call__",))
-    options |= dict(schedule=gtp.Schedule(keep_gathered=0), grad_reduce="float32", roles=gtp.Roles(tensor=None))
+    options |= dict(schedule=gtp.nn.Schedule(keep_gathered=0), grad_reduce="float32", roles=gtp.mesh.Roles(tensor=None))
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(Few(), only_linear, **options)
         classes, wanted = [type(module) for _, module in nnx.iter_modules(model)], model(X)

@@ -78,7 +78,7 @@ class Tied(nnx.Module):
         return self.head(x) + x @ self.table[...].T
 
 
-VIEWS = [("local", gtp.NVFP4(), False), ("local", gtp.BF16(), True), ("global", gtp.NVFP4(), False)]
+VIEWS = [("local", gtp.NVFP4(), False), ("local", gtp.recipes.BF16(), True), ("global", gtp.NVFP4(), False)]
 
 
 @pytest.mark.parametrize("view, recipe, remat", others_full(VIEWS, VIEWS[:2]), ids=str)
@@ -88,7 +88,7 @@ def test_a_weight_of_the_model_itself_that_a_module_shares_is_gathered_once(view
 
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (16, 4)))
     with scope(MESHES["gtp 8"]):
-        errors = gtp.check(
+        errors = gtp.train.check(
             loss, lambda rngs: gtp.shard(Tied(rngs, remat), "blocks.*", min_size=64), tokens, view=view, recipe=recipe
         )
     assert len(errors) == 6
@@ -110,7 +110,9 @@ def test_a_model_called_in_a_loop_into_which_it_is_not_passed_gathers_its_weight
         return y.sum(), jnp.float32(y.size)
 
     with scope(MESHES["gtp 8"]):
-        assert gtp.check(loss, lambda rngs: gtp.shard(Looping(rngs), "blocks.*", min_size=64), inputs(), view=view)
+        assert gtp.train.check(
+            loss, lambda rngs: gtp.shard(Looping(rngs), "blocks.*", min_size=64), inputs(), view=view
+        )
 
 
 class TwoPaths(nnx.Module):

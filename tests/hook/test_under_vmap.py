@@ -151,7 +151,7 @@ class Residuals(nnx.Module):
 
 KINDS = {
     "stack": dict(own=True, biased=False),  # whose layers share a `shard_map`
-    "looped stack with a bias": dict(own=True, schedule=gtp.Schedule(unroll=1)),
+    "looped stack with a bias": dict(own=True, schedule=gtp.nn.Schedule(unroll=1)),
     "stock blocks with a bias": dict(own=False),
 }
 
@@ -233,5 +233,5 @@ def test_a_loss_that_maps_a_model_and_its_gradients_has_the_gradients_of_one_dev
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         state = gtp.TrainState.create(filled(kind), optax.identity())
         summed = lambda model, x: (loss(model, x), jnp.float64(len(x)))  # noqa: E731
-        run = jax.jit(lambda state, x: gtp.loss_and_gradients(summed, state, x, view=view)[1])
+        run = jax.jit(lambda state, x: gtp.train.loss_and_gradients(summed, state, x, view=view)[1])
         assert_same(run(state, x), wanted)

@@ -182,7 +182,7 @@ class Row(nnx.Module):
         self.layers = nnx.List([gtp.Dense(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(4)])
 
     def __call__(self, x):
-        return gtp.run_chain(x, *self.layers)
+        return gtp.nn.run_chain(x, *self.layers)
 
 
 def stock_row():

@@ -31,10 +31,10 @@ def test_bytes_and_memory_are_those_of_the_arrays():
     found = report(core_tp=3)
     config = preset_of("tiny")
     factory = lambda rngs: build(config, rngs=rngs)  # noqa: E731
-    with gtp.even_shares():
-        replicas = gtp.Replicas(factory, found.plan)
+    with gtp.layout.even_shares():
+        replicas = gtp.nonuniform.Replicas(factory, found.plan)
     optimizer = optax.adamw(1e-3)
-    with jax.set_mesh(replicas.core), gtp.even_shares():
+    with jax.set_mesh(replicas.core), gtp.layout.even_shares():
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
         step = gtp.train_step(lambda model, batch: (0.0, 1), optimizer, view="local", replicas=replicas)
         transfers = step.transfers(state)
@@ -77,12 +77,12 @@ def test_bytes_over_links_are_those_of_the_collectives_of_the_programs(grad_wire
     found = report(core_tp=2, grad_wire=grad_wire)
     config = preset_of("tiny")
     factory = lambda rngs: build(config, rngs=rngs)  # noqa: E731
-    with gtp.even_shares():
-        replicas = gtp.Replicas(factory, found.plan)
+    with gtp.layout.even_shares():
+        replicas = gtp.nonuniform.Replicas(factory, found.plan)
     optimizer = optax.sgd(1e-3)
-    with jax.set_mesh(replicas.core), gtp.even_shares():
+    with jax.set_mesh(replicas.core), gtp.layout.even_shares():
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
-        recipe = gtp.BF16(grad_wire=grad_wire)
+        recipe = gtp.recipes.BF16(grad_wire=grad_wire)
         step = gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas, recipe=recipe)
         tokens = np.zeros((14, 16), np.int32)
         programs = step.compile(state, {"tokens": tokens, "targets": tokens})

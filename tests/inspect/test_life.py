@@ -83,7 +83,7 @@ def test_with_one_rank_of_gtp_gradients_are_reduced_over_dp_alone():
 
 def test_a_frozen_weight_has_no_gradient_in_its_life():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        model = gtp.freeze(gtp.init(Mlp, nnx.Rngs(0)), gtp.NVFP4())
+        model = gtp.nn.freeze(gtp.init(Mlp, nnx.Rngs(0)), gtp.NVFP4())
         (life,) = gtp.explain(model, None, path="up").lives
     states = {state.state: state for state in life.states}
     assert "no master copy, no gradient" in states["stored"].what and "NVFP4" in states["stored"].what
@@ -107,7 +107,7 @@ class Blocks(nnx.Module):
 
 @pytest.mark.parametrize("recipe", others_full(RECIPES, ["fp8"]))
 def test_the_life_of_a_weight_of_a_stock_layer_is_that_of_the_compiled_step(recipe):
-    chosen = RECIPES[recipe] or gtp.BF16()
+    chosen = RECIPES[recipe] or gtp.recipes.BF16()
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])), gtp.use_recipe(chosen):
         model = gtp.shard(Blocks(nnx.Rngs(0)), "blocks.*", min_size=64)
         (life,) = gtp.explain(model, chosen, path="blocks.1").lives

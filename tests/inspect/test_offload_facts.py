@@ -104,7 +104,7 @@ def test_every_stack_that_offloads_is_named_and_no_other(x64):
 
 def test_experts_count_as_often_as_a_token_reaches_them():
     stack = gtp.Stack(
-        lambda rngs: gtp.MoE(32, 64, num_experts=8, top_k=2, rngs=rngs), 2, remat="offload", rngs=nnx.Rngs(0)
+        lambda rngs: gtp.nn.MoE(32, 64, num_experts=8, top_k=2, rngs=rngs), 2, remat="offload", rngs=nnx.Rngs(0)
     )
     (fact,) = gtp.explain(stack, call=lambda model: model(jnp.zeros((2, 8, 32)))).offloads
     assert (fact.stack, fact.flops) == ("the model", 2 * 16 * 2 * 3 * 32 * 64)

@@ -33,7 +33,7 @@ class Stock(nnx.Module):
 
 @pytest.mark.parametrize("degrees", [dict(gtp=2), dict(gtp=7), dict(gtp=72), dict(dp=3, gtp=7)], ids=str)
 def test_stock_layers_are_close_to_an_even_share_at_every_degree(degrees):
-    with abstract_mesh(**degrees), gtp.even_shares(), warnings.catch_warnings():
+    with abstract_mesh(**degrees), gtp.layout.even_shares(), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing stays whole
         model = abstract_model(lambda rngs: gtp.shard(Stock(rngs), "layers.*"))
         share = gtp.explain(model).share
@@ -44,7 +44,7 @@ def test_what_a_device_stores_of_a_preset_is_told_with_padding_and_without():
     with abstract_mesh(gtp=7), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for pad, own in ((True, 13.8), (False, 38.4)):
-            with gtp.even_shares(pad):
+            with gtp.layout.even_shares(pad):
                 share = gtp.explain(abstract_model(lambda rngs: build(preset_of("8b"), rngs=rngs))).share
             assert share.degrees == dict(gtp=7)
             assert share.even_bytes / 1e9 == pytest.approx(13.8, rel=5e-3)
@@ -79,5 +79,5 @@ def test_frozen_weights_have_no_share_in_the_state():
             super().__init__(rngs)
             self.adapter = nnx.LoRAParam(np.ones((3, 5), np.float32))
 
-    frozen = gtp.freeze(gtp.init(Frozen, nnx.Rngs(0)), gtp.BF16())
+    frozen = gtp.nn.freeze(gtp.init(Frozen, nnx.Rngs(0)), gtp.recipes.BF16())
     assert gtp.explain(frozen).share.bytes == 12 * 15

@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_transformers(written):
     model, _, imported = written
     wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        found = gtp.generate(load(imported, dtype="float32"), PROMPTS, max_new_tokens=20)
+        found = gtp.generation.generate(load(imported, dtype="float32"), PROMPTS, max_new_tokens=20)
     assert found.tokens.tolist() == wanted
 
 

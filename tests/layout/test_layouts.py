@@ -26,7 +26,7 @@ def mesh_of(gtp_degree: int, tp: int):
 
 
 def quietly(*args, **kwargs):
-    with warnings.catch_warnings(), gtp.even_shares():
+    with warnings.catch_warnings(), gtp.layout.even_shares():
         warnings.simplefilter("ignore")
         return layouts_of_kernels(*args, **kwargs)
 
@@ -171,7 +171,7 @@ PADDED = {
 @pytest.mark.parametrize("name", PADDED)
 def test_a_weight_that_nothing_divides_is_padded_where_that_costs_least(name):
     degrees, shape, split_dim, stored, spec = PADDED[name]
-    with jax.set_mesh(mesh_of(*degrees)), gtp.even_shares():
+    with jax.set_mesh(mesh_of(*degrees)), gtp.layout.even_shares():
         (layout,) = layouts_of_kernels([shape], rows=1, split_dim=split_dim)
     assert (layout.shape, layout.array_shape, layout.spec) == (shape, stored, spec)
 
@@ -179,12 +179,12 @@ def test_a_weight_that_nothing_divides_is_padded_where_that_costs_least(name):
 @pytest.mark.parametrize(
     ("degrees", "shape", "pad", "message"),
     [
-        ((7, 1), (25, 100), False, "(25, 100) whole gtp 7 gtp_jax.even_shares()"),
+        ((7, 1), (25, 100), False, "(25, 100) whole gtp 7 gtp_jax.layout.even_shares()"),
         ((3, 2), (1, 1), True, "(1, 1) whole gtp 3 sizes"),
     ],
 )
 def test_a_weight_that_stays_whole_is_told_with_the_remedy(degrees, shape, pad, message):
-    with jax.set_mesh(mesh_of(*degrees)), gtp.even_shares(pad), pytest.warns(UserWarning, match=naming(message)):
+    with jax.set_mesh(mesh_of(*degrees)), gtp.layout.even_shares(pad), pytest.warns(UserWarning, match=naming(message)):
         (layout,) = layouts_of_kernels([shape], rows=1)
     assert layout.spec == P(None, None) and layout.ranks == 1 and layout.array_shape == shape
 
@@ -205,7 +205,7 @@ OVER_DP = {
 def test_storage_is_padded_so_that_dp_divides_it_and_shards_stay_as_they_are_where_that_costs_little(name):
     (gtp_degree, tp, dp), shape, split_dim, stored, shard = OVER_DP[name]
     devices = jax.devices()[: gtp_degree * tp * dp]
-    with jax.set_mesh(gtp.make_mesh(gtp=gtp_degree, tp=tp, dp=dp, devices=devices)), gtp.even_shares():
+    with jax.set_mesh(gtp.make_mesh(gtp=gtp_degree, tp=tp, dp=dp, devices=devices)), gtp.layout.even_shares():
         (layout,) = layouts_of_kernels([shape], rows=1, split_dim=split_dim)
     assert (layout.array_shape, layout.shard_shape, layout.copies) == (stored, shard, dp)
     assert np.prod(layout.stored_shape) * gtp_degree * tp * dp == np.prod(stored)

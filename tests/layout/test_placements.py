@@ -63,7 +63,7 @@ def _shard_shape(shape, spec):
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_shards_are_equal_and_padded_where_no_dimension_is_divided(degrees):
-    with abstract_mesh(**degrees), gtp.even_shares():
+    with abstract_mesh(**degrees), gtp.layout.even_shares():
         padded = 0
         for placement, can_pad in _placements(**degrees):
             shard = _shard_shape(placement.array_shape, placement.spec)
@@ -81,7 +81,7 @@ def test_shards_are_equal_and_padded_where_no_dimension_is_divided(degrees):
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_matrix_of_a_placement_is_stored_as_the_array_is(degrees):
-    with abstract_mesh(**degrees), gtp.even_shares():
+    with abstract_mesh(**degrees), gtp.layout.even_shares():
         matrices = 0
         for placement, _ in _placements(**degrees):
             seen = seen_as_matrix(placement.shape, placement)
@@ -101,7 +101,7 @@ def test_the_matrix_of_a_placement_is_stored_as_the_array_is(degrees):
 
 
 def test_a_slice_is_stored_as_the_whole_is_without_its_first_dimension():
-    with abstract_mesh(gtp=7), gtp.even_shares():
+    with abstract_mesh(gtp=7), gtp.layout.even_shares():
         found = [one for one, _ in _placements(gtp=7) if one.ndim > 1]
         for one in found:
             slice_of = one.without_whole_first
@@ -122,7 +122,7 @@ def _padded_layouts():
 
 def test_padding_is_cut_as_it_is_added_from_arrays_and_shapes():
     rng = np.random.default_rng(0)
-    with abstract_mesh(gtp=7), gtp.even_shares():
+    with abstract_mesh(gtp=7), gtp.layout.even_shares():
         for layout, ahead in itertools.product(_padded_layouts(), [(), (2,)]):
             assert is_padded(layout)
             array = rng.normal(size=(*ahead, *layout.shape))
@@ -141,7 +141,7 @@ def test_padding_is_cut_as_it_is_added_from_arrays_and_shapes():
 def test_codes_are_stored_in_equal_shards_of_whole_blocks_and_used_without_padding(form):
     padded = 0
     for degrees, rows in itertools.product([dict(gtp=7), dict(gtp=3, tp=2), dict(gtp=3, dp=2)], (0, 1)):
-        with abstract_mesh(**degrees), gtp.even_shares():
+        with abstract_mesh(**degrees), gtp.layout.even_shares():
             (layout,) = layouts_in_blocks(layouts_of_kernels([(192, 128)], rows=rows, split_dim=1 - rows), form)
             found = layouts_of_codes(layout, form)
             assert set(found) == {"codes", "scales"}

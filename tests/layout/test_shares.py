@@ -33,7 +33,7 @@ def test_state_is_within_15_percent_of_an_even_share_at_every_degree(preset):
     assert 0 < whole < 0.01 * total, "norms, and the router's bias"
     worst = {}
     for degree in range(2, 73):
-        with abstract_mesh(gtp=degree), gtp.even_shares():
+        with abstract_mesh(gtp=degree), gtp.layout.even_shares():
             again = [
                 layouts_of_kernels([one.shape for one in own], rows=own[0].rows, split_dim=own[0].split_dim)
                 for own in groups

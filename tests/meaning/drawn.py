@@ -41,7 +41,7 @@ class Pair(nnx.Module):
     def __init__(self, layer: Layer, width: int, options: Options, rngs: nnx.Rngs):
         shared = dict(use_bias=layer.bias, rngs=rngs, **options.dtypes, **options.parallel)
         self.operation = layer.operation
-        self.up = gtp.LayerNormDense(width, 2 * width, norm=layer.norm, **shared)
+        self.up = gtp.nn.LayerNormDense(width, 2 * width, norm=layer.norm, **shared)
         self.down = gtp.Dense(2 * width, width, parallel="row", **shared)
 
     def __call__(self, x):
@@ -53,7 +53,7 @@ class Balanced(nnx.Module):
 
     def __init__(self, layer: Layer, width: int, options: Options, rngs: nnx.Rngs):
         self.dense = gtp.Dense(width, width, use_bias=layer.bias, rngs=rngs, **options.dtypes)
-        self.balance = gtp.AuxLoss(jnp.zeros((), options.wide))
+        self.balance = gtp.nn.AuxLoss(jnp.zeros((), options.wide))
 
     def __call__(self, x):
         y = jnp.tanh(self.dense(x))
@@ -106,10 +106,10 @@ def build_layer(layer: Layer, width: int, options: Options, rngs: nnx.Rngs) -> n
             heads: Any = dict(num_heads=options.heads, num_kv_heads=options.heads // 2, head_dim=4)
             return gtp.Attention(width, **heads, norm=layer.norm, rngs=rngs, **own, **parallel)
         case "moe":
-            routing = gtp.Routing(z_loss_coeff=layer.z, aux_loss=layer.load_of)  # pyright: ignore
+            routing = gtp.nn.Routing(z_loss_coeff=layer.z, aux_loss=layer.load_of)  # pyright: ignore
             balance: dict[str, Any] = dict(aux_loss_coeff=layer.aux, routing=routing)
             balance |= {} if layer.reduction is None else dict(loss_reduction=layer.reduction)
-            return gtp.MoE(
+            return gtp.nn.MoE(
                 width,
                 width,
                 num_experts=EXPERTS,
@@ -169,9 +169,9 @@ class Drawn(nnx.Module):
             self.body = nnx.List([block(rngs) for _ in range(model.length)])
         match model.head:
             case "tied":
-                self.head = gtp.TiedHead(self.embed, rngs=rngs, **options.stored)
+                self.head = gtp.nn.TiedHead(self.embed, rngs=rngs, **options.stored)
             case "normed":
-                self.head = gtp.LayerNormDense(width, model.classes, rngs=rngs, **own, **parallel)
+                self.head = gtp.nn.LayerNormDense(width, model.classes, rngs=rngs, **own, **parallel)
             case "column":
                 self.head = gtp.Dense(width, model.classes, parallel="column", rngs=rngs, **own, **parallel)
             case "dense":
@@ -224,7 +224,7 @@ def loss_of(loss: Loss, model: Any, batch: Any) -> Any:
 
     total, count = base(model, x)
     value = total if loss.counts else total / count
-    for term in jax.tree.leaves(nnx.state(model, gtp.AuxLoss)):
+    for term in jax.tree.leaves(nnx.state(model, gtp.nn.AuxLoss)):
         value = value + term.sum() * (count if loss.counts else 1)
     if loss.penalty is not None:
         scale = count if loss.counts else 1
@@ -336,7 +336,7 @@ def computed(draw: Draw, model: Any, batch: dict[str, np.ndarray]) -> dict[str, 
             return {name: metrics[name] for name in ("loss", "tokens") if name in metrics}
         if draw.route == "loss_and_gradients":
             options = dict(microbatches=draw.microbatches, **argument)
-            value, found = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, **options))(state, given)
+            value, found = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, **options))(state, given)
             return {"loss": value, "gradients": named(found, draw.stacked)}
         step = gtp.train_step(loss, optimizer, microbatches=draw.microbatches, **argument)
         state, metrics = step(state, given)

@@ -68,7 +68,7 @@ class EncoderDecoder(nnx.Module):
         self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
         self.encoder = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES), 2, rngs=rngs)
         self.decoder = gtp.Stack(lambda rngs: CrossBlock(rngs), 2, rngs=rngs)
-        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
+        self.head = gtp.nn.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
 
     def __call__(self, tokens):
         keep = tokens % 5 != 0

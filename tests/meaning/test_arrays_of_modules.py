@@ -155,7 +155,7 @@ def test_what_a_call_does_to_an_attribute_is_refused_by_name_where_it_would_be_l
 
     def trace(change):
         make = stack_of(change) if how == "stack" else functools.partial(OnRanks, change)
-        call = gtp.run_chain if how == "run_chain" else lambda x, model: model(x)
+        call = gtp.nn.run_chain if how == "run_chain" else lambda x, model: model(x)
         with scope(degrees):
             graph, state = nnx.split(abstract_model(make))
             return jax.eval_shape(lambda state, x: call(x, nnx.merge(graph, state)), state, inputs())

@@ -73,7 +73,7 @@ def test_in_a_step_it_is_right_without_a_recipe_and_refused_with_one(kind):
     state = gtp.TrainState.create(back_in_nnx(kind, "bfloat16"), optax.identity())
 
     def run(recipe):
-        return jax.jit(lambda s, x: gtp.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe))
+        return jax.jit(lambda s, x: gtp.train.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe))
 
     assert_equal("bfloat16", *run(None)(state, x))
     with pytest.raises(ValueError, match=naming("NVFP4 ToNNX remove recipe")):
@@ -103,7 +103,7 @@ def test_a_layer_of_linen_among_ours_keeps_its_values_under_a_recipe(recipe):
         layer.kernel[...] = jnp.asarray(w)
     state = gtp.TrainState.create(model, optax.identity())
     found, gradients = jax.jit(
-        lambda s, x: gtp.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe)
+        lambda s, x: gtp.train.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe)
     )(state, x)
     quantized = multiplied_by(weights, recipe)
     wanted, of_weights = jax.value_and_grad(lambda w: mean(in_plain_jax(w, x)))(

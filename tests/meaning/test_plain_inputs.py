@@ -54,7 +54,7 @@ def test_they_reach_every_layer_of_a_stack(mesh, x64):
         def run(state, x):
             model = nnx.merge(graph, state)
             each = {
-                name: (model(x, *args, **kwargs), gtp.run_chain(x, model, shared=kwargs or args))
+                name: (model(x, *args, **kwargs), gtp.nn.run_chain(x, model, shared=kwargs or args))
                 for name, ((args, kwargs), *_) in INPUTS.items()
             }
             return model(x, None), each
@@ -74,7 +74,7 @@ def test_they_reach_every_layer_in_a_step(view, x64):
         def values(state, x):
             def value(*args):
                 loss = lambda model, x: (jnp.sum(model(x, *args) ** 2), jnp.float64(1))  # noqa: E731
-                return gtp.loss_and_gradients(loss, state, x, view=view)[0]
+                return gtp.train.loss_and_gradients(loss, state, x, view=view)[0]
 
             return value(), value(None)
 
@@ -85,4 +85,4 @@ def test_they_reach_every_layer_in_a_step(view, x64):
 def test_a_chain_without_stacks_refuses_them_even_if_they_are_none():
     dense = gtp.Dense(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=naming("`shared` `Stack` `run_chain`")):
-        gtp.run_chain(X, dense, shared=(None,))
+        gtp.nn.run_chain(X, dense, shared=(None,))

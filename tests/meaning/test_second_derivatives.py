@@ -121,12 +121,12 @@ class Everything(nnx.Module):
         given: dict[str, Any] = dict(rngs=rngs, dtype=dtype, param_dtype="float64")
         self.embed = gtp.Embed(vocab, width, **given)
         self.attention = gtp.Attention(width, num_heads=4, num_kv_heads=2, head_dim=4, **given)
-        self.up, self.down = gtp.LayerNormDense(width, 32, **given), gtp.Dense(32, width, parallel="row", **given)
-        self.conv = gtp.Conv(width, width, (3,), **given)
-        self.einsum = gtp.Einsum("bsd,df->bsf", (width, width), **given)
-        self.moe = gtp.MoE(width, 16, num_experts=4, top_k=2, aux_loss_coeff=0, **given)
+        self.up, self.down = gtp.nn.LayerNormDense(width, 32, **given), gtp.Dense(32, width, parallel="row", **given)
+        self.conv = gtp.nn.Conv(width, width, (3,), **given)
+        self.einsum = gtp.nn.Einsum("bsd,df->bsf", (width, width), **given)
+        self.moe = gtp.nn.MoE(width, 16, num_experts=4, top_k=2, aux_loss_coeff=0, **given)
         self.own = gtp.Param(jax.random.normal(rngs.params(), (width, width), "float64") / 4, dtype=dtype)
-        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -290,7 +290,7 @@ def test_experts_that_multiply_in_several_rounds_are_differentiated_forward_over
     def product(**degrees):
         def layer(rngs):
             options: dict[str, Any] = dict(round_size=0.3, aux_loss_coeff=0, dtype="float64", param_dtype="float64")
-            return gtp.MoE(8, 8, num_experts=4, top_k=2, rngs=rngs, **options)
+            return gtp.nn.MoE(8, 8, num_experts=4, top_k=2, rngs=rngs, **options)
 
         with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: sum(degrees.values())])):
             graph, state = nnx.split(placed(layer))

@@ -57,7 +57,7 @@ class Model(nnx.Module):
 
 
 def stack(unroll: Any) -> Model:
-    schedule = gtp.Schedule(unroll=unroll)
+    schedule = gtp.nn.Schedule(unroll=unroll)
     model = gtp.nn.abstract_model(lambda rngs: Model(True, jnp.bfloat16, rngs, schedule=schedule))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         like = variable.get_raw_value()
@@ -80,7 +80,7 @@ def gradients(make: Callable[[], Model], degrees: dict[str, int], view: Any) -> 
     loss = lambda model, x: (model(x).astype(jnp.float32).sum(), jnp.float32(x.shape[0]))  # noqa: E731
     with jax.set_mesh(gtp.make_mesh(**degrees)):
         state = gtp.TrainState.create(make(), optax.identity())
-        found = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, view=view)[1])(state, BATCH)
+        found = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, view=view)[1])(state, BATCH)
     return [WIDTH * np.asarray(found["encoder"]), np.asarray(found["bias"])]  # one example, and the mean of all
 
 

@@ -31,7 +31,7 @@ class Model(nnx.Module):
     def __init__(self, rngs):
         self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **FLOAT)
         self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
-        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **FLOAT)
+        self.head = gtp.nn.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **FLOAT)
 
     def __call__(self, tokens):
         return self.head(self.blocks(self.embed(tokens)))

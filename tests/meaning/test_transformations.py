@@ -181,7 +181,7 @@ def computed(case: str, kind: str, numbers: str, weights: np.ndarray, x: jax.Arr
         model.stack.layers.dense.kernel[...] = jnp.asarray(weights)
     state = gtp.TrainState.create(model, optax.identity())
     loss = CASES[case].ours
-    run = jax.jit(lambda s, x: gtp.loss_and_gradients(lambda model, x: loss(model, x), s, x, recipe=recipe))
+    run = jax.jit(lambda s, x: gtp.train.loss_and_gradients(lambda model, x: loss(model, x), s, x, recipe=recipe))
     return run(state, x)
 
 
@@ -197,7 +197,7 @@ def values() -> tuple[np.ndarray, jax.Array]:
     return weights, jnp.asarray(rng.normal(size=(BATCH, LENGTH, WIDTH)), jnp.float32)
 
 
-def multiplied_by(weights: Iterable[np.ndarray], recipe: gtp.BF16 | gtp.FP8 | gtp.NVFP4 | None) -> Weights:
+def multiplied_by(weights: Iterable[np.ndarray], recipe: gtp.recipes.BF16 | gtp.FP8 | gtp.NVFP4 | None) -> Weights:
     """Returns the values that a recipe's codes stand for."""
     return [jnp.asarray(w if recipe is None else matrix(w.T, recipe.wire, np.float32).T) for w in weights]
 

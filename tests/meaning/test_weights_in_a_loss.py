@@ -86,7 +86,7 @@ def computed(loss, degrees, recipe=None, before=lambda params: params, **options
     with scope(degrees):
         model = gtp.init(Model, nnx.Rngs(0))
         state = gtp.TrainState.create(model, optax.identity())
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe, **options))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=recipe, **options))
         state = gtp.TrainState(before(state.params), state.opt_state, state.step, state.model_def, state.model_state)
         return jax.tree.map(np.asarray, run(state, {"x": jnp.asarray(x)}))
 
@@ -141,7 +141,7 @@ def test_layers_alike_stay_alike_in_a_loss(x64):
 
     with scope(DP):
         state = gtp.TrainState.create(gtp.init(Alike, nnx.Rngs(0)), optax.identity())
-        run = jax.jit(lambda state, x: gtp.loss_and_gradients(apart, state, {"x": x}))
+        run = jax.jit(lambda state, x: gtp.train.loss_and_gradients(apart, state, {"x": x}))
         loss, gradients = run(state, np.ones((8, WIDTH)))
     one, other = (gradients["layers"][name]["kernel"] for name in ("0", "1"))
     assert loss > 0

@@ -64,8 +64,8 @@ def state_of(mesh):
 
 def traced(mesh, loss, how="loss_and_gradients"):
     ways = {
-        "loss_and_gradients": lambda state, x: gtp.loss_and_gradients(loss, state, x),
-        "microbatches": lambda state, x: gtp.loss_and_gradients(loss, state, x, microbatches=2),
+        "loss_and_gradients": lambda state, x: gtp.train.loss_and_gradients(loss, state, x),
+        "microbatches": lambda state, x: gtp.train.loss_and_gradients(loss, state, x, microbatches=2),
         "train_step": gtp.train_step(loss, optax.sgd(0.1)),
         "eval_step": gtp.eval_step(loss),
     }
@@ -248,7 +248,7 @@ def test_a_frozen_weight_is_not_written_either():
         kernel.set_raw_value(jax.tree.map(lambda a: 2 * a, kernel.get_raw_value()))
         return jnp.mean(model(x))
 
-    make = lambda rngs: gtp.lora(gtp.Dense(WIDTH, WIDTH, rngs=rngs), 2, 4.0, rngs=rngs)  # noqa: E731
+    make = lambda rngs: gtp.nn.lora(gtp.Dense(WIDTH, WIDTH, rngs=rngs), 2, 4.0, rngs=rngs)  # noqa: E731
     with scope(dict(gtp=8)):
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(0.1))
         run = lambda loss: jax.eval_shape(gtp.train_step(loss, optax.sgd(0.1)), state, jnp.ones((8, WIDTH)))  # noqa: E731

@@ -74,7 +74,9 @@ def test_the_flag_for_replicas_is_a_role_of_no_axes():
 
 def test_another_librarys_word_for_a_degree_is_refused_with_ours():
     for given, ours in ((dict(fsdp=8), "`gtp=8`"), (dict(data=2), "`dp=2`"), (dict(model=2), "`tp=2`")):
-        with pytest.raises(TypeError, match=naming(f"`{next(iter(given))}` `dp` `gtp` `ep` `tp` {ours} gtp_jax.Roles")):
+        with pytest.raises(
+            TypeError, match=naming(f"`{next(iter(given))}` `dp` `gtp` `ep` `tp` {ours} gtp_jax.mesh.Roles")
+        ):
             gtp.make_mesh(**given)
-    with pytest.raises(TypeError, match=naming("`rows` `gtp` gtp_jax.Roles")):
+    with pytest.raises(TypeError, match=naming("`rows` `gtp` gtp_jax.mesh.Roles")):
         gtp.make_mesh(rows=2)

@@ -28,7 +28,7 @@ def modules():
     """Each kind of call that reads a mesh, of models made without one."""
     rngs = nnx.Rngs(0)
     layer, stack = dense(rngs), gtp.Stack(lambda rngs: gtp.MLP(16, 32, rngs=rngs), 2, rngs=rngs)
-    conv, param = gtp.Conv(16, 16, 3, rngs=rngs), gtp.Param(jnp.ones((16, 16)))
+    conv, param = gtp.nn.Conv(16, 16, 3, rngs=rngs), gtp.Param(jnp.ones((16, 16)))
     state = gtp.TrainState.create(layer, optax.sgd(0.1))
     return {
         "init": lambda: gtp.init(dense, nnx.Rngs(0)),
@@ -36,7 +36,7 @@ def modules():
         "TrainState.create": lambda: gtp.TrainState.create(layer, optax.sgd(0.1)),
         "a layer": lambda: layer(X),
         "a stack": lambda: stack(X),
-        "run_chain": lambda: gtp.run_chain(X, stack),
+        "run_chain": lambda: gtp.nn.run_chain(X, stack),
         "Conv": lambda: conv(X),
         "Param": param.gather,
         "eval_step": lambda: gtp.eval_step(lambda model, x: jnp.mean(model(x)))(state, X),
@@ -131,5 +131,8 @@ def test_an_axis_that_the_mesh_lacks_has_degree_one(sizes):
 
 def test_axes_of_ones_own_need_roles_that_name_them():
     mesh = jax.make_mesh((4, 2), ("gtp", "pp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=naming("'pp' 'dp' gtp_jax.use_roles gtp_jax.Roles")):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=naming("'pp' 'dp' gtp_jax.mesh.use_roles gtp_jax.mesh.Roles")),
+    ):
         gtp.init(dense, nnx.Rngs(0))

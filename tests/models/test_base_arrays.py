@@ -23,11 +23,11 @@ def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("made")
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
         dense = gtp.init(lambda rngs: gtp.Dense(rows, 32, use_bias=True, rngs=rngs), nnx.Rngs(1))
-        model = gtp.freeze(dense, recipe, trained=nnx.PathContains("bias"))
+        model = gtp.nn.freeze(dense, recipe, trained=nnx.PathContains("bias"))
         with Checkpoints(directory) as checkpoints:
             checkpoints.save(0, gtp.TrainState.create(model, optax.sgd(1e-3)), {})
-        quantized = jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, gtp.QuantizedArray))
-        (whole,) = (gtp.dequantize(x, jnp.float32) for x in quantized if isinstance(x, gtp.QuantizedArray))
+        quantized = jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, gtp.formats.QuantizedArray))
+        (whole,) = (gtp.ops.dequantize(x, jnp.float32) for x in quantized if isinstance(x, gtp.formats.QuantizedArray))
     return directory, model, np.asarray(whole)
 
 

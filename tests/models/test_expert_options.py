@@ -54,7 +54,7 @@ REFUSED = [
     (lambda: ExpertOptions(top_k=9).of(PRESETS["tiny-moe"], "tiny-moe"), "`top_k` 9 8 experts"),
     (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)), "`jitter` 0.1 keys"),
     (lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8), "`num_experts` 0"),
-    (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "`gtp_jax.Routing`"),
+    (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "`gtp_jax.nn.Routing`"),
 ]
 
 

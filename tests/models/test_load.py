@@ -59,7 +59,7 @@ def test_values_are_those_that_were_saved_on_any_mesh(run, masters, degrees):
 
 
 def test_values_of_padded_weights_are_those_that_were_saved(run, masters):
-    with jax.set_mesh(gtp.make_mesh(gtp=7, devices=jax.devices()[:7])), gtp.even_shares():
+    with jax.set_mesh(gtp.make_mesh(gtp=7, devices=jax.devices()[:7])), gtp.layout.even_shares():
         model = load(run, dtype="float32")
         for path, value in values(model).items():
             np.testing.assert_array_equal(value, masters[path])
@@ -83,10 +83,12 @@ def test_codes_are_those_that_freezing_the_masters_makes(run):
     with jax.set_mesh(gtp.make_mesh(dp=4, tp=2)):
         found = load(run, dtype="float32", recipe=gtp.MXFP8())
         whole = load(run, dtype="float32")
-        wanted = gtp.freeze(whole, gtp.MXFP8(), trained=lambda path, _: path[-1] == "scale")
-        for one, other in zip(*(jax.tree.leaves(nnx.state(m, gtp.Frozen)) for m in (found, wanted)), strict=True):
+        wanted = gtp.nn.freeze(whole, gtp.MXFP8(), trained=lambda path, _: path[-1] == "scale")
+        for one, other in zip(*(jax.tree.leaves(nnx.state(m, gtp.nn.Frozen)) for m in (found, wanted)), strict=True):
             np.testing.assert_array_equal(one, other)
-        assert any(isinstance(v.get_raw_value(), gtp.QuantizedArray) for _, v in nnx.to_flat_state(nnx.state(found)))
+        assert any(
+            isinstance(v.get_raw_value(), gtp.formats.QuantizedArray) for _, v in nnx.to_flat_state(nnx.state(found))
+        )
 
 
 def test_what_is_no_checkpoint_is_refused_with_what_it_is(run, tmp_path):

@@ -25,9 +25,9 @@ def test_a_packed_gather_calls_one_kernel_on_each_side_and_says_how_long_it_take
     mesh = h200_mesh()
 
     def weight(shards, amax):
-        buffer = gtp.pack([shards], NVFP4, amax, PLAN)
+        buffer = gtp.ops.pack([shards], NVFP4, amax, PLAN)
         gathered = jax.lax.all_gather(buffer, "gtp")
-        (whole,) = gtp.unpack(gathered, NVFP4, amax, PLAN)
+        (whole,) = gtp.ops.unpack(gathered, NVFP4, amax, PLAN)
         return whole
 
     mapped = jax.shard_map(weight, mesh=mesh, in_specs=(P(None, "gtp"), P()), out_specs=P(), check_vma=False)

@@ -155,7 +155,7 @@ def check_refused(named, target, results, operands, attributes):
 @pytest.mark.parametrize("named", CASES)
 def test_a_wrong_call_is_an_error_in_python_after_which_the_process_works_on(named):
     check_refused(named, *CASES[named])
-    assert gtp.quantize(jnp.asarray(X), NVFP4, implementation="native").codes.shape == (32, 32)
+    assert gtp.ops.quantize(jnp.asarray(X), NVFP4, implementation="native").codes.shape == (32, 32)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def test_whole_panels_edges_and_the_panels_after_the_first(format, dtype):
     x = np.random.default_rng(0).normal(size=(2, 322, 584)).astype(dtype)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
-        q = gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native")
+        q = gtp.ops.quantize(jnp.asarray(x), format, axis=axis, implementation="native")
         for out in (jnp.float32, jnp.bfloat16, jnp.float16):
             check_dequantize(q, "native", out, axis)
 
@@ -44,7 +44,7 @@ def test_whole_panels_alone(format, dtype):
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
         check_dequantize(
-            gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
+            gtp.ops.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
         )
 
 
@@ -53,9 +53,9 @@ def test_copies_of_a_stack_may_have_amaxes_of_different_shapes(format):
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 2, 65, 72)), jnp.bfloat16)
     amaxes = (jnp.asarray([3, 50, 0.5], jnp.float32), jnp.arange(1, 7, dtype=jnp.float32).reshape(3, 2))
     for pair in (amaxes, amaxes[::-1], (amaxes[0], jnp.float32(9)), (jnp.float32(3), jnp.float32(50))):
-        both = gtp.quantize(x, format, amax=pair, axis="both", implementation="native")
+        both = gtp.ops.quantize(x, format, amax=pair, axis="both", implementation="native")
         for q, axis, amax in zip(both, ("row", "column"), pair, strict=True):
-            alone = gtp.quantize(x, format, amax=amax, axis=axis, implementation="native")
+            alone = gtp.ops.quantize(x, format, amax=amax, axis=axis, implementation="native")
             assert_same_bits(q.codes, alone.codes, f"{axis} codes, amax {amax.shape}")
             assert format is FP8_E4M3 or np.array_equal(q.scales, alone.scales), f"{axis} scales, amax {amax.shape}"
 
@@ -72,10 +72,10 @@ def test_a_layer_of_many_weights_of_several_dtypes(format):
     weights = [
         jnp.asarray(random.normal(size=(80, 32) if i % 2 else (32, 80)).astype(DTYPES[i % 3])) for i in range(count)
     ]
-    amax = gtp.multi_amax(weights) if format.has_amax else None
-    buffer = gtp.pack(weights, format, amax, plan, implementation="native")
-    outputs = gtp.unpack(buffer[None], format, amax, plan, jnp.bfloat16, implementation="native")
+    amax = gtp.ops.multi_amax(weights) if format.has_amax else None
+    buffer = gtp.ops.pack(weights, format, amax, plan, implementation="native")
+    outputs = gtp.ops.unpack(buffer[None], format, amax, plan, jnp.bfloat16, implementation="native")
     for i, (found, weight) in enumerate(zip(outputs, weights, strict=True)):
         own = None if amax is None else amax[i]
-        q = gtp.quantize(weight.T if i % 2 else weight, format, amax=own, implementation="native")
-        assert_same_bits(found, gtp.dequantize(q, jnp.bfloat16, implementation="native"), f"output {i}")
+        q = gtp.ops.quantize(weight.T if i % 2 else weight, format, amax=own, implementation="native")
+        assert_same_bits(found, gtp.ops.dequantize(q, jnp.bfloat16, implementation="native"), f"output {i}")

@@ -36,10 +36,10 @@ def matrix(base):
 
 
 def check_quantized_and_dequantized(x, amax, format):
-    row, column = gtp.quantize(x, format, amax=amax, axis="both", implementation="native")
-    last_rows = gtp.quantize(x[-TAIL:], format, amax=amax, implementation="native")
+    row, column = gtp.ops.quantize(x, format, amax=amax, axis="both", implementation="native")
+    last_rows = gtp.ops.quantize(x[-TAIL:], format, amax=amax, implementation="native")
     assert_same_bits(row.codes[-TAIL:], last_rows.codes, f"{format}: row codes")
-    last_columns = gtp.quantize(x[:, -TAIL:], format, amax=amax, axis="column", implementation="native")
+    last_columns = gtp.ops.quantize(x[:, -TAIL:], format, amax=amax, axis="column", implementation="native")
     along = (slice(-TAIL, None),) if format.transposed_columns else (slice(None), slice(-TAIL, None))
     assert_same_bits(column.codes[along], last_columns.codes, f"{format}: column codes")
     if format.block is not None:
@@ -49,20 +49,22 @@ def check_quantized_and_dequantized(x, amax, format):
         down = slice(-last_columns.scales.shape[len(along) - 1], None)
         assert_same_bits(column.scales[(*along[:-1], down)], last_columns.scales, f"{format}: column scales")
     for whole, part, at in ((row, last_rows, slice(-TAIL, None)), (column, last_columns, (..., slice(-TAIL, None)))):
-        values = gtp.dequantize(whole, implementation="native")[at]
-        last = gtp.dequantize(part, implementation="native")
+        values = gtp.ops.dequantize(whole, implementation="native")[at]
+        last = gtp.ops.dequantize(part, implementation="native")
         assert_same_bits(values, last, f"{format}: values, columns {whole.columns}")
 
 
 def check_packed_and_unpacked(x, amax, format):
     amaxes = None if amax is None else amax[None]
-    last = gtp.dequantize(gtp.quantize(x[-TAIL:], format, amax=amax, implementation="native"), implementation="native")
+    last = gtp.ops.dequantize(
+        gtp.ops.quantize(x[-TAIL:], format, amax=amax, implementation="native"), implementation="native"
+    )
     for slices in (1, 2):
         rows = ROWS // slices
         plan = PackPlan((Piece(rows=rows, cols=COLS, transposed=False, total_rows=ROWS, out=0, out_row=0),))
         parts = (x if slices == 1 else x[i * rows : (i + 1) * rows] for i in range(slices))
-        buffer = jnp.stack([gtp.pack([part], format, amaxes, plan, implementation="native") for part in parts])
-        (values,) = gtp.unpack(buffer, format, amaxes, plan, implementation="native")
+        buffer = jnp.stack([gtp.ops.pack([part], format, amaxes, plan, implementation="native") for part in parts])
+        (values,) = gtp.ops.unpack(buffer, format, amaxes, plan, implementation="native")
         assert_same_bits(values[-TAIL:], last, f"{format}: {slices} slices")
         del values
 
@@ -71,7 +73,7 @@ def check_packed_and_unpacked(x, amax, format):
 def test_what_lies_beyond_32_bits_is_as_by_itself():
     take_room()
     x = matrix(jax.random.normal(jax.random.key(0), (TAIL, COLS)))
-    amax = gtp.multi_amax([x], implementation="native")[0]
+    amax = gtp.ops.multi_amax([x], implementation="native")[0]
     assert amax == 30
     for format in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3):
         given = amax if format.has_amax else None

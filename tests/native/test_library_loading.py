@@ -51,8 +51,8 @@ import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.runner.cli import main
 x = jnp.linspace(-3, 3, 64).reshape(2, 32)
-q = gtp.quantize(x, gtp.formats.NVFP4)
-assert abs(gtp.dequantize(q, jnp.float32) - x).max() < 0.51
+q = gtp.ops.quantize(x, gtp.formats.NVFP4)
+assert abs(gtp.ops.dequantize(q, jnp.float32) - x).max() < 0.51
 print(native.describe())
 main(["doctor"])
 """

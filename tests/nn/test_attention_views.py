@@ -19,7 +19,7 @@ from ..ops.one_by_one import one_by_one
 
 FEATURES, LENGTH, MEMORY = 40, 12, 24
 SIZES = dict(num_heads=8, num_kv_heads=4, head_dim=6, dtype=jnp.float64, param_dtype=jnp.float64)
-SCALING = gtp.RopeScaling(kind="linear", factor=2.0)
+SCALING = gtp.nn.RopeScaling(kind="linear", factor=2.0)
 RNG = np.random.default_rng(0)
 MASK = RNG.random((8, LENGTH, LENGTH)) < 0.5
 MASK[:, 3] = False  # a token that sees none
@@ -40,9 +40,9 @@ CASES = {
         dict(segment_ids=SEGMENTS),
     ),
     "biases of queries, keys and values alone": (gtp.Attention, dict(window=4, qkv_bias=True), {}),
-    "cross": (gtp.CrossAttention, dict(memory_features=30, qk_norm=True, sinks=True), {}),
-    "cross, segments": (gtp.CrossAttention, dict(soft_cap=3.0), dict(segment_ids=(SEGMENTS, OF_MEMORY))),
-    "cross, mask": (gtp.CrossAttention, {}, dict(mask=np.repeat(MASK, 2, axis=2))),
+    "cross": (gtp.nn.CrossAttention, dict(memory_features=30, qk_norm=True, sinks=True), {}),
+    "cross, segments": (gtp.nn.CrossAttention, dict(soft_cap=3.0), dict(segment_ids=(SEGMENTS, OF_MEMORY))),
+    "cross, mask": (gtp.nn.CrossAttention, {}, dict(mask=np.repeat(MASK, 2, axis=2))),
 }
 MESHES = {
     "gtp 4 x tp 2, sequence parallel": (dict(gtp=4, tp=2), True),
@@ -60,7 +60,7 @@ def measured(name: str, mesh: str | None):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(8, LENGTH, FEATURES)))
     size = options.get("memory_features", FEATURES)
-    memory = (jnp.asarray(rng.normal(size=(8, MEMORY, size))),) if kind is gtp.CrossAttention else ()
+    memory = (jnp.asarray(rng.normal(size=(8, MEMORY, size))),) if kind is gtp.nn.CrossAttention else ()
     devices = jax.devices()[: math.prod(degrees.values())] if degrees else None
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=devices)) if degrees else contextlib.nullcontext():
         make = lambda rngs: kind(FEATURES, sequence_parallel=sequence_parallel, rngs=rngs, **SIZES, **options)  # noqa: E731
@@ -185,16 +185,20 @@ REFUSED = {  # the call, whether it is under a mesh, and what the message names
     "window": (lambda: attend(window=0), False, "`window` 0"),
     "rotation": (lambda: attend(rotary_dim=3), False, "`rotary_dim` 3 even"),
     "wide rotation": (lambda: attend(rotary_dim=6), False, "`rotary_dim` 6 `head_dim` 4"),
-    "scaling": (lambda: attend(rope_scaling={"factor": 2}), False, "`gtp_jax.RopeScaling` None"),
+    "scaling": (lambda: attend(rope_scaling={"factor": 2}), False, "`gtp_jax.nn.RopeScaling` None"),
     "no rotation": (lambda: attend(rope_theta=None, rope_scaling=SCALING), False, "`rope_theta` None"),
     "masks by head": (lambda: attend(inputs=dict(mask=WHOLE > 0)), False, "heads mask"),
-    "memory": (lambda: attend(gtp.CrossAttention, (TWO_DIMS,)), False, "(batch, memory, features)"),
+    "memory": (lambda: attend(gtp.nn.CrossAttention, (TWO_DIMS,)), False, "(batch, memory, features)"),
     "batch": (
         lambda: attend(inputs=dict(segment_ids=np.zeros((1, 4), int))),
         True,
         "'segment_ids' Attention (1, 4) 8 Broadcast",
     ),
-    "memory over tp": (lambda: attend(gtp.CrossAttention, (SHORT,)), True, "'memory' CrossAttention (8, 3, 16) tp 2"),
+    "memory over tp": (
+        lambda: attend(gtp.nn.CrossAttention, (SHORT,)),
+        True,
+        "'memory' CrossAttention (8, 3, 16) tp 2",
+    ),
     "one key-value head": (lambda: attend(num_kv_heads=1), True, "tp 2 heads 1"),
 }
 
@@ -236,7 +240,7 @@ def test_ranks_that_compute_the_same_heads_and_examples_drop_the_same_weights(ro
     x = jax.random.normal(jax.random.key(0), (rows, 8, heads, 4))
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
         drop = dict(dropout_rate=0.5, dropout_rng=jax.random.key(1), broadcast_dropout=False)
-        y = jax.jit(lambda x: gtp.attention_fn(x, x, x, **drop))(x)
+        y = jax.jit(lambda x: gtp.nn.attention_fn(x, x, x, **drop))(x)
     parts = {}
     for shard in y.addressable_shards:
         parts.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
@@ -255,7 +259,7 @@ def test_ranks_that_compute_the_same_heads_and_examples_drop_the_same_weights(ro
 def test_options_that_attention_fn_would_take_otherwise_than_flax_are_refused(options, message):
     x = np.ones((2, 4, 2, 4))
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.attention_fn(**{**dict(query=x, key=x, value=x), **options})
+        gtp.nn.attention_fn(**{**dict(query=x, key=x, value=x), **options})
 
 
 @pytest.mark.parametrize("degrees", [{}, {"cp": 2}])
@@ -263,6 +267,6 @@ def test_a_mask_that_is_too_large_for_a_device_is_refused_and_the_option_that_ne
     x, mask = (jax.ShapeDtypeStruct(*of) for of in (((2, 2**16, 2, 4), jnp.float32), ((1, 1, 2**16, 2**16), bool)))
     with jax.set_mesh(gtp.make_mesh(gtp=8 // degrees.get("cp", 1), **degrees)):
         with pytest.raises(ValueError, match=naming("`mask` 65536 queries 65536 keys 1073741824 `is_causal`")):
-            jax.eval_shape(lambda x, mask: gtp.attention_fn(x, x, x, mask=mask), x, mask)
+            jax.eval_shape(lambda x, mask: gtp.nn.attention_fn(x, x, x, mask=mask), x, mask)
         of_keys = jax.ShapeDtypeStruct((2, 1, 1, 2**16), bool)
-        assert jax.eval_shape(lambda x, mask: gtp.attention_fn(x, x, x, mask=mask), x, of_keys).shape == x.shape
+        assert jax.eval_shape(lambda x, mask: gtp.nn.attention_fn(x, x, x, mask=mask), x, of_keys).shape == x.shape

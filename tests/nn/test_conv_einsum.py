@@ -60,7 +60,7 @@ class Block(nnx.Module):
 @functools.cache
 def measured(name, ours, mesh, batch=24):
     """Outputs, loss, and gradients of parameters and input."""
-    module = gtp if ours else nnx
+    module = gtp.nn if ours else nnx
     options = dict(param_dtype=jnp.float64)
     make, shape = LAYERS.get(name, (None, (5, 8)))
     with mesh_in_scope(mesh):
@@ -94,7 +94,7 @@ def test_a_batch_that_ranks_do_not_divide(name, x64):
 
 def test_a_kernel_is_gathered_again_in_backward_and_its_gradient_scattered_once():
     with mesh_in_scope("gtp 8"):
-        make = lambda rngs: gtp.Conv(8, 64, (3, 3), dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.nn.Conv(8, 64, (3, 3), dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
         graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
         assert state["kernel"].get_value().sharding.spec == jax.P(None, None, None, "gtp")
         grad = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))), (0, 1))
@@ -108,19 +108,19 @@ def test_bfloat16_is_computed_as_flax_computes_it():
     x = jax.random.normal(jax.random.key(1), (8, 7, 8))
     plain = jax.jit(make(nnx, nnx.Rngs(0)))(x)
     with mesh_in_scope("gtp 4 x tp 2"):
-        model = placed(lambda rngs: make(gtp, rngs))
+        model = placed(lambda rngs: make(gtp.nn, rngs))
         found = jax.jit(lambda x: model(x))(x)
     assert found.dtype == jnp.bfloat16 and np.asarray(found).tobytes() == np.asarray(plain).tobytes()
 
 
-conv, einsum = (functools.partial(kind, rngs=nnx.Rngs(0)) for kind in (gtp.Conv, gtp.Einsum))
+conv, einsum = (functools.partial(kind, rngs=nnx.Rngs(0)) for kind in (gtp.nn.Conv, gtp.nn.Einsum))
 REFUSED = [
     (lambda: conv(8, 0, 3), "Conv(8, 0, 3) whole"),
     (lambda: conv(8, 8, 2.5), "sizes whole"),
     (lambda: conv(8, 9, 3, feature_group_count=3), "`feature_group_count` 3 8 9"),
-    (lambda: conv(8, 8, 3, mask=np.ones((3, 8, 8))), "`mask` gtp_jax.Conv Remove `gtp_jax.Param`"),
+    (lambda: conv(8, 8, 3, mask=np.ones((3, 8, 8))), "`mask` gtp_jax.nn.Conv Remove `gtp_jax.Param`"),
     (lambda: conv(8, 8, 3)(np.ones((2, 7, 9))), "Conv 1 8 (2, 7, 9)"),
-    (lambda: einsum("be,ef->bf", (8, 8), kernel_metadata={"out_sharding": ()}), "`kernel_metadata` gtp_jax.Einsum"),
+    (lambda: einsum("be,ef->bf", (8, 8), kernel_metadata={"out_sharding": ()}), "`kernel_metadata` gtp_jax.nn.Einsum"),
     (lambda: einsum("be,ef", (8, 8)), "`einsum_str` 'be,ef' two output"),
     (lambda: einsum("be,efg->bfg", (8, 8)), "'efg' 3 `kernel_shape` (8, 8)"),
 ]
@@ -135,9 +135,9 @@ def test_a_bad_argument_is_named(call, message):
 @pytest.mark.parametrize(
     ("make", "whole"),
     [
-        (lambda rngs: gtp.Conv(8, 8, (3,), rngs=rngs), True),
-        (lambda rngs: gtp.Einsum("bte,ts->bse", (4, 4), rngs=rngs), True),
-        (lambda rngs: gtp.Einsum("...e,ef->...f", (8, 8), rngs=rngs), False),
+        (lambda rngs: gtp.nn.Conv(8, 8, (3,), rngs=rngs), True),
+        (lambda rngs: gtp.nn.Einsum("bte,ts->bse", (4, 4), rngs=rngs), True),
+        (lambda rngs: gtp.nn.Einsum("...e,ef->...f", (8, 8), rngs=rngs), False),
     ],
 )
 def test_a_part_of_a_sequence_is_refused_where_the_result_depends_on_the_whole(make, whole):

@@ -44,7 +44,7 @@ class Tied(nnx.Module):
 
     def __init__(self, rngs):
         self.embed = gtp.Embed(ROWS, WIDTH, **WIDE, rngs=rngs)
-        self.head = gtp.TiedHead(self.embed, param_dtype=jnp.float64, rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, param_dtype=jnp.float64, rngs=rngs)
 
     def __call__(self, tokens):
         return run_chain(tokens, self.embed, self.head)
@@ -110,7 +110,7 @@ def test_rows_of_a_padded_table_are_those_of_one_device(rows, mesh, x64):
 
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, rows, (8, 2))).at[0].set(rows - 1)
     _, wanted = after_a_step()
-    with mesh_in_scope(mesh), gtp.even_shares():
+    with mesh_in_scope(mesh), gtp.layout.even_shares():
         padded, found = after_a_step()
     assert padded
     assert_close(found, wanted)

@@ -44,8 +44,8 @@ WITHOUT_A_MESH = {
     "no outputs": (lambda: make(gtp.Dense, 8, {}), "Dense(8, {})"),
     "features": (lambda: make(gtp.Dense, 8, 8)(ones((2, 7))), "Dense 8 (2, 7)"),
     "units": (lambda: make(gtp.Dense, 8, 8, units=3), "`units` 3 divides 8"),
-    "norm": (lambda: make(gtp.LayerNormDense, 8, 8, norm="batch"), "`norm` 'batch' 'rms' 'layer'"),
-    "norm of a row": (lambda: make(gtp.LayerNormDense, 8, 8, parallel="row"), "`parallel` 'row'"),
+    "norm": (lambda: make(gtp.nn.LayerNormDense, 8, 8, norm="batch"), "`norm` 'batch' 'rms' 'layer'"),
+    "norm of a row": (lambda: make(gtp.nn.LayerNormDense, 8, 8, parallel="row"), "`parallel` 'row'"),
     "kv heads": (lambda: make(gtp.Attention, 16, num_heads=4, num_kv_heads=3), "`num_kv_heads` 3 `num_heads` 4"),
     "heads": (lambda: make(gtp.Attention, 15, num_heads=4), "`num_heads` 4 `features` 15 pass `head_dim`"),
     "odd head": (lambda: make(gtp.Attention, 36, num_heads=4), "`head_dim` 9 even"),
@@ -53,13 +53,13 @@ WITHOUT_A_MESH = {
     "remat": (lambda: stack(remat="some"), "`remat` 'some' 'activations' 'matmuls' 'offload'"),
     "inner stack": (lambda: stack(layer=lambda rngs: gtp.Stack(lambda rngs: None, 2, rngs=rngs)), "contains `Stack`"),
     "two schedules": (
-        lambda: gtp.run_chain(ones((2, 8)), stack(), stack(schedule=gtp.Schedule(keep_gathered=0))),
+        lambda: gtp.nn.run_chain(ones((2, 8)), stack(), stack(schedule=gtp.nn.Schedule(keep_gathered=0))),
         "chain different schedules",
     ),
-    "roles twice": (lambda: gtp.Roles(batch=("dp", "dp")), "`batch` ('dp', 'dp') once"),
-    "roles of tp": (lambda: gtp.Roles(weights=("gtp", "tp")), "`tensor` 'tp' `weights` Remove"),
-    "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` 0 'full'"),
-    "kept -1": (lambda: gtp.Schedule(keep_gathered=-1), "`keep_gathered` -1 'all'"),
+    "roles twice": (lambda: gtp.mesh.Roles(batch=("dp", "dp")), "`batch` ('dp', 'dp') once"),
+    "roles of tp": (lambda: gtp.mesh.Roles(weights=("gtp", "tp")), "`tensor` 'tp' `weights` Remove"),
+    "unroll 0": (lambda: gtp.nn.Schedule(unroll=0), "`unroll` 0 'full'"),
+    "kept -1": (lambda: gtp.nn.Schedule(keep_gathered=-1), "`keep_gathered` -1 'all'"),
     "loss shapes": (
         lambda: gtp.cross_entropy(ones((2, 3, 8)), np.zeros((2, 4), int)),
         "(2, 3, 8) (2, 4) None",
@@ -85,8 +85,11 @@ def test_bad_argument_is_named(name):
 OF_ANOTHER_TYPE = {
     "tokens": (lambda: make(gtp.Embed, 8, 8)(ones((2, 3), np.float32)), "Embed ids float32 (2, 3)"),
     "targets": (lambda: gtp.cross_entropy(ones((2, 3, 8)), ones((2, 3))), "`targets` ids"),
-    "module": (lambda: gtp.run_chain(ones((2, 8)), stack(), lambda x: x), "`run_chain` 1 function"),
-    "schedule": (lambda: gtp.run_chain(ones((2, 8)), stack(), schedule="full"), "`schedule` 'full' `gtp_jax.Schedule`"),
+    "module": (lambda: gtp.nn.run_chain(ones((2, 8)), stack(), lambda x: x), "`run_chain` 1 function"),
+    "schedule": (
+        lambda: gtp.nn.run_chain(ones((2, 8)), stack(), schedule="full"),
+        "`schedule` 'full' `gtp_jax.nn.Schedule`",
+    ),
     "state": (
         lambda: gtp.eval_step(next_token_loss)(make(gtp.Dense, 8, 8), {}),
         "`state` Dense `gtp_jax.TrainState`",
@@ -187,19 +190,19 @@ def test_views_microbatches_states_and_recipes_are_checked_wherever_they_are_giv
     for call in (
         lambda **options: gtp.eval_step(next_token_loss, **options),
         lambda **options: step(**options),
-        lambda **options: gtp.check(next_token_loss, lambda rngs: gtp.Dense(8, 8, rngs=rngs), {}, **options),
-        lambda **options: gtp.diagnose(next_token_loss, state, {}, **options),
+        lambda **options: gtp.train.check(next_token_loss, lambda rngs: gtp.Dense(8, 8, rngs=rngs), {}, **options),
+        lambda **options: gtp.train.diagnose(next_token_loss, state, {}, **options),
     ):
         with pytest.raises(ValueError, match=naming("`view` 'ranks' 'global' 'local'")):
             call(view=cast(Any, "ranks"))
         with pytest.raises(ValueError, match=naming("`has_aux` `view='global'`")):
             call(view="local", has_aux=True)
     with pytest.raises(ValueError, match=naming("`microbatches` 0 whole")):
-        gtp.loss_and_gradients(next_token_loss, state, {}, microbatches=0)
-    for call in (gtp.diagnose, gtp.loss_and_gradients):
+        gtp.train.loss_and_gradients(next_token_loss, state, {}, microbatches=0)
+    for call in (gtp.train.diagnose, gtp.train.loss_and_gradients):
         with pytest.raises(TypeError, match=naming("`state` Dense `gtp_jax.TrainState`")):
             call(next_token_loss, cast(Any, model), {})
-        with pytest.raises(TypeError, match=naming("`recipe` 'fp8' gtp_jax.BF16")):
+        with pytest.raises(TypeError, match=naming("`recipe` 'fp8' gtp_jax.recipes.BF16")):
             call(next_token_loss, state, {}, recipe=cast(Any, "fp8"))
 
 
@@ -264,9 +267,9 @@ def test_what_is_no_loss_and_no_optimizer_is_refused_by_name():
     for refused in (
         lambda: gtp.train_step(SGD, square),
         lambda: gtp.eval_step(state),
-        lambda: gtp.loss_and_gradients(x, state, x),
-        lambda: gtp.check(x, factory, x),
-        lambda: gtp.diagnose(x, state, x),
+        lambda: gtp.train.loss_and_gradients(x, state, x),
+        lambda: gtp.train.check(x, factory, x),
+        lambda: gtp.train.diagnose(x, state, x),
     ):
         with pytest.raises(TypeError, match=naming("`loss` called function")):
             refused()
@@ -287,8 +290,8 @@ def test_a_state_without_values_is_refused_where_it_is_run():
     for refused in (
         lambda: gtp.train_step(square, SGD)(state, x),
         lambda: gtp.eval_step(square)(state, x),
-        lambda: gtp.loss_and_gradients(square, state, x),
-        lambda: gtp.diagnose(square, state, x),
+        lambda: gtp.train.loss_and_gradients(square, state, x),
+        lambda: gtp.train.diagnose(square, state, x),
     ):
         with pytest.raises(ValueError, match=naming("`state` values 'params.kernel' gtp_jax.init")):
             refused()

@@ -182,7 +182,7 @@ def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
 @pytest.mark.parametrize(("name", "unroll"), pairwise(GRAD_REDUCE, [1, "full"], usual=1))
 def test_so_it_is_in_a_stack(unroll, name):
     def make(rngs):
-        schedule = gtp.Schedule(unroll=unroll)
+        schedule = gtp.nn.Schedule(unroll=unroll)
         dense = lambda rngs: gtp.Dense(128, 128, grad_reduce=name, rngs=rngs)  # noqa: E731
         return gtp.Stack(dense, 1, schedule=schedule, rngs=rngs)
 
@@ -241,7 +241,7 @@ def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
 def test_a_slot_is_never_saved_for_backward(remat, unroll):
     def saved(name):
         def make(rngs):
-            schedule = gtp.Schedule(unroll=unroll)
+            schedule = gtp.nn.Schedule(unroll=unroll)
             dense = lambda rngs: gtp.Dense(96, 96, grad_reduce=name, rngs=rngs)  # noqa: E731
             return gtp.Stack(dense, 3, schedule=schedule, remat=remat, rngs=rngs)
 

@@ -69,7 +69,7 @@ def test_a_bad_target_makes_the_loss_nan_and_leaves_every_gradient_finite(mesh, 
 def test_a_target_in_the_padding_of_a_vocabulary_is_outside_it(x64):
     P = jax.sharding.PartitionSpec
     with under(dict(gtp=4, tp=2)):
-        head = gtp.init(lambda rngs: gtp.LayerNormDense(16, 97, rngs=rngs, **F64), nnx.Rngs(0))
+        head = gtp.init(lambda rngs: gtp.nn.LayerNormDense(16, 97, rngs=rngs, **F64), nnx.Rngs(0))
         graph, state = nnx.split(head)
 
         def local(params, x, targets):
@@ -137,9 +137,9 @@ def test_check_ids_finds_a_position_in_a_sharded_batch_and_refuses_what_has_no_v
         tokens[5, 1] = 70
         spec = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.sharding.PartitionSpec(("dp", "gtp")))
         with pytest.raises(ValueError, match=naming("`tokens` 70 (5, 1)")):
-            gtp.check_ids(jax.device_put(tokens, spec), 70)
-        gtp.check_ids(jax.device_put(tokens, spec), 71)
-    with pytest.raises(TypeError, match=naming("`tokens` traced `gtp_jax.check_ids`")):
-        jax.jit(lambda ids: gtp.check_ids(ids, 8))(tokens)
+            gtp.ops.check_ids(jax.device_put(tokens, spec), 70)
+        gtp.ops.check_ids(jax.device_put(tokens, spec), 71)
+    with pytest.raises(TypeError, match=naming("`tokens` traced `gtp_jax.ops.check_ids`")):
+        jax.jit(lambda ids: gtp.ops.check_ids(ids, 8))(tokens)
     with pytest.raises(TypeError, match=naming("`targets` integers float32")):
-        gtp.check_ids(np.ones(3), 8, name="targets")
+        gtp.ops.check_ids(np.ones(3), 8, name="targets")

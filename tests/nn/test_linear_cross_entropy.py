@@ -21,10 +21,10 @@ FEATURES, VOCAB = 16, 49  # tp does not divide the vocabulary
 HEADS = {
     "Dense": lambda rngs, embed: gtp.Dense(FEATURES, VOCAB, parallel="column", use_bias=True, rngs=rngs, **WIDE),
     "stock Linear": lambda rngs, embed: nnx.Linear(FEATURES, VOCAB, rngs=rngs, **WIDE),
-    "TiedHead": lambda rngs, embed: gtp.TiedHead(embed, param_dtype=jnp.float64, rngs=rngs),
+    "TiedHead": lambda rngs, embed: gtp.nn.TiedHead(embed, param_dtype=jnp.float64, rngs=rngs),
     "stock Embed": lambda rngs, embed: nnx.Embed(VOCAB, FEATURES, rngs=rngs, **WIDE),
     "whole Dense": lambda rngs, embed: gtp.Dense(FEATURES, VOCAB, rngs=rngs, **WIDE),
-    "even Dense": lambda rngs, embed: gtp.LayerNormDense(FEATURES, VOCAB - 1, rngs=rngs, **WIDE),
+    "even Dense": lambda rngs, embed: gtp.nn.LayerNormDense(FEATURES, VOCAB - 1, rngs=rngs, **WIDE),
 }
 STOCK = (nnx.Linear, nnx.Embed)
 
@@ -44,13 +44,13 @@ def of_logits(model, batch):
         model.logits(model.embed(batch["tokens"])),
         batch["targets"],
         batch["weights"],
-        vocab_size=VOCAB - isinstance(model.head, gtp.LayerNormDense),
+        vocab_size=VOCAB - isinstance(model.head, gtp.nn.LayerNormDense),
     )
 
 
 def without_logits(model, batch):
     x = model.embed(batch["tokens"])
-    return gtp.linear_cross_entropy(x, model.head, batch["targets"], batch["weights"], chunk=5)
+    return gtp.nn.linear_cross_entropy(x, model.head, batch["targets"], batch["weights"], chunk=5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,9 @@ def test_every_head_in_every_view_has_the_loss_and_gradients_of_its_logits(head,
     with under(MESHES[mesh]):
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
         found, wanted = (
-            jax.jit(lambda state, batch, loss=loss: gtp.loss_and_gradients(loss, state, batch, view=view))(state, batch)
+            jax.jit(lambda state, batch, loss=loss: gtp.train.loss_and_gradients(loss, state, batch, view=view))(
+                state, batch
+            )
             for loss in (without_logits, of_logits)
         )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -111,7 +113,7 @@ def test_two_derivatives_equal_the_formula_whatever_the_options_and_the_last_chu
     with under(MESHES[mesh]):
         wanted = jax.jit(lambda: derivatives(lambda x, k, w: formula(x, k, targets, w, **options)))()
         for chunk in (5, 37):  # chunks that do not divide the tokens, and one that has all of them
-            ours = lambda x, k, w: gtp.linear_cross_entropy(x, k, targets, w, chunk=chunk, **options)  # noqa: B023, E731
+            ours = lambda x, k, w: gtp.nn.linear_cross_entropy(x, k, targets, w, chunk=chunk, **options)  # noqa: B023, E731
             found = jax.jit(lambda: derivatives(ours))()  # noqa: B023
             jax.tree.map(close, found, wanted)
 
@@ -120,7 +122,9 @@ def test_a_token_left_out_affects_nothing_even_if_its_input_is_not_finite(x64):
     x, kernel, targets, weights = example()
     left_out = targets < 0
     wanted = jax.jit(jax.value_and_grad(formula, argnums=(0, 1), has_aux=True))(x, kernel, targets, weights)
-    loss = jax.jit(jax.value_and_grad(lambda *a: gtp.linear_cross_entropy(*a, chunk=5), argnums=(0, 1), has_aux=True))
+    loss = jax.jit(
+        jax.value_and_grad(lambda *a: gtp.nn.linear_cross_entropy(*a, chunk=5), argnums=(0, 1), has_aux=True)
+    )
     found = loss(jnp.where(left_out[:, None], jnp.nan, x), kernel, targets, weights)
     jax.tree.map(close, found, wanted)
     found = loss(jnp.full_like(x, jnp.nan), kernel, jnp.maximum(targets, 0), jnp.zeros_like(weights))
@@ -129,12 +133,12 @@ def test_a_token_left_out_affects_nothing_even_if_its_input_is_not_finite(x64):
 
 def test_a_target_beyond_the_vocabulary_makes_the_loss_nan_and_leaves_gradients_finite(x64):
     x, kernel, targets, _ = example()
-    loss = jax.jit(jax.value_and_grad(lambda x, k, t: gtp.linear_cross_entropy(x, k, t)[0], argnums=(0, 1)))
+    loss = jax.jit(jax.value_and_grad(lambda x, k, t: gtp.nn.linear_cross_entropy(x, k, t)[0], argnums=(0, 1)))
     total, gradients = loss(x, kernel, targets.at[3].set(11))
     assert np.isnan(total)
     assert all(np.isfinite(leaf).all() for leaf in gradients)
     with pytest.raises(ValueError, match=naming("`targets` 11")):
-        gtp.linear_cross_entropy(x, kernel, targets.at[3].set(11))
+        gtp.nn.linear_cross_entropy(x, kernel, targets.at[3].set(11))
 
 
 def test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32():
@@ -142,7 +146,7 @@ def test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32():
     x = jnp.asarray(1 + 0.01 * rng.normal(size=(4096, 8)), jnp.bfloat16)
     kernel = jnp.asarray(0.1 * rng.normal(size=(8, 16)), jnp.bfloat16)
     targets = jnp.zeros(4096, jnp.int32)
-    loss = lambda x, k: gtp.linear_cross_entropy(x, k, targets, chunk=8)[0]  # noqa: E731
+    loss = lambda x, k: gtp.nn.linear_cross_entropy(x, k, targets, chunk=8)[0]  # noqa: E731
     logits = lambda x, k: gtp.cross_entropy(jnp.dot(x, k).astype(jnp.float32), targets)[0]  # noqa: E731
     found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
     wanted = jax.jit(jax.value_and_grad(logits, argnums=(0, 1)))(*(a.astype(jnp.float32) for a in (x, kernel)))
@@ -155,7 +159,7 @@ def test_in_bfloat16_statistics_and_the_sum_over_chunks_are_in_float32():
 @pytest.mark.full
 def test_under_vmap_and_checkpoint_gradients_stay_and_forward_mode_is_refused(x64):
     x, kernel, targets, weights = example()
-    loss = lambda x: gtp.linear_cross_entropy(x, kernel, targets, weights, chunk=5)[0]  # noqa: E731
+    loss = lambda x: gtp.nn.linear_cross_entropy(x, kernel, targets, weights, chunk=5)[0]  # noqa: E731
     wanted = jax.jit(jax.vmap(jax.grad(lambda x: formula(x, kernel, targets, weights)[0])))(jnp.stack([x, 2 * x]))
     close(jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(jnp.stack([x, 2 * x])), wanted)
     with pytest.raises(TypeError, match=naming("jvp custom_vjp")):
@@ -164,7 +168,7 @@ def test_under_vmap_and_checkpoint_gradients_stay_and_forward_mode_is_refused(x6
 
 def test_only_gradients_that_are_asked_for_are_computed():
     x, kernel, targets, _ = example()
-    loss = lambda x, k: gtp.linear_cross_entropy(x, k, targets, chunk=5)[0]  # noqa: E731
+    loss = lambda x, k: gtp.nn.linear_cross_entropy(x, k, targets, chunk=5)[0]  # noqa: E731
     products = lambda f: str(jax.make_jaxpr(f)(x, kernel)).count("dot_general[")  # noqa: E731
     assert [products(f) for f in (loss, jax.grad(loss), jax.grad(loss, 1), jax.grad(loss, (0, 1)))] == [1, 2, 2, 3]
 
@@ -178,7 +182,7 @@ def test_a_head_is_gathered_once_and_its_gradient_is_reduced_once_without_logits
         batch = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), P("gtp"))
         x = jax.ShapeDtypeStruct((8, tokens, 1024), jnp.bfloat16, sharding=batch)
         targets = jax.ShapeDtypeStruct((8, tokens), jnp.int32, sharding=batch)
-        loss = lambda params, x, t: gtp.linear_cross_entropy(x, nnx.merge(graph, params), t)[0]  # noqa: E731
+        loss = lambda params, x, t: gtp.nn.linear_cross_entropy(x, nnx.merge(graph, params), t)[0]  # noqa: E731
         lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x, targets)
         compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
     text = compiled.as_text()
@@ -193,7 +197,9 @@ def refused_heads():
     make = lambda kind, *args, **options: nnx.eval_shape(lambda: kind(*args, rngs=nnx.Rngs(0), **options))  # noqa: E731
     embed, dense = make(gtp.Embed, 8, 4), lambda out=8, **options: make(gtp.Dense, 4, out, **options)
     adapted = nnx.eval_shape(
-        lambda: gtp.lora(nnx.Dict(head=gtp.Dense(4, 8, rngs=nnx.Rngs(0))), 2, 2.0, targets=("head",), rngs=nnx.Rngs(1))
+        lambda: gtp.nn.lora(
+            nnx.Dict(head=gtp.Dense(4, 8, rngs=nnx.Rngs(0))), 2, 2.0, targets=("head",), rngs=nnx.Rngs(1)
+        )
     ).head
     return {
         "row": (dense(parallel="row"), {}, ValueError, "`head` row-parallel 'column'"),
@@ -219,7 +225,7 @@ def test_a_head_or_an_option_that_does_not_fit_is_named():
     x, targets = jnp.ones((2, 3, 4)), np.zeros((2, 3), int)
     for head, options, kind, message in refused_heads().values():
         with pytest.raises(kind, match=naming(message)):
-            gtp.linear_cross_entropy(x, head, **{"targets": targets, **options})
+            gtp.nn.linear_cross_entropy(x, head, **{"targets": targets, **options})
 
 
 @pytest.mark.parametrize("stock", [False, True])
@@ -231,7 +237,7 @@ def test_a_head_whose_recipe_multiplies_in_a_format_is_refused(stock):
         else:
             head = gtp.nn.abstract_model(lambda rngs: gtp.Dense(128, 128, rngs=rngs))
         with pytest.raises(ValueError, match=naming("recipe `head` Exclude `gtp_jax.cross_entropy(head(x), targets)`")):
-            jax.eval_shape(lambda x: gtp.linear_cross_entropy(x, head, np.zeros((8, 3), int)), jnp.ones((8, 3, 128)))
+            jax.eval_shape(lambda x: gtp.nn.linear_cross_entropy(x, head, np.zeros((8, 3), int)), jnp.ones((8, 3, 128)))
 
 
 def llama(**options):

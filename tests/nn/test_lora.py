@@ -67,7 +67,7 @@ def plain_llama(rngs):
 
 
 def adapted(rngs, config=CONFIG, **options) -> Any:
-    return gtp.lora(Llama(config, rngs=rngs), RANK, ALPHA, rngs=rngs, **options)
+    return gtp.nn.lora(Llama(config, rngs=rngs), RANK, ALPHA, rngs=rngs, **options)
 
 
 def layers_of(model) -> Any:
@@ -84,7 +84,9 @@ def dense_of(model, name):
 def found_on(name, view):
     with mesh_in_scope(name):
         state = gtp.TrainState.create(with_b(placed(adapted)), optax.sgd(0.1))
-        value, gradients = jax.jit(lambda state: gtp.loss_and_gradients(loss, state, batch_of(), view=view))(state)
+        value, gradients = jax.jit(lambda state: gtp.train.loss_and_gradients(loss, state, batch_of(), view=view))(
+            state
+        )
         return float(value), jax.tree.map(np.asarray, gradients)
 
 
@@ -148,7 +150,7 @@ def test_loss_and_gradients_are_those_of_merged_kernels_on_every_mesh(mesh, view
 def test_before_the_first_step_outputs_are_equal_bit_for_bit_and_a_is_kaiming_uniform():
     with mesh_in_scope("gtp 4 x tp 2"):
         plain = placed(plain_llama)
-        model = gtp.lora(plain, RANK, ALPHA, rngs=nnx.Rngs(5))
+        model = gtp.nn.lora(plain, RANK, ALPHA, rngs=nnx.Rngs(5))
         tokens = batch_of()["tokens"]
         wanted, found = (nnx.jit(lambda model, tokens: model(tokens))(one, tokens) for one in (plain, model))
         np.testing.assert_array_equal(found, wanted)
@@ -192,19 +194,19 @@ def test_a_frozen_base_of_codes_has_the_values_of_its_codes():
     recipe = gtp.FP8()
     with mesh_in_scope("gtp 4 x tp 2"):
         model = gtp.init(
-            lambda rngs: gtp.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, recipe=recipe, rngs=rngs), nnx.Rngs(0)
+            lambda rngs: gtp.nn.lora(Llama(CONFIG, rngs=rngs), RANK, ALPHA, recipe=recipe, rngs=rngs), nnx.Rngs(0)
         )
         kernel = layers_of(model).mlp.down.kernel
-        assert isinstance(kernel.get_value(), gtp.QuantizedArray)
+        assert isinstance(kernel.get_value(), gtp.formats.QuantizedArray)
         logits = nnx.jit(lambda model, tokens: model(tokens))(with_b(model), batch_of()["tokens"])
         # added to a model that has been frozen before, which stays as it is
-        again = gtp.freeze(placed(plain_llama), recipe, trained=nnx.PathContains("head"))
-        again = gtp.lora(again, RANK, ALPHA, rngs=nnx.Rngs(3))
+        again = gtp.nn.freeze(placed(plain_llama), recipe, trained=nnx.PathContains("head"))
+        again = gtp.nn.lora(again, RANK, ALPHA, rngs=nnx.Rngs(3))
         own = layers_of(again).mlp.down.kernel.get_value()
         assert np.array_equal(np.asarray(own.codes), np.asarray(kernel.get_value().codes))
 
     def values(kernel):
-        return np.asarray(gtp.dequantize(kernel.get_value(), jnp.float32).swapaxes(1, 2), np.float64)
+        return np.asarray(gtp.ops.dequantize(kernel.get_value(), jnp.float32).swapaxes(1, 2), np.float64)
 
     plain, _ = merged(model, values)
     wanted = nnx.jit(lambda model, tokens: model(tokens))(plain, batch_of()["tokens"])
@@ -217,7 +219,7 @@ class Probe(nnx.Module):
     def __init__(self, rngs, dropout):
         wide = dict(dtype="float64", param_dtype="float64", rngs=rngs)
         self.embed, mlp = gtp.Embed(VOCAB, 16, **wide), gtp.MLP(16, 24, **wide)
-        self.mlp = gtp.lora(mlp, RANK, ALPHA, dropout=dropout, rngs=rngs)
+        self.mlp = gtp.nn.lora(mlp, RANK, ALPHA, dropout=dropout, rngs=rngs)
 
     def __call__(self, tokens):
         return self.mlp(self.embed(tokens))
@@ -257,7 +259,7 @@ def test_dropout_is_of_a_step_and_of_nothing_else(view):
 
 def test_ranks_that_divide_no_sequence_drop_the_same():
     with jax.set_mesh(gtp.make_mesh(cp=2, devices=jax.devices()[:2])):
-        layer = gtp.lora(
+        layer = gtp.nn.lora(
             gtp.init(lambda rngs: gtp.Dense(8, 4, rngs=rngs), nnx.Rngs(0)), 2, 2, dropout=0.5, rngs=nnx.Rngs(1)
         )
         layer.lora.b.set_value(jnp.ones((2, 4)))
@@ -268,7 +270,7 @@ def test_ranks_that_divide_no_sequence_drop_the_same():
 
 
 def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
-    layer = gtp.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
+    layer = gtp.nn.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
     layer.lora.b.set_raw_value(jnp.ones((2, 4)))
     x = jnp.ones((4, 64))
 
@@ -291,7 +293,7 @@ def llama(config=CONFIG) -> Any:
 
 
 def twice() -> Any:
-    return gtp.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0))
+    return gtp.nn.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -304,23 +306,23 @@ def twice() -> Any:
         (llama, dict(targets=["q_proj"]), "`targets` 'q_proj' blocks.layers.attention.qkv"),
         (lambda: llama(MOE), dict(targets=["mlp"]), "blocks.layers.mlp.down (GroupedDense)"),
         (lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {}, "Linear gtp_jax.Dense"),
-        (twice, {}, "blocks.layers.attention.qkv once `gtp_jax.lora`"),
+        (twice, {}, "blocks.layers.attention.qkv once `gtp_jax.nn.lora`"),
         (lambda: abstract_model(plain_llama), {}, "abstract"),
     ],
 )
 def test_mistakes_are_named(make, options, message):
     options = {"rank": 2, "alpha": 4, **options}
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.lora(make(), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
+        gtp.nn.lora(make(), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
 
 
 def test_targets_choose_projections_and_by_default_all_but_heads():
     paths = lambda model: {  # noqa: E731
         ".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     }
-    some = paths(gtp.lora(llama(), 2, 2, targets=["value", "mlp.down"], rngs=nnx.Rngs(0)))
+    some = paths(gtp.nn.lora(llama(), 2, 2, targets=["value", "mlp.down"], rngs=nnx.Rngs(0)))
     assert some == {
         f"blocks.layers.{name}.{part}" for name in ("attention.qkv.lora.value", "mlp.down.lora") for part in "ab"
     }
-    assert len(paths(gtp.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
-    assert len(paths(gtp.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone
+    assert len(paths(gtp.nn.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
+    assert len(paths(gtp.nn.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone

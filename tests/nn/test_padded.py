@@ -40,7 +40,7 @@ class Model(nnx.Module):
 @contextlib.contextmanager
 def on(gtp_degree, dp=1):
     with jax.set_mesh(gtp.make_mesh(gtp=gtp_degree, dp=dp, devices=jax.devices()[: gtp_degree * dp])):
-        with gtp.even_shares():
+        with gtp.layout.even_shares():
             yield
 
 
@@ -145,7 +145,7 @@ def test_optimizers_see_logical_arrays_and_leave_the_padding_zero(name, x64):
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for a GPU needs its packages")
 def test_a_step_on_h200_pads_each_gradient_once_and_no_activation_and_copies_no_padded_layer():
     mesh = gtp.make_mesh(gtp=7, devices=hlo.topology_devices(hlo.parse_target("h200:7")))
-    with jax.set_mesh(mesh), gtp.even_shares():
+    with jax.set_mesh(mesh), gtp.layout.even_shares():
         # in whole blocks of the matmuls, which would be padded otherwise
         model = abstract_model(lambda rngs: Model(rngs, dim=272, ids=344, dtype=jnp.bfloat16))
         state = gtp.TrainState.create(model, optax.adamw(1e-3))
@@ -187,7 +187,7 @@ def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_store
         own.update(model, nnx.grad(loss_of)(model, tokens))
 
     for degree in (1, 7):
-        with on(degree), gtp.even_shares(False), warnings.catch_warnings():
+        with on(degree), gtp.layout.even_shares(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
             model = made()
             step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
@@ -196,7 +196,7 @@ def test_nnx_optimizer_refuses_a_padded_model_and_is_right_for_one_that_is_store
     with on(7):
         model = made()
         before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model)))
-        with pytest.raises(ValueError, match=naming("padded `nnx.Optimizer` gtp_jax.even_shares")):
+        with pytest.raises(ValueError, match=naming("padded `nnx.Optimizer` gtp_jax.layout.even_shares")):
             step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param))
         same(nnx.as_pure(nnx.state(model)), before, atol=0)
 
@@ -260,7 +260,7 @@ def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x
 @pytest.mark.full
 def test_check_compares_padded_gradients_with_one_device(x64):
     with on(7):
-        errors = gtp.check(loss_of_batch, Model, jnp.arange(70).reshape(35, 2) % 34, tolerance=1e-12)
+        errors = gtp.train.check(loss_of_batch, Model, jnp.arange(70).reshape(35, 2) % 34, tolerance=1e-12)
     assert {name for name in errors if name.startswith("gradient")} >= {"gradient embed.table"}
 
 
@@ -271,7 +271,7 @@ def test_linen_refuses_to_store_a_padded_weight():
         warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
         with pytest.raises(ValueError, match=naming("(26, 34) (26, 35) Linen")):
             jax.jit(bridged.init)(jax.random.key(0), x)
-        with gtp.even_shares(False):
+        with gtp.layout.even_shares(False):
             variables = bridged.init(jax.random.key(0), x)
         assert linen.meta.unbox(variables)["params"]["kernel"].shape == (26, 34)
         assert bridged.apply(variables, x).shape == (7, 34), "outside of `init`, the scope changes nothing"
@@ -283,7 +283,7 @@ def test_models_of_one_class_in_and_out_of_even_shares_do_not_share_a_program(x6
         warnings.filterwarnings("ignore", "a weight of shape .* stays whole")
         shapes = []
         for pad in (False, True, False):
-            with gtp.even_shares(pad):
+            with gtp.layout.even_shares(pad):
                 shapes.append(made().embed.table.get_raw_value().shape)
     assert shapes == [(34, 26), (35, 26), (34, 26)]
 
@@ -300,8 +300,8 @@ def test_a_weight_that_is_padded_for_dp_alone_is_frozen_without_padding(recipe, 
         with on(*degrees):
             model = gtp.init(Adapted, nnx.Rngs(0))
             stored = model.dense.kernel.get_raw_value().shape
-            kernel = gtp.freeze(model, recipe).dense.kernel
+            kernel = gtp.nn.freeze(model, recipe).dense.kernel
             arrays = jax.tree.map(np.asarray, kernel.get_raw_value())
-            found.append((arrays, np.asarray(gtp.freeze(model, recipe).dense(jnp.ones((6, 26), jnp.bfloat16)))))
+            found.append((arrays, np.asarray(gtp.nn.freeze(model, recipe).dense(jnp.ones((6, 26), jnp.bfloat16)))))
     assert stored == (27, 34)
     assert jax.tree.all(jax.tree.map(np.array_equal, *found))

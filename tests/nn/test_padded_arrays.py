@@ -50,9 +50,9 @@ class Layers(nnx.Module):
 
     def __init__(self, rngs):
         options = dict(dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
-        self.conv = gtp.Conv(10, 10, 3, **options)
-        self.einsum = gtp.Einsum("bte,ehd->bthd", (10, 2, 5), **options)
-        self.stack = gtp.Stack(lambda rngs: gtp.Conv(10, 10, 3, **{**options, "rngs": rngs}), 2, rngs=rngs)
+        self.conv = gtp.nn.Conv(10, 10, 3, **options)
+        self.einsum = gtp.nn.Einsum("bte,ehd->bthd", (10, 2, 5), **options)
+        self.stack = gtp.Stack(lambda rngs: gtp.nn.Conv(10, 10, 3, **{**options, "rngs": rngs}), 2, rngs=rngs)
 
     def __call__(self, x):
         x = jnp.broadcast_to(x[:, None], (len(x), 4, 10))
@@ -88,7 +88,7 @@ def trained(model, view="global", **degrees):
     """The logical parameters and the losses of two steps."""
     optimizer, devices = optax.adamw(1e-2), jax.devices()[: math.prod(degrees.values())]
     x = jax.random.normal(jax.random.key(1), (2, 42, 10), jnp.float64)
-    with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=devices)), gtp.even_shares():
+    with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=devices)), gtp.layout.even_shares():
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "a weight of shape .* stays whole")
             state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optimizer)
@@ -126,7 +126,7 @@ def test_the_longest_dimension_that_is_divided_or_needs_least_padding_is_sharded
     degrees, shape, tensor_dim, stored, spec
 ):
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])):
-        with gtp.even_shares():
+        with gtp.layout.even_shares():
             layout = layout_of_array(shape, tensor_dim=tensor_dim)
     assert (layout.shape, layout.array_shape, layout.spec) == (shape, stored, PartitionSpec(*spec))
 
@@ -145,7 +145,7 @@ def test_a_frozen_array_stays_padded(x64):
     found = []
     for degree in (1, 7):
         with on(degree):
-            model = gtp.freeze(gtp.init(Adapted, nnx.Rngs(0)))
+            model = gtp.nn.freeze(gtp.init(Adapted, nnx.Rngs(0)))
             state = gtp.TrainState.create(model, optax.sgd(1e-2))
             state, metrics = gtp.train_step(loss, optax.sgd(1e-2))(state, x)
             found.append(jax.tree.map(np.asarray, (state.params, metrics["loss"])))

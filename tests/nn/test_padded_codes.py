@@ -68,7 +68,7 @@ def on(**degrees):
     devices = jax.devices()[: math.prod(degrees.values())]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no weight stays whole
-        with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=devices)), gtp.even_shares():
+        with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **degrees}, devices=devices)), gtp.layout.even_shares():
             yield
 
 
@@ -84,13 +84,13 @@ def with_large_ends(rngs):
 
 
 def frozen(recipe, make=Model):
-    return lambda rngs: gtp.freeze(make(rngs), recipe)
+    return lambda rngs: gtp.nn.freeze(make(rngs), recipe)
 
 
 def codes_of(model):
     """Every frozen weight that is stored as codes, by path."""
-    found = nnx.to_flat_state(nnx.state(model, gtp.Frozen))
-    return {path: v for path, v in found if isinstance(v.get_raw_value(), gtp.QuantizedArray)}
+    found = nnx.to_flat_state(nnx.state(model, gtp.nn.Frozen))
+    return {path: v for path, v in found if isinstance(v.get_raw_value(), gtp.formats.QuantizedArray)}
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def test_codes_are_those_of_one_device_bit_for_bit_and_of_the_whole_weight_by_th
     for path, codes in found.items():
         each = masters[path].reshape(-1, *masters[path].shape[-2:])
         values = [matrix(one, recipe.wire, np.float32) for one in each]
-        back = np.asarray(gtp.dequantize(codes, dtype=jnp.float32))
+        back = np.asarray(gtp.ops.dequantize(codes, dtype=jnp.float32))
         np.testing.assert_array_equal(back.reshape(np.shape(values)), values, err_msg=str(path))
 
 
@@ -164,7 +164,7 @@ def test_padded_codes_are_multiplied_as_a_step_of_masters_under_the_recipe(recip
     for make, own in ((frozen(recipe), None), (Model, recipe)):
         with on(gtp=7):
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-            run = jax.jit(lambda s, x, own=own: gtp.loss_and_gradients(loss, s, x, recipe=own))
+            run = jax.jit(lambda s, x, own=own: gtp.train.loss_and_gradients(loss, s, x, recipe=own))
             value, gradients = run(state, tokens_of(0))
             found.append(jax.tree.map(np.asarray, (value, gradients["blocks"]["layers"]["lora"])))
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -217,7 +217,7 @@ def test_an_nnx_state_of_padded_codes_is_saved_in_logical_shapes(tmp_path, x64):
 def test_codes_of_experts_are_padded(x64):
     class Experts(nnx.Module):
         def __init__(self, rngs):
-            self.moe = gtp.MoE(66, 50, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **OPTIONS)
+            self.moe = gtp.nn.MoE(66, 50, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **OPTIONS)
             self.lora = nnx.LoRA(66, 2, 66, param_dtype=jnp.float64, rngs=rngs)
 
         def __call__(self, x):
@@ -228,7 +228,7 @@ def test_codes_of_experts_are_padded(x64):
         found = []
         for degrees in ({}, dict(gtp=5), dict(gtp=3, ep=2)):
             with on(**degrees):
-                model = gtp.init(lambda rngs, recipe=recipe: gtp.freeze(Experts(rngs), recipe), nnx.Rngs(0))
+                model = gtp.init(lambda rngs, recipe=recipe: gtp.nn.freeze(Experts(rngs), recipe), nnx.Rngs(0))
                 codes = [jax.tree.map(np.asarray, v.get_value()) for v in codes_of(model).values()]
                 found.append((codes, np.asarray(jax.jit(lambda model, x: model(x))(model, x))))
         assert len(found[0][0]) == 3
@@ -245,8 +245,8 @@ def test_blocks_that_tp_cuts_are_refused(x64):
 
     with on(gtp=3, tp=2):
         with pytest.raises(ValueError, match=naming("mlp.down MXFP8 whole blocks recipe's")):
-            gtp.init(lambda rngs: gtp.freeze(Cut(rngs), gtp.MXFP8()), nnx.Rngs(0))
-        gtp.init(lambda rngs: gtp.freeze(Cut(rngs), gtp.FP8()), nnx.Rngs(0))
+            gtp.init(lambda rngs: gtp.nn.freeze(Cut(rngs), gtp.MXFP8()), nnx.Rngs(0))
+        gtp.init(lambda rngs: gtp.nn.freeze(Cut(rngs), gtp.FP8()), nnx.Rngs(0))
 
 
 def test_shards_that_would_cut_blocks_are_padded_under_even_shares(x64):
@@ -257,8 +257,8 @@ def test_shards_that_would_cut_blocks_are_padded_under_even_shares(x64):
             self.dense, self.lora = gtp.Dense(64, 64, rngs=rngs), nnx.LoRA(64, 2, 64, rngs=rngs)
 
     with on(gtp=8):
-        model = gtp.init(lambda rngs: gtp.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))
+        model = gtp.init(lambda rngs: gtp.nn.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))
         assert model.dense.kernel.get_raw_value().codes.shape == (128, 32)
         assert model.dense.kernel.get_value().shape == (64, 64)
-        with gtp.even_shares(False), pytest.raises(ValueError, match=naming("`gtp_jax.even_shares()`")):
-            gtp.init(lambda rngs: gtp.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))
+        with gtp.layout.even_shares(False), pytest.raises(ValueError, match=naming("`gtp_jax.layout.even_shares()`")):
+            gtp.init(lambda rngs: gtp.nn.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))

@@ -70,7 +70,7 @@ def test_in_local_view_gradients_of_shards_are_those_of_the_array(mesh, x64):
     def trained(view):
         state = gtp.TrainState.create(gtp.init(Tensors, nnx.Rngs(0)), optax.sgd(0.1))
         x = jax.random.normal(jax.random.key(1), (24, 8), jnp.float64)
-        return jax.tree.map(np.asarray, jax.jit(lambda s: gtp.loss_and_gradients(loss, s, x, view=view))(state))
+        return jax.tree.map(np.asarray, jax.jit(lambda s: gtp.train.loss_and_gradients(loss, s, x, view=view))(state))
 
     with mesh_in_scope(mesh):
         found = trained("local")

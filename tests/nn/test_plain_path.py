@@ -35,7 +35,7 @@ class Model(nnx.Module):
     def __init__(self, rngs):
         self.into = nnx.Linear(24, 24, **F64, rngs=rngs)
         self.blocks = gtp.Stack(Block, 2, rngs=rngs)
-        self.conv = gtp.Conv(24, 24, (3,), **F64, rngs=rngs)
+        self.conv = gtp.nn.Conv(24, 24, (3,), **F64, rngs=rngs)
         self.positions = gtp.Param(nnx.initializers.normal(0.1)(rngs.params(), (1, 8, 24), jnp.float64))
         self.head = gtp.Dense(24, 10, use_bias=True, **WIDE, rngs=rngs)  # 10: gtp shards the input features
         self.norm = nnx.BatchNorm(10, dtype=jnp.float64, **F64, rngs=rngs)
@@ -113,7 +113,7 @@ def test_checkpoints_take_an_nnx_state_with_its_random_keys(after, tmp_path, x64
 
 MAKE = {
     "Dense": lambda rngs: gtp.Dense(24, 16, rngs=rngs),
-    "Conv": lambda rngs: gtp.Conv(24, 16, (1,), rngs=rngs),
+    "Conv": lambda rngs: gtp.nn.Conv(24, 16, (1,), rngs=rngs),
     "Stack": lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(24, 24, rngs=rngs), 2, rngs=rngs),
 }
 

@@ -40,7 +40,7 @@ def balance(p, x):
 def experts(parallel, rngs):
     balanced = dict(aux_loss_coeff=0.1, routing=gtp.nn.Routing(z_loss_coeff=0.2))
     wide = dict(dtype=jnp.float64, param_dtype=jnp.float64)
-    return gtp.MoE(8, 6, num_experts=4, parallel=parallel, rngs=rngs, **balanced, **wide)
+    return gtp.nn.MoE(8, 6, num_experts=4, parallel=parallel, rngs=rngs, **balanced, **wide)
 
 
 @pytest.mark.parametrize(("dims", "parallel", "mesh"), pairwise(SHAPES, [None, "features"], MESHES, usual=2))
@@ -88,7 +88,7 @@ class Modules(nnx.Module):
         self.stack = gtp.Stack(lambda rngs: gtp.MLP(8, 12, dtype=jnp.float32, rngs=rngs), 2, rngs=rngs)
 
     def __call__(self, x):
-        return gtp.run_chain(x, self.rows, self.stack)
+        return gtp.nn.run_chain(x, self.rows, self.stack)
 
 
 def test_a_chain_whose_first_layer_adds_a_dimension_is_that_of_one_device():
@@ -103,7 +103,7 @@ def test_a_chain_whose_first_layer_adds_a_dimension_is_that_of_one_device():
 @pytest.mark.parametrize(
     "make, shape, message",
     [
-        (lambda rngs: gtp.MoE(8, 8, num_experts=2, rngs=rngs), (8,), "MoE (8,) 2"),
+        (lambda rngs: gtp.nn.MoE(8, 8, num_experts=2, rngs=rngs), (8,), "MoE (8,) 2"),
         (lambda rngs: gtp.Attention(8, num_heads=2, rngs=rngs), (8, 8), "Attention (8, 8)"),
     ],
 )

@@ -136,7 +136,7 @@ def loss_and_gradients(exclude: tuple[str, ...], x: np.ndarray):
     mlp = gtp.init(lambda rngs: gtp.MLP(32, 64, dtype=jnp.float32, rngs=rngs), nnx.Rngs(0))
     state = gtp.TrainState.create(mlp, optax.sgd(1.0))
     recipe = gtp.FP8(matmuls=True, exclude=exclude)
-    run = jax.jit(lambda state, batch: gtp.loss_and_gradients(loss, state, batch, recipe=recipe, view="local"))
+    run = jax.jit(lambda state, batch: gtp.train.loss_and_gradients(loss, state, batch, recipe=recipe, view="local"))
     return jax.tree.map(np.asarray, run(state, {"x": x}))
 
 

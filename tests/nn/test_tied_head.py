@@ -19,7 +19,7 @@ WIDE = dict(param_dtype=jnp.float64)
 class Model(nnx.Module):
     def __init__(self, norm, vocab, rngs):
         self.embed = gtp.Embed(vocab, 16, dtype=jnp.float64, **WIDE, rngs=rngs)
-        self.head = gtp.TiedHead(self.embed, norm=norm, **WIDE, rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, norm=norm, **WIDE, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(self.embed(tokens))

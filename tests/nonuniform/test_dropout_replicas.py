@@ -40,7 +40,7 @@ class Probe(nnx.Module):
 
 
 def adapted(rngs):
-    return with_b(gtp.lora(Probe(rngs), 1, SCALE, dropout=RATE, rngs=rngs))
+    return with_b(gtp.nn.lora(Probe(rngs), 1, SCALE, dropout=RATE, rngs=rngs))
 
 
 def total(model, batch):
@@ -50,7 +50,7 @@ def total(model, batch):
 
 def start(make, plan, *, loss=total, **options):
     """The core's mesh, a state on it, and a step."""
-    replicas = gtp.Replicas(make, plan, jax.devices()[: plan.slots])
+    replicas = gtp.nonuniform.Replicas(make, plan, jax.devices()[: plan.slots])
     with jax.set_mesh(replicas.core):
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(3)), OPTIMIZER)
         return replicas.core, state, gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, **options)
@@ -83,7 +83,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", others_full(PLANS, ["4 and 3"]))
 def test_no_two_positions_of_a_batch_have_the_same_mask_in_any_step(name):
-    plan = gtp.plan_faults(**PLANS[name])
+    plan = gtp.nonuniform.plan_faults(**PLANS[name])
     mesh, state, step = start(adapted, plan, microbatches=plan.microbatches)
     found = []
     with jax.set_mesh(mesh):
@@ -97,7 +97,7 @@ def test_no_two_positions_of_a_batch_have_the_same_mask_in_any_step(name):
 
 @pytest.mark.full
 def test_a_run_that_is_resumed_drops_what_it_would_have_dropped(tmp_path):
-    plan = gtp.plan_faults(**PLANS["2 and 1"])
+    plan = gtp.nonuniform.plan_faults(**PLANS["2 and 1"])
     mesh, state, step = start(adapted, plan)
     batch, sizes = numbered(plan.batch, LENGTH), (plan.batch, LENGTH)
     with jax.set_mesh(mesh), Checkpoints(tmp_path) as checkpoints:
@@ -138,13 +138,13 @@ def sum_of_outputs(model, batch):
 
 
 def linear(rngs):
-    return with_b(gtp.lora(Linear(rngs), 3, SCALE, dropout=RATE, rngs=rngs))
+    return with_b(gtp.nn.lora(Linear(rngs), 3, SCALE, dropout=RATE, rngs=rngs))
 
 
 @pytest.mark.slow
 def test_forward_and_recomputation_drop_the_same():
     """A linear function is the product of its argument and its gradient."""
-    plan = gtp.plan_faults(**PLANS["gtp 2, 2 and 1, two microbatches"])
+    plan = gtp.nonuniform.plan_faults(**PLANS["gtp 2, 2 and 1, two microbatches"])
     mesh, _, step = start(linear, plan, loss=sum_of_outputs, microbatches=plan.microbatches)
 
     def loss_without(*path):

@@ -27,12 +27,12 @@ GTP_2 = dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2)
 def frozen(rngs, *, of=Everything, recipe=None, trained=("mlp",)):
     """A model of which only these modules are trained."""
     filters = [nnx.PathContains(name) for name in trained]
-    return gtp.freeze(of(rngs), recipe, trained=nnx.Any(*filters))
+    return gtp.nn.freeze(of(rngs), recipe, trained=nnx.Any(*filters))
 
 
 def adapted(rngs, *, of=WIDE, recipe=None, **options):
     """A frozen model with adapters that already add something."""
-    return with_b(gtp.lora(of(rngs), 3, 6, recipe=recipe, rngs=rngs, **options))
+    return with_b(gtp.nn.lora(of(rngs), 3, 6, recipe=recipe, rngs=rngs, **options))
 
 
 CASES = {
@@ -50,7 +50,7 @@ CASES = {
 @pytest.mark.parametrize("name", others_full(CASES, ["all but a tied table"]))
 def test_steps_around_frozen_weights_are_those_of_one_device(name, x64):
     make, degrees = CASES[name]
-    plan = gtp.plan_faults(**degrees)
+    plan = gtp.nonuniform.plan_faults(**degrees)
     data = list(batches(plan.batch))[:3]
     devices = jax.devices()[: plan.slots]
     options = dict(microbatches=plan.microbatches)
@@ -65,7 +65,7 @@ CODED = adapted_codes
 
 def placed(make=CODED, degrees=TWO_AND_ONE, loss=loss):
     """Replicas, a state on their core, and a step."""
-    replicas = gtp.Replicas(make, gtp.plan_faults(**degrees), jax.devices()[:4])
+    replicas = gtp.nonuniform.Replicas(make, gtp.nonuniform.plan_faults(**degrees), jax.devices()[:4])
     with jax.set_mesh(replicas.core):
         return replicas, begin(make), gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas)
 
@@ -107,7 +107,7 @@ def test_codes_are_moved_once_per_state_and_states_may_take_turns_in_one_step(mo
         step(begin(partial(adapted, recipe=gtp.MXFP8())), batch)
 
 
-IN_TILES = partial(adapted, of=partial(Tiny, features=256, hidden=256), recipe=gtp.FP8Blocks())
+IN_TILES = partial(adapted, of=partial(Tiny, features=256, hidden=256), recipe=gtp.recipes.FP8Blocks())
 
 
 @pytest.mark.parametrize("make, form", [(CODED, "NVFP4"), pytest.param(IN_TILES, "FP8_BLOCKS", marks=pytest.mark.full)])

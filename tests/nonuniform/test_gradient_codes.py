@@ -15,7 +15,7 @@ from gtp_jax.hlo import collectives
 from .test_nonuniform_step import begin, bits, train
 from .unequal import OPTIMIZER, WIDE, Tiny, batches, loss
 
-RECIPE = gtp.BF16(grad_wire="mxfp8")
+RECIPE = gtp.recipes.BF16(grad_wire="mxfp8")
 PLANS = {
     "2 and 1": dict(dp=2, tp=2, failed=(3,), batch=9),
     "4 and 2": dict(dp=2, tp=4, failed=(4, 6), batch=12),
@@ -34,13 +34,13 @@ def sum_of(found):
 
 
 def rounded(x):
-    return np.asarray(gtp.dequantize(gtp.quantize(jnp.asarray(x, jnp.float32), gtp.formats.MXFP8), "float32"))
+    return np.asarray(gtp.ops.dequantize(gtp.ops.quantize(jnp.asarray(x, jnp.float32), gtp.formats.MXFP8), "float32"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_each_replica_rounds_its_gradient_once(name, x64):
-    plan = gtp.plan_faults(**PLANS[name])
+    plan = gtp.nonuniform.plan_faults(**PLANS[name])
     (batch,) = list(batches(plan.batch))[:1]
     options = dict(max_grad_norm=None)
     alone = []
@@ -62,8 +62,8 @@ def test_each_replica_rounds_its_gradient_once(name, x64):
 def test_where_blocks_would_be_cut_gradients_travel_as_without(x64):
     """24 features and 20 hidden ones are no whole blocks of 32; tp 2 divides them, so that no ranks exchange codes."""
     make = functools.partial(Tiny, hidden=20)
-    plan, data = gtp.plan_faults(**PLANS["2 and 1"]), list(batches(9))[:2]
-    found, wanted = (run(plan, data, recipe, make) for recipe in (RECIPE, gtp.BF16()))
+    plan, data = gtp.nonuniform.plan_faults(**PLANS["2 and 1"]), list(batches(9))[:2]
+    found, wanted = (run(plan, data, recipe, make) for recipe in (RECIPE, gtp.recipes.BF16()))
     assert bits(found["state"]) == bits(wanted["state"])
 
 
@@ -71,7 +71,7 @@ def test_where_blocks_would_be_cut_gradients_travel_as_without(x64):
 def test_codes_are_what_travels(x64):
     found = {}
     for recipe in (None, RECIPE):
-        replicas = gtp.Replicas(WIDE, gtp.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
+        replicas = gtp.nonuniform.Replicas(WIDE, gtp.nonuniform.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
         step = gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, recipe=recipe)
         with jax.set_mesh(replicas.core):
             state = begin(WIDE)
@@ -89,7 +89,7 @@ def test_codes_are_what_travels(x64):
 
 @pytest.mark.full
 def test_a_step_compiled_under_one_recipe_runs_under_others(x64):
-    replicas = gtp.Replicas(WIDE, gtp.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
+    replicas = gtp.nonuniform.Replicas(WIDE, gtp.nonuniform.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
     found = {}
     with jax.set_mesh(replicas.core):
         for compiled in (False, True):
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(x64):
         total, tokens = loss(model, batch)
         return total + spoiled(model.mlp.down.kernel[...], batch["spoil"].max()), tokens
 
-    replicas = gtp.Replicas(WIDE, gtp.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
+    replicas = gtp.nonuniform.Replicas(WIDE, gtp.nonuniform.plan_faults(**PLANS["2 and 1"]), jax.devices()[:4])
     step = gtp.train_step(sometimes_spoiled, OPTIMIZER, view="local", replicas=replicas, recipe=RECIPE)
     batch = next(batches(9))
     with jax.set_mesh(replicas.core):

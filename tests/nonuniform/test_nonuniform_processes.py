@@ -32,9 +32,10 @@ from gtp_jax.checkpoint import Checkpoints
 from tests.nonuniform import unequal
 from tests.nonuniform.unequal import OPTIMIZER, batches, loss
 
-plan = gtp.plan_faults(dp=int(dp), gtp=int(gtp_degree), tp=int(tp), failed=tuple(map(int, failed)), batch=int(batch))
+degrees = dict(dp=int(dp), gtp=int(gtp_degree), tp=int(tp))
+plan = gtp.nonuniform.plan_faults(**degrees, failed=tuple(map(int, failed)), batch=int(batch))
 model = getattr(unequal, name)
-replicas = gtp.Replicas(model, plan)
+replicas = gtp.nonuniform.Replicas(model, plan)
 with jax.set_mesh(replicas.core), Checkpoints(folder) as checkpoints:
     state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(3)), OPTIMIZER)
     step = gtp.train_step(loss, OPTIMIZER, view="local", max_grad_norm=0.5, replicas=replicas)
@@ -70,7 +71,7 @@ def on_one_device(model, rows):
 def test_several_processes_equal_one(name, x64, tmp_path):
     degrees, hosts = PLANS[name]
     model = adapted_codes if "adapters" in name else Tiny
-    plan = gtp.plan_faults(**degrees)
+    plan = gtp.nonuniform.plan_faults(**degrees)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -60,9 +60,9 @@ def train(factory, loss, data, *, plan=None, degrees=None, devices=None, optimiz
     Over the replicas of a plan, or on a mesh of these degrees; on one device if neither is given.
     """
     options = {"max_grad_norm": 0.5, "view": "local"} | options
-    with gtp.use_roles(roles or gtp.Roles()):
+    with gtp.mesh.use_roles(roles or gtp.mesh.Roles()):
         if plan is not None:
-            replicas = gtp.Replicas(factory, plan, devices)
+            replicas = gtp.nonuniform.Replicas(factory, plan, devices)
             mesh, options["replicas"] = replicas.core, replicas
         else:
             count = int(np.prod(list((degrees or {}).values())))
@@ -118,7 +118,7 @@ def assert_replicas_agree(found, steps=STEPS):
 @pytest.fixture(scope="module")
 def four_and_three():
     with jax.enable_x64(True):
-        plan = gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2)
+        plan = gtp.nonuniform.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2)
         assert [replica.tp for replica in plan.replicas] == [4, 3]
         # 3 does not divide sequences of 16, so that the replica of that degree is not sequence parallel
         found = train(Everything, loss, list(batches(14, 16)), plan=plan, microbatches=2)
@@ -159,8 +159,8 @@ class WithLoadOfAll(Tiny):
     def __init__(self, rngs):
         super().__init__(rngs)
         shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
-        routing = gtp.Routing(aux_loss="microbatch")
-        self.moe = gtp.MoE(FEATURES, 8, num_experts=4, top_k=2, aux_loss_coeff=0.1, routing=routing, **shared)
+        routing = gtp.nn.Routing(aux_loss="microbatch")
+        self.moe = gtp.nn.MoE(FEATURES, 8, num_experts=4, top_k=2, aux_loss_coeff=0.1, routing=routing, **shared)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -168,9 +168,9 @@ class WithLoadOfAll(Tiny):
 
 
 def test_equal_replicas_of_fewer_devices_are_an_ordinary_mesh(x64):
-    plan = gtp.plan_faults(dp=2, tp=4, failed=(1, 6), batch=8)
+    plan = gtp.nonuniform.plan_faults(dp=2, tp=4, failed=(1, 6), batch=8)
     assert plan.uniform
-    replicas = gtp.Replicas(Tiny, plan)
+    replicas = gtp.nonuniform.Replicas(Tiny, plan)
     assert dict(replicas.core.shape) == {"dp": 2, "gtp": 1, "tp": 3}
     assert [device.id for device in replicas.core.devices.flat] == [0, 2, 3, 4, 5, 7]
     steps = [gtp.train_step(loss, OPTIMIZER, view="local", replicas=some) for some in (replicas, None)]
@@ -179,8 +179,8 @@ def test_equal_replicas_of_fewer_devices_are_an_ordinary_mesh(x64):
 
 @pytest.mark.slow
 def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, tmp_path):
-    plan = gtp.plan_faults(**TWO_AND_ONE)
-    replicas = gtp.Replicas(Tiny, plan, jax.devices()[:4])
+    plan = gtp.nonuniform.plan_faults(**TWO_AND_ONE)
+    replicas = gtp.nonuniform.Replicas(Tiny, plan, jax.devices()[:4])
     data = list(batches(9))
     with jax.set_mesh(replicas.core), Checkpoints(tmp_path / "unequal") as checkpoints:
         step = gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas)
@@ -211,7 +211,9 @@ def test_devices_lost_and_back_in_mid_run_change_nothing(x64, tmp_path):
     wanted = train(Tiny, loss, data)
     losses, done = [], 0
     for failed in ((), (3,), (3, 4), (4,), ()):
-        replicas = gtp.Replicas(Tiny, gtp.plan_faults(dp=3, tp=2, failed=failed, batch=12), jax.devices()[:6])
+        replicas = gtp.nonuniform.Replicas(
+            Tiny, gtp.nonuniform.plan_faults(dp=3, tp=2, failed=failed, batch=12), jax.devices()[:6]
+        )
         with jax.set_mesh(replicas.core), Checkpoints(tmp_path) as checkpoints:
             state = begin()
             if done:
@@ -230,14 +232,16 @@ def test_devices_lost_and_back_in_mid_run_change_nothing(x64, tmp_path):
 @pytest.mark.parametrize(
     "roles",
     [
-        pytest.param(gtp.Roles(), id="divided", marks=pytest.mark.full),
-        pytest.param(gtp.Roles(optimizer=()), id="whole", marks=pytest.mark.slow),
+        pytest.param(gtp.mesh.Roles(), id="divided", marks=pytest.mark.full),
+        pytest.param(gtp.mesh.Roles(optimizer=()), id="whole", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
     """However many microbatches; and what was compiled ahead is what runs."""
-    with gtp.use_roles(roles):
-        replicas = gtp.Replicas(Tiny, gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2))
+    with gtp.mesh.use_roles(roles):
+        replicas = gtp.nonuniform.Replicas(
+            Tiny, gtp.nonuniform.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2)
+        )
         with jax.set_mesh(replicas.core):
             state = begin()
             step = gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, microbatches=2)
@@ -248,7 +252,7 @@ def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
             for name, transfer in step.transfers(state)[0].items():
                 assert sum(c.operand_bytes for c in found[f"{name} 0"]) == transfer.moves.bytes_in_turn > 0
             assert "fold 1" not in kinds and "unfold 1" not in kinds  # a replica of 3 stores as the core does
-            assert "all-gather" not in kinds["update"] and ("gather" in kinds) == (roles == gtp.Roles())
+            assert "all-gather" not in kinds["update"] and ("gather" in kinds) == (roles == gtp.mesh.Roles())
             step(state, next(batches(14)))
 
 
@@ -268,7 +272,7 @@ RECIPES = {
 def test_recipes_quantize_weights_as_on_one_device(name, x64):
     (recipe, factory), data = RECIPES[name], list(batches(14))
     wanted = train(factory, loss, data, recipe=recipe)
-    plan = gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14)
+    plan = gtp.nonuniform.plan_faults(dp=2, tp=4, failed=(5,), batch=14)
     assert_close(train(factory, loss, data, plan=plan, recipe=recipe), wanted)
 
 
@@ -278,7 +282,7 @@ def test_matmuls_in_formats_train_alike_where_each_rank_quantizes_its_activation
     factory, data = functools.partial(WIDE, dtype="float32"), list(batches(10, 32))
     options = dict(recipe=recipe, pregathered_layers=0)
     wanted = train(factory, loss, data, **options)
-    plan = gtp.plan_faults(dp=2, tp=2, failed=(3,), batch=10, batches=(8, 2))
+    plan = gtp.nonuniform.plan_faults(dp=2, tp=2, failed=(3,), batch=10, batches=(8, 2))
     found = train(factory, loss, data, plan=plan, devices=jax.devices()[:4], **options)
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-2)
     assert_replicas_agree(found)
@@ -313,7 +317,7 @@ class WithDropout(Tiny):
         ({"state_factory": WithLoadOfAll}, ValueError, "parameters of the state `replicas`"),
         ({"state_factory": WIDE}, ValueError, "parameter embed.table shape `replicas` `factory`"),
         ({"elsewhere": True}, ValueError, "other devices core `replicas`"),
-        ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "roles `weights`"),
+        ({"roles": gtp.mesh.Roles(weights=("dp", "gtp"))}, ValueError, "roles `weights`"),
         ({"jitted": True}, TypeError, "outside `jax.jit`"),
         ({"devices": 2}, ValueError, "2 devices 4 1 failed 3 active"),
     ],
@@ -321,9 +325,9 @@ class WithDropout(Tiny):
 )
 def test_what_would_not_be_exact_is_refused_by_message(changes, error, message, x64):
     factory = changes.get("factory", Tiny)
-    with pytest.raises(error, match=naming(message)), gtp.use_roles(changes.get("roles", gtp.Roles())):
+    with pytest.raises(error, match=naming(message)), gtp.mesh.use_roles(changes.get("roles", gtp.mesh.Roles())):
         devices = jax.devices()[: changes.get("devices", 4)]
-        replicas = gtp.Replicas(factory, gtp.plan_faults(**TWO_AND_ONE), devices)
+        replicas = gtp.nonuniform.Replicas(factory, gtp.nonuniform.plan_faults(**TWO_AND_ONE), devices)
         options = dict(view=changes.get("view", "local"), replicas=replicas)
         step = gtp.train_step(changes.get("loss", loss), OPTIMIZER, **options)
         with jax.set_mesh(place(dict(dp=2, tp=2)) if "elsewhere" in changes else replicas.core):
@@ -333,7 +337,7 @@ def test_what_would_not_be_exact_is_refused_by_message(changes, error, message, 
 
 CASES = {
     "3, 2 and 2": (dict(dp=3, tp=3, failed=(3, 8), batch=14), {}),
-    "4 and 3, whole state": (dict(dp=2, tp=4, failed=(5,), batch=14), dict(roles=gtp.Roles(optimizer=()))),
+    "4 and 3, whole state": (dict(dp=2, tp=4, failed=(5,), batch=14), dict(roles=gtp.mesh.Roles(optimizer=()))),
     "4, 3 and 1": (dict(dp=2, gtp=1, tp=4, failed=(1, 4, 5, 7), batch=12), {}),
     "gtp 2, 2 and 1, two microbatches": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2), {}),
     "both hurt, rows as given": (dict(dp=2, tp=4, failed=(0, 7), batch=12, batches=(8, 4)), {}),
@@ -345,7 +349,7 @@ CASES = {
 @pytest.mark.parametrize(("name", "experts"), list(zip(CASES, itertools.cycle(["features", "expert"]))))
 def test_gradients_and_steps_are_those_of_one_device(name, experts, x64):
     degrees, options = CASES[name]
-    plan = gtp.plan_faults(**degrees)
+    plan = gtp.nonuniform.plan_faults(**degrees)
     count = plan.slots if plan.slots <= len(jax.devices()) else len(plan.active)
     options = options | {"devices": jax.devices()[:count]}
     factory = functools.partial(Everything, experts=experts)

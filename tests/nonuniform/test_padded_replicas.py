@@ -27,12 +27,12 @@ ALL_ODD = functools.partial(Everything, features=25)
 
 def frozen_codes(rngs, recipe):
     """Adapters on codes, which are padded at both degrees of a rank."""
-    return with_b(gtp.lora(ODD(rngs), 3, 6, recipe=recipe, rngs=rngs))
+    return with_b(gtp.nn.lora(ODD(rngs), 3, 6, recipe=recipe, rngs=rngs))
 
 
 @contextlib.contextmanager
 def shared_evenly():
-    with gtp.even_shares(), warnings.catch_warnings():
+    with gtp.layout.even_shares(), warnings.catch_warnings():
         warnings.filterwarnings("error", "a weight of shape .* stays whole")
         yield
 
@@ -45,7 +45,7 @@ def even_shares():
 
 def padded_on(plan, factory):
     """Replicas; and the padded shapes on the core and in each replica, by path."""
-    replicas = gtp.Replicas(factory, plan, jax.devices()[: plan.slots])
+    replicas = gtp.nonuniform.Replicas(factory, plan, jax.devices()[: plan.slots])
     with jax.set_mesh(replicas.core):
         core = gtp.nn.split_model(gtp.nn.abstract_model(factory)).model_def
     each = [{path: one.array_shape for path, one in model.padded.items()} for model in (core, *replicas.model_defs)]
@@ -61,7 +61,7 @@ CASES = {
 
 def trained(make, degrees):
     """Five steps over replicas, and on one device."""
-    plan = gtp.plan_faults(**degrees)
+    plan = gtp.nonuniform.plan_faults(**degrees)
     _, padded = padded_on(plan, make)
     assert all(padded) and len({tuple(sorted(one.items())) for one in padded}) > 1, "each side pads in its own way"
     data, options = list(batches(plan.batch)), dict(microbatches=plan.microbatches)
@@ -119,7 +119,7 @@ def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(fou
 def test_an_optimizer_that_reads_whole_arrays_gets_logical_ones(x64):
     data, optimizer = list(batches(14))[:3], keeps_gradient(optax.adafactor(1e-2, min_dim_size_to_factor=8))
     wanted = train(ODD, loss, data, optimizer=optimizer)
-    found = train(ODD, loss, data, plan=gtp.plan_faults(**FOUR_AND_THREE), optimizer=optimizer)
+    found = train(ODD, loss, data, plan=gtp.nonuniform.plan_faults(**FOUR_AND_THREE), optimizer=optimizer)
     assert_close(found, wanted)
 
 
@@ -127,7 +127,7 @@ def test_an_optimizer_that_reads_whole_arrays_gets_logical_ones(x64):
 def test_adapters_on_padded_codes_train_as_on_one_device(x64):
     make = functools.partial(frozen_codes, recipe=gtp.NVFP4(block=(1, 16), exclude=("embed", "*down")))
     data = list(batches(12))[:3]
-    plan = gtp.plan_faults(**TWO_AND_ONE)
+    plan = gtp.nonuniform.plan_faults(**TWO_AND_ONE)
     _, padded = padded_on(plan, make)
     assert any("codes" in path for path in padded[1])
     wanted = train(make, loss, data)
@@ -140,10 +140,10 @@ def test_gradients_of_padded_weights_travel_as_codes_in_whole_blocks():
     """At degrees 4 and 3, devices store no whole blocks of 32 of 100 hidden features, so blocks run along the 64
     others, whichever dimension these are."""
     make = functools.partial(Tiny, features=64, hidden=100, dtype="float32")
-    plan, data = gtp.plan_faults(**FOUR_AND_THREE), list(batches(14))[:2]
+    plan, data = gtp.nonuniform.plan_faults(**FOUR_AND_THREE), list(batches(14))[:2]
     replicas, _ = padded_on(plan, make)
     with jax.set_mesh(replicas.core):
-        recipe = gtp.BF16(grad_wire="mxfp8")
+        recipe = gtp.recipes.BF16(grad_wire="mxfp8")
         step = gtp.train_step(loss, optax.sgd(1e-2), view="local", replicas=replicas, recipe=recipe)
         moved = step.transfers(begin(make, optax.sgd(1e-2)))[0]["fold"].moves
     coded = {leaf.shape for leaf in moved.leaves if leaf.dtype == np.uint8}

@@ -18,7 +18,7 @@ class Stacked(nnx.Module):
     def __init__(self, rngs):
         self.embed = gtp.Embed(VOCAB, FEATURES, rngs=rngs, **SHARED)
         self.blocks = gtp.Stack(lambda rngs: gtp.MLP(FEATURES, HIDDEN, rngs=rngs, **SHARED), 2, rngs=rngs)
-        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(self.blocks(self.embed(tokens)))
@@ -35,8 +35,10 @@ def trained(mesh, optimizer, replicas=None):
 
 @pytest.mark.slow
 def test_over_replicas_layers_are_updated_as_on_one_device_and_a_line_search_is_refused(x64):
-    replicas = gtp.Replicas(Stacked, gtp.plan_faults(dp=2, tp=2, failed=(3,), batch=9), jax.devices()[:4])
-    optimizer = gtp.per_layer(optax.lamb(0.1))
+    replicas = gtp.nonuniform.Replicas(
+        Stacked, gtp.nonuniform.plan_faults(dp=2, tp=2, failed=(3,), batch=9), jax.devices()[:4]
+    )
+    optimizer = gtp.train.per_layer(optax.lamb(0.1))
     found = trained(replicas.core, optimizer, replicas)
     wanted = trained(gtp.make_mesh(devices=jax.devices()[:1]), optimizer)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -39,8 +39,8 @@ def data(steps):
 
 def begin(make, roles=None, *, loss=next_token_loss, **options):
     """The mesh, a state and a step."""
-    with gtp.use_roles(roles or gtp.Roles()):
-        replicas = gtp.Replicas(make, gtp.plan_faults(**PLAN), jax.devices()[:4])
+    with gtp.mesh.use_roles(roles or gtp.mesh.Roles()):
+        replicas = gtp.nonuniform.Replicas(make, gtp.nonuniform.plan_faults(**PLAN), jax.devices()[:4])
         with jax.set_mesh(replicas.core):
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), OPTIMIZER)
         return replicas.core, state, gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, **options)
@@ -55,16 +55,16 @@ def as_stored(core, params, recipe, reduce_over_dp, *, frozen):
 
 def partly_frozen(rngs):
     """The head, the embedding and the norms are trained."""
-    return gtp.freeze(factory()(rngs), trained=nnx.Any(*map(nnx.PathContains, ("embed", "head", "scale"))))
+    return gtp.nn.freeze(factory()(rngs), trained=nnx.Any(*map(nnx.PathContains, ("embed", "head", "scale"))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "make"),
     [
-        pytest.param(gtp.Roles(), factory(), id="divided"),
-        pytest.param(gtp.Roles(optimizer=()), factory(), id="whole"),
-        pytest.param(gtp.Roles(), partly_frozen, id="partly frozen"),
+        pytest.param(gtp.mesh.Roles(), factory(), id="divided"),
+        pytest.param(gtp.mesh.Roles(optimizer=()), factory(), id="whole"),
+        pytest.param(gtp.mesh.Roles(), partly_frozen, id="partly frozen"),
     ],
 )
 def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, make, monkeypatch):
@@ -91,7 +91,7 @@ def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, make, monk
 @pytest.mark.full
 def test_weights_travel_in_the_dtype_in_which_they_are_multiplied_and_gradients_in_that_of_sums():
     """Bytes of one transfer of weights and one of gradients, of which the kernels are all but norms."""
-    whole = gtp.Roles(optimizer=())
+    whole = gtp.mesh.Roles(optimizer=())
 
     def in_turn(make, roles=None, **options):
         mesh, state, step = begin(make, roles, **options)

@@ -40,9 +40,9 @@ class Everything(nnx.Module):
             **shared,
         )
         self.mlp = gtp.MLP(features, HIDDEN, use_bias=True, **shared)
-        self.moe = gtp.MoE(features, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)
+        self.moe = gtp.nn.MoE(features, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)
         self.even = gtp.MLP(features, features, gated=False, **shared)
-        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
         self.temperature = nnx.Param(jnp.ones((), "float64"))
 
     def __call__(self, tokens):
@@ -63,7 +63,7 @@ class Tiny(nnx.Module):
         shared = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.embed = gtp.Embed(VOCAB, features, **shared)
         self.mlp = gtp.MLP(features, hidden, **shared)
-        self.head = gtp.TiedHead(self.embed, param_dtype=dtype, rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -76,7 +76,7 @@ WIDE = functools.partial(Tiny, features=128, hidden=128)
 
 def adapted_codes(rngs):
     """A model frozen as NVFP4 codes, with adapters."""
-    return with_b(gtp.lora(WIDE(rngs), 3, 6, recipe=gtp.NVFP4(), rngs=rngs))
+    return with_b(gtp.nn.lora(WIDE(rngs), 3, 6, recipe=gtp.NVFP4(), rngs=rngs))
 
 
 def with_b(model):

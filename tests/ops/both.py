@@ -17,7 +17,7 @@ def check_quantize(x, format, implementation, *, amax=None, hadamard=False, key=
     """Row-wise and column-wise copy against the oracle's; `x` a numpy array with two dimensions or more."""
     words = None if key is None else jnp.array(key, jnp.uint32)
     given = None if amax is None else jnp.asarray(amax)
-    row, column = gtp.quantize(
+    row, column = gtp.ops.quantize(
         device(x), format, amax=given, axis="both", hadamard=hadamard, key=words, implementation=implementation
     )
     for q, columns in ((row, False), (column, True)):
@@ -40,7 +40,7 @@ def check_quantize(x, format, implementation, *, amax=None, hadamard=False, key=
 
 def check_dequantize(q: QuantizedArray, implementation, dtype, what="") -> None:
     """The values of a quantized array against the oracle's."""
-    got = gtp.dequantize(q, dtype, implementation=implementation)
+    got = gtp.ops.dequantize(q, dtype, implementation=implementation)
     lead = q.codes.shape[:-2]
     whole = np.float32(0) if q.amax is None else np.asarray(q.amax)
     whole = np.broadcast_to(whole.reshape((*whole.shape, *[1] * (len(lead) - whole.ndim))), lead)

@@ -7,7 +7,7 @@ import gtp_jax as gtp
 from gtp_jax.ops import window_of
 
 KEY = jnp.zeros(2, jnp.uint32)
-OPERANDS = gtp.FP8Blocks().operands
+OPERANDS = gtp.recipes.FP8Blocks().operands
 ROW, TILE = (1, 128), (128, 128)
 
 

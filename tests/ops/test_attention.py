@@ -159,12 +159,12 @@ REFUSED = {  # what the message must name: the call
     ),
     "`mask` float32 boolean": lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK * -1e9),
     "`segment_ids` (2, 5) (2, 6)": lambda: attention(ZEROS, ZEROS, ZEROS, segment_ids=jnp.zeros((2, 5), int)),
-    "`factor` RopeScaling 3.402823e+38": lambda: gtp.RopeScaling(kind="linear", factor=10**400),
-    "`kind` RopeScaling 'ntk' 'linear'": lambda: gtp.RopeScaling(kind="ntk", factor=2),
-    "`factor` RopeScaling -1": lambda: gtp.RopeScaling(kind="linear", factor=-1),
-    "`beta_slow` 32.0 `beta_fast`": lambda: gtp.RopeScaling(kind="yarn", factor=8, beta_slow=32.0),
-    "`attention_factor` 1.1 `kind` 'yarn'": lambda: gtp.RopeScaling(kind="llama3", factor=8, attention_factor=1.1),
-    "`low_freq_factor` 4 `high_freq_factor`": lambda: gtp.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
+    "`factor` RopeScaling 3.402823e+38": lambda: gtp.nn.RopeScaling(kind="linear", factor=10**400),
+    "`kind` RopeScaling 'ntk' 'linear'": lambda: gtp.nn.RopeScaling(kind="ntk", factor=2),
+    "`factor` RopeScaling -1": lambda: gtp.nn.RopeScaling(kind="linear", factor=-1),
+    "`beta_slow` 32.0 `beta_fast`": lambda: gtp.nn.RopeScaling(kind="yarn", factor=8, beta_slow=32.0),
+    "`attention_factor` 1.1 `kind` 'yarn'": lambda: gtp.nn.RopeScaling(kind="llama3", factor=8, attention_factor=1.1),
+    "`low_freq_factor` 4 `high_freq_factor`": lambda: gtp.nn.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
 }
 
 
@@ -189,10 +189,12 @@ def test_what_cudnn_does_not_compute_is_said():
 
 def test_positions_begin_again_with_each_document():
     ids = jnp.asarray([[7, 7, 7, 2, 2, 7], [0, 1, 2, 2, 2, 2]])
-    np.testing.assert_array_equal(jax.jit(gtp.positions_of)(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
+    np.testing.assert_array_equal(jax.jit(gtp.ops.positions_of)(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("rotary_dim, scaling", pairwise([None, 4], [None, gtp.RopeScaling(kind="linear", factor=4.0)]))
+@pytest.mark.parametrize(
+    "rotary_dim, scaling", pairwise([None, 4], [None, gtp.nn.RopeScaling(kind="linear", factor=4.0)])
+)
 def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(2, 5, 3, 8)), rng.integers(0, 1000, (2, 5))
@@ -202,7 +204,7 @@ def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     wanted = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], -1)
     found = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions), scaling=scaling, rotary_dim=rotary_dim)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
-    large = [gtp.RopeScaling(kind="linear", factor=factor) for factor in (10**10, 1e10)]  # JAX's ints have 32 bits
+    large = [gtp.nn.RopeScaling(kind="linear", factor=factor) for factor in (10**10, 1e10)]  # JAX's ints have 32 bits
     np.testing.assert_array_equal(*(rope(jnp.asarray(x), theta=100.0, scaling=one) for one in large))
     alike = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions[0]), rotary_dim=rotary_dim)
     np.testing.assert_array_equal(

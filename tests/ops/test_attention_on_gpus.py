@@ -231,8 +231,8 @@ def test_cudnn_in_fp8_is_as_near_to_exact_attention_as_the_written_out_one(optio
 
 
 def decoded(x):
-    q = gtp.quantize(x, FP8_E4M3, amax=power_of_two_amax(multi_amax([x])[0], FP8_E4M3))
-    return gtp.dequantize(q, jnp.float32)
+    q = gtp.ops.quantize(x, FP8_E4M3, amax=power_of_two_amax(multi_amax([x])[0], FP8_E4M3))
+    return gtp.ops.dequantize(q, jnp.float32)
 
 
 def test_vmap_of_cudnn_in_fp8_scales_each_example_by_itself(key):

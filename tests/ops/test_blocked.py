@@ -28,7 +28,7 @@ implementations = pytest.mark.parametrize(
 def check(x, format, implementation="reference"):
     if implementation == "native" and format == FP8_BLOCKS:
         pytest.skip("tiles have no kernel")
-    row, column = gtp.quantize(device(x), format, axis="both", implementation=implementation)
+    row, column = gtp.ops.quantize(device(x), format, axis="both", implementation=implementation)
     for q, own in ((row, x), (column, x.T)):
         validate(q)
         codes, inverse = oracle.quantize_blocked(own, format.block)
@@ -80,7 +80,7 @@ def test_scales_at_the_ends_of_float32(implementation):
     x = np.zeros((len(tops), 128), np.float32)
     x[:, 5], x[:, 6] = tops, np.minimum(tops / 3, 1)
     check(x, FP8_BLOCKS_1D, implementation)
-    scales = np.asarray(gtp.quantize(device(x), FP8_BLOCKS_1D, implementation=implementation).scales)[:, 0]
+    scales = np.asarray(gtp.ops.quantize(device(x), FP8_BLOCKS_1D, implementation=implementation).scales)[:, 0]
     assert scales[0] == 1 and scales[-1] == 1  # of 0 and Inf
     assert np.all(scales[1:6] == np.float32(2.0**-127)) and scales[6] == 1 and scales[7] == 2
 
@@ -88,8 +88,8 @@ def test_scales_at_the_ends_of_float32(implementation):
 @pytest.mark.parametrize("format, dtype", pairwise([FP8_BLOCKS, FP8_BLOCKS_1D], [jnp.bfloat16, jnp.float32], usual=2))
 def test_values_of_codes_are_exact(format, dtype):
     x = wide((140, 260))
-    for q, own in zip(gtp.quantize(device(x), format, axis="both"), (x, x.T), strict=True):
-        values = np.asarray(gtp.dequantize(q, dtype)).astype(np.float64)
+    for q, own in zip(gtp.ops.quantize(device(x), format, axis="both"), (x, x.T), strict=True):
+        values = np.asarray(gtp.ops.dequantize(q, dtype)).astype(np.float64)
         wanted = oracle.rounded_blocked(own, format.block)
         np.testing.assert_array_equal(values, wanted.T if q.columns else wanted)
 
@@ -132,18 +132,18 @@ def test_a_product_in_float64_has_no_error():
 def test_what_blocks_of_128_cannot_do_is_refused():
     x = jnp.ones((4, 256))
     with pytest.raises(ValueError, match=naming("`amax` FP8_BLOCKS")):
-        gtp.quantize(x, FP8_BLOCKS, amax=jnp.float32(1))
+        gtp.ops.quantize(x, FP8_BLOCKS, amax=jnp.float32(1))
     with pytest.raises(ValueError, match=naming("stochastic FP8_BLOCKS_1D")):
-        gtp.quantize(x, FP8_BLOCKS_1D, key=jnp.zeros(2, jnp.uint32))
+        gtp.ops.quantize(x, FP8_BLOCKS_1D, key=jnp.zeros(2, jnp.uint32))
     with pytest.raises(NotImplementedError, match=naming("'quantize' 'cpu' GPUs")):
-        gtp.quantize(x, FP8_BLOCKS_1D, implementation="native")
+        gtp.ops.quantize(x, FP8_BLOCKS_1D, implementation="native")
     with pytest.raises(NotImplementedError, match=naming("FP8_BLOCKS kernel")):
-        gtp.dequantize(gtp.quantize(x, FP8_BLOCKS), implementation="native")
-    with pytest.raises(TypeError, match=naming("`gtp_jax.quantize` differentiable")):
-        jax.grad(lambda x: jnp.sum(gtp.quantize(x, FP8_BLOCKS).scales))(x)
+        gtp.ops.dequantize(gtp.ops.quantize(x, FP8_BLOCKS), implementation="native")
+    with pytest.raises(TypeError, match=naming("`gtp_jax.ops.quantize` differentiable")):
+        jax.grad(lambda x: jnp.sum(gtp.ops.quantize(x, FP8_BLOCKS).scales))(x)
     plan = PackPlan((Piece(rows=4, cols=256, transposed=False, total_rows=4, out=0, out_row=0),))
     with pytest.raises(TypeError, match=naming("`format` FP8_BLOCKS gtp_jax.formats.NVFP4")):
-        gtp.pack([x], FP8_BLOCKS, None, plan)
-    q = gtp.quantize(x, FP8_BLOCKS_1D)
+        gtp.ops.pack([x], FP8_BLOCKS, None, plan)
+    q = gtp.ops.quantize(x, FP8_BLOCKS_1D)
     with pytest.raises(NotImplementedError, match=naming("Hopper 128")):
         blocked_product(q, q, jnp.float32, "native")

@@ -74,8 +74,8 @@ def test_an_amax_whose_product_with_a_scale_overflows_is_where_it_is_documented(
     limit = np.float32(np.finfo(np.float32).max / 448)
     amax = jnp.asarray([limit, limit * np.float32(1.0001)])
     x = jnp.broadcast_to(amax[:, None, None], (2, 16, 16))
-    q = gtp.quantize(x, NVFP4, amax=amax, implementation=implementation)
-    below, above = np.asarray(gtp.dequantize(q, jnp.float32, implementation=implementation))
+    q = gtp.ops.quantize(x, NVFP4, amax=amax, implementation=implementation)
+    below, above = np.asarray(gtp.ops.dequantize(q, jnp.float32, implementation=implementation))
     np.testing.assert_allclose(below, limit, rtol=1e-6)
     assert np.all(np.isinf(above))
 
@@ -85,7 +85,7 @@ def test_tiles_with_scales_that_are_no_powers_of_two_have_numpys_values(scales):
     codes = np.random.default_rng(0).integers(0, 256, (256, 128), dtype=np.uint8)
     codes[codes & 127 == 127] = 0  # NaN
     inverse = np.array(scales, np.float32)[:, None]
-    found = gtp.dequantize(
+    found = gtp.ops.dequantize(
         QuantizedArray(jnp.asarray(codes), jnp.asarray(inverse), None, FP8_BLOCKS, (256, 128)), jnp.float32
     )
     with np.errstate(over="ignore"):

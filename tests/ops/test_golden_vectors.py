@@ -36,13 +36,13 @@ E8M0 = {
 def test_fp4_blocks(format, implementation):
     values, amaxes, scales, codes = zip(*FP4.values(), strict=True)
     x, amax = jnp.array(values, jnp.float32)[:, None], jnp.array(amaxes, jnp.float32)
-    q = gtp.quantize(x, format, amax=amax, implementation=implementation)
+    q = gtp.ops.quantize(x, format, amax=amax, implementation=implementation)
     assert [row.tobytes().hex() for row in np.asarray(q.codes)] == list(codes)
     assert np.asarray(q.scales).ravel().tolist() == list(scales)
-    assert not np.asarray(gtp.dequantize(q, jnp.float32, implementation=implementation))[-1].any()  # underflows
+    assert not np.asarray(gtp.ops.dequantize(q, jnp.float32, implementation=implementation))[-1].any()  # underflows
 
 
 def test_mxfp8_scales_and_codes_of_amaxes(implementation):
-    q = gtp.quantize(jnp.array([*E8M0], jnp.float32)[:, None], MXFP8, implementation=implementation)
+    q = gtp.ops.quantize(jnp.array([*E8M0], jnp.float32)[:, None], MXFP8, implementation=implementation)
     found = zip(np.asarray(q.scales).ravel().tolist(), np.asarray(q.codes).ravel().tolist(), strict=True)
     assert list(found) == list(E8M0.values())

@@ -47,7 +47,7 @@ def test_products_are_of_each_group_s_rounded_operands(name, experts):
     assert max(errors(found, expected(x, w, g, sizes, operands))) <= 1e-6
     # codes with a scale a group multiply as their values do, and leave their gradient in the slot
     amax = power_of_two_amax(jnp.max(jnp.abs(w), axis=(1, 2)).astype(jnp.float32), FP8_E4M3)
-    codes = gtp.quantize(weight, FP8_E4M3, amax=jnp.broadcast_to(amax, weight.shape[:2]))
+    codes = gtp.ops.quantize(weight, FP8_E4M3, amax=jnp.broadcast_to(amax, weight.shape[:2]))
     sizes = jnp.asarray(sizes, jnp.int32)
     call = lambda x, s: grouped_fp8(x, SlottedWeight(codes, s), sizes, FORMATS[name])  # noqa: E731
     y, back = jax.vjp(call, x, jnp.zeros(weight.shape))
@@ -66,7 +66,7 @@ def test_codes_made_in_a_fusion_are_those_of_the_kernels(form):
         # on GPUs XLA divides by other numbers than powers of two to the last bit but one
         exact = (amax,) if platform() == "cpu" else ()
         for chosen in (*exact, power_of_two_amax(amax, form), jnp.float32(0)):
-            wanted = gtp.quantize(x, form, amax=chosen)
+            wanted = gtp.ops.quantize(x, form, amax=chosen)
             np.testing.assert_array_equal(quantize_fused(x, form, chosen).codes, wanted.codes)
 
 

@@ -20,8 +20,8 @@ OPERANDS = Operands(weight=MXFP8, activation=MXFP8, gradient=MXFP8)
 KEY = jnp.zeros(2, jnp.uint32)
 
 CALLS = {
-    "quantize": lambda how: gtp.quantize(ROWS, MXFP8, implementation=how).codes,
-    "multi_amax": lambda how: gtp.multi_amax([ROWS], implementation=how),
+    "quantize": lambda how: gtp.ops.quantize(ROWS, MXFP8, implementation=how).codes,
+    "multi_amax": lambda how: gtp.ops.multi_amax([ROWS], implementation=how),
     "attention": lambda how: attention(X, X, X, implementation=how),
     "grouped_matmul": lambda how: grouped_matmul(ROWS, KERNELS, SIZES, implementation=how),
     "linear_blocks": lambda how: linear_blocks(ROWS, KERNELS[0, 0], KEY, OPERANDS, implementation=how),
@@ -56,7 +56,7 @@ def test_the_reference_is_traced_only_for_a_platform_without_kernels(monkeypatch
     quantize = reference.quantize
     monkeypatch.setattr(reference, "quantize", counted)
     x = jnp.ones((48, 96))  # which no other test takes, so that JAX has traced nothing of it
-    found = jax.jit(lambda x: gtp.quantize(x, MXFP8).codes).trace(x)
+    found = jax.jit(lambda x: gtp.ops.quantize(x, MXFP8).codes).trace(x)
     here = found.lower(lowering_platforms=("cpu",)).as_text()
     assert "gtp_quantize" in here and not traced
     there = found.lower(lowering_platforms=("tpu",)).as_text()
@@ -69,7 +69,7 @@ def test_where_replication_is_checked_kernels_are_refused_and_the_reference_is_r
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 
     def on_ranks(implementation, out, **options):
-        codes = lambda x: gtp.quantize(x, MXFP8, implementation=implementation).codes  # noqa: E731
+        codes = lambda x: gtp.ops.quantize(x, MXFP8, implementation=implementation).codes  # noqa: E731
         return jax.jit(jax.shard_map(codes, mesh=mesh, in_specs=P("a"), out_specs=out, **options))(x)
 
     for implementation in (None, "native"):
@@ -77,6 +77,6 @@ def test_where_replication_is_checked_kernels_are_refused_and_the_reference_is_r
             on_ranks(implementation, P("a"), check_vma=True)
     with pytest.raises(ValueError, match="out_specs"):
         on_ranks("reference", P(), check_vma=True)
-    wanted = gtp.quantize(x, MXFP8).codes
+    wanted = gtp.ops.quantize(x, MXFP8).codes
     assert (on_ranks("reference", P("a"), check_vma=True) == wanted).all()
     assert (on_ranks(None, P("a"), check_vma=False) == wanted).all()

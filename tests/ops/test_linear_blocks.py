@@ -31,8 +31,8 @@ def block_scales(monkeypatch):
 
 
 def travelled(w, form):
-    amax = power_of_two_amax(gtp.multi_amax([w]), form)[0] if form.has_amax else None
-    return gtp.dequantize(gtp.quantize(w, form, amax=amax), w.dtype)
+    amax = power_of_two_amax(gtp.ops.multi_amax([w]), form)[0] if form.has_amax else None
+    return gtp.ops.dequantize(gtp.ops.quantize(w, form, amax=amax), w.dtype)
 
 
 def operands_of_a_layer(dtype):
@@ -112,8 +112,8 @@ def test_for_gpus_with_block_scales_every_product_is_one_of_codes_and_scales(nam
 def test_dgrad_in_mxfp8_is_that_of_codes_made_of_the_master():
     random = np.random.default_rng(1)
     w = jnp.asarray(random.normal(size=(128, 96)) * np.exp(random.normal(size=(128, 96))), jnp.float32)
-    again = gtp.dequantize(gtp.quantize(travelled(w, MXFP8), MXFP8, axis="column"), jnp.float32)
-    at_once = gtp.dequantize(gtp.quantize(w, MXFP8, axis="column"), jnp.float32)
+    again = gtp.ops.dequantize(gtp.ops.quantize(travelled(w, MXFP8), MXFP8, axis="column"), jnp.float32)
+    at_once = gtp.ops.dequantize(gtp.ops.quantize(w, MXFP8, axis="column"), jnp.float32)
     blocks = np.abs(np.asarray(w))
     largest = np.maximum(
         np.repeat(blocks.reshape(4, 32, 96).max(1), 32, 0), np.repeat(blocks.reshape(128, 3, 32).max(2), 32, 1)

@@ -34,7 +34,7 @@ def test_codes_that_travelled_are_multiplied_as_the_array_that_they_were_made_of
     random = np.random.default_rng(2)
     x, w, g = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((20, 96), (64, 96), (20, 64)))
     w *= jnp.linspace(1e-3, 3, 64)[:, None]
-    codes = gtp.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0])
+    codes = gtp.ops.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.ops.multi_amax([w]), FP8_E4M3)[0])
     y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), x, w)
     coded, back_to_slot = jax.vjp(
         lambda x, slot: linear_fp8(x, SlottedWeight(codes, slot), gradients), x, jnp.full(w.shape, jnp.nan)

@@ -53,7 +53,7 @@ def test_each_product_multiplies_operands_rounded_along_its_contraction(tokens, 
 
 def in_kernels(w, rows):
     """The codes of several kernels, with tiles that begin at each kernel's first row."""
-    kernels = [gtp.quantize(part, FP8_BLOCKS) for part in jnp.split(jnp.asarray(w), np.cumsum(rows)[:-1])]
+    kernels = [gtp.ops.quantize(part, FP8_BLOCKS) for part in jnp.split(jnp.asarray(w), np.cumsum(rows)[:-1])]
     codes, scales = (jnp.concatenate([getattr(one, name) for one in kernels]) for name in ("codes", "scales"))
     return QuantizedArray(codes, scales, None, FP8_BLOCKS, w.shape)
 
@@ -86,7 +86,7 @@ def test_kernels_that_share_codes_have_tiles_and_features_of_their_own(rows, ran
 @pytest.mark.full
 def test_wgrad_leaves_in_the_dtype_of_the_slot():
     x, w, g = (jnp.asarray(a, jnp.bfloat16) for a in numbers((256, 128), (128, 128), (256, 128)))
-    weight, slot = gtp.quantize(w, FP8_BLOCKS), jnp.zeros(w.shape, jnp.float32)
+    weight, slot = gtp.ops.quantize(w, FP8_BLOCKS), jnp.zeros(w.shape, jnp.float32)
     y, back = jax.vjp(lambda x, s: linear_fp8_blocks(x, SlottedWeight(weight, s)), x, slot)
     to_x, to_w = back(g)
     assert y.dtype == to_x.dtype == jnp.bfloat16 and to_w.dtype == jnp.float32

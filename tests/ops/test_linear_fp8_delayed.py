@@ -31,7 +31,7 @@ def operands():
 
 
 def multiply(x, w, slot):
-    codes = gtp.quantize(jax.lax.stop_gradient(w), FP8_E4M3, amax=jnp.float32(AMAXES[1]))
+    codes = gtp.ops.quantize(jax.lax.stop_gradient(w), FP8_E4M3, amax=jnp.float32(AMAXES[1]))
     return linear_fp8_delayed(x, SlottedWeight(codes, w), jnp.array(AMAXES)[::2], slot, FP8_E5M2)
 
 

@@ -57,7 +57,7 @@ def gathered(format, dtype, shards: int, implementation):
     plan, whole = plan_for(format, shards), weights(dtype)
     amax = jnp.array([oracle.amax(w) for w in whole])
     buffers = [
-        gtp.pack(
+        gtp.ops.pack(
             [device(shard_of(w, p, shards, rank)) for w, p in zip(whole, plan.pieces, strict=True)],
             format,
             amax,
@@ -81,7 +81,7 @@ def gathered(format, dtype, shards: int, implementation):
 )
 def test_unpacking_the_gathered_slices_is_dequantizing_the_whole_weight(format, dtype, shards, into, implementation):
     plan, whole, amax, buffer = gathered(format, dtype, shards, implementation)
-    outputs = gtp.unpack(buffer, format, amax, plan, into, implementation=implementation)
+    outputs = gtp.ops.unpack(buffer, format, amax, plan, into, implementation=implementation)
     assert len(outputs) == 2
     expected = [value_of(format, weight, into) for weight in whole]
     assert_same_bits(outputs[0], np.concatenate(expected[:2]), "output 0")
@@ -115,11 +115,11 @@ def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
         [device(shard_of(w, p, 2, 0)) for w, p in zip(weights(np.float32, seed), plan.pieces, strict=True)]
         for seed in (0, 1)
     ]
-    amaxes = jnp.stack([gtp.multi_amax(layer) for layer in layers])
+    amaxes = jnp.stack([gtp.ops.multi_amax(layer) for layer in layers])
     stacked = [jnp.stack(arrays) for arrays in zip(*layers, strict=True)]
-    together = gtp.pack(stacked, format, amaxes, plan, implementation=implementation)
+    together = gtp.ops.pack(stacked, format, amaxes, plan, implementation=implementation)
     for index, layer in enumerate(layers):
-        alone = gtp.pack(layer, format, amaxes[index], plan, implementation=implementation)
+        alone = gtp.ops.pack(layer, format, amaxes[index], plan, implementation=implementation)
         assert_same_bits(together[index], alone, f"layer {index}")
     apart = pack_apart(stacked, format, amaxes, plan, implementation=implementation)
     assert [buffer.shape for buffer in apart] == [(1, plan.bytes(format))] * 2
@@ -144,7 +144,7 @@ def test_pieces_that_share_an_array_pack_as_arrays_of_their_own_do(format, lead,
     pieces = [arrays[array][..., index, :, :] for array, index in plan.sources]
     amax = jnp.asarray(np.stack([np.max(np.abs(x), axis=(-2, -1)) for x in pieces], axis=-1))
     arrays = [device(x) for x in arrays]
-    found = gtp.pack(arrays, format, amax, plan, implementation=implementation)
+    found = gtp.ops.pack(arrays, format, amax, plan, implementation=implementation)
     for layer in np.ndindex(*lead):
         stored = [np.asarray(x[layer]) for x in pieces]
         alone = [x.T if piece.transposed else x for x, piece in zip(stored, turns, strict=True)]
@@ -159,9 +159,9 @@ def test_a_nan_spoils_its_block_of_its_weight(implementation):
     plan, whole = plan_for(NVFP4, 1), weights(np.float32)
     whole[1][20, 40] = np.nan
     shards = [jnp.asarray(shard_of(w, p, 1, 0)) for w, p in zip(whole, plan.pieces, strict=True)]
-    amax = gtp.multi_amax(shards, implementation=implementation)
-    buffer = gtp.pack(shards, NVFP4, amax, plan, implementation=implementation)
-    fused, other = gtp.unpack(buffer[None], NVFP4, amax, plan, implementation=implementation)
+    amax = gtp.ops.multi_amax(shards, implementation=implementation)
+    buffer = gtp.ops.pack(shards, NVFP4, amax, plan, implementation=implementation)
+    fused, other = gtp.ops.unpack(buffer[None], NVFP4, amax, plan, implementation=implementation)
     bad = np.isnan(np.asarray(fused, np.float32))
     assert (
         bad[70 + 16 : 70 + 32, 32:48].all() and bad.sum() == 256 and not np.isnan(np.asarray(other, np.float32)).any()
@@ -170,9 +170,9 @@ def test_a_nan_spoils_its_block_of_its_weight(implementation):
 
 def test_a_piece_without_rows(implementation):
     plan = PackPlan((Piece(rows=0, cols=16, transposed=False, total_rows=0, out=0, out_row=0),))
-    buffer = gtp.pack([jnp.zeros((0, 16))], NVFP4, jnp.zeros(1), plan, implementation=implementation)
+    buffer = gtp.ops.pack([jnp.zeros((0, 16))], NVFP4, jnp.zeros(1), plan, implementation=implementation)
     assert buffer.shape == (0,)
-    (out,) = gtp.unpack(buffer[None], NVFP4, jnp.zeros(1), plan, implementation=implementation)
+    (out,) = gtp.ops.unpack(buffer[None], NVFP4, jnp.zeros(1), plan, implementation=implementation)
     assert out.shape == (0, 16)
 
 
@@ -186,7 +186,7 @@ def test_by_shard_the_weights_lie_as_a_gather_of_their_shards_would_leave_them(f
         tuple(dataclasses.replace(p, total_rows=p.rows, out_row=starts[i]) for i, p in enumerate(plan.pieces)),
         by_shard=True,
     )
-    outputs = gtp.unpack(buffer, format, amax, by_shard, implementation=implementation)
+    outputs = gtp.ops.unpack(buffer, format, amax, by_shard, implementation=implementation)
     assert [o.shape for o in outputs] == [(3 * (rows[0] + rows[1]), 48), (3 * rows[2], 19)]
     for out, members in ((0, (0, 1)), (1, (2,))):
         parts = []

@@ -71,7 +71,7 @@ def test_every_float16_as_an_element(format, implementation):
 
 
 def check_row(x, format, amax, implementation):
-    row = gtp.quantize(device(x), format, amax=amax_of(format, amax), implementation=implementation)
+    row = gtp.ops.quantize(device(x), format, amax=amax_of(format, amax), implementation=implementation)
     codes, scales = oracle.quantize(format.name, x, np.asarray(amax, np.float32))
     if scales is not None:
         assert_same_bits(row.scales, scales, "scales")
@@ -124,8 +124,8 @@ def test_zeros_keep_their_sign_and_the_largest_and_smallest_float32_are_those_of
     x[:, 1::2] = -0.0
     x[0, 40] = 3.0
     check_quantize(x, format, implementation)
-    row = gtp.quantize(jnp.asarray(x), format, implementation=implementation)
-    assert_same_bits(gtp.dequantize(row, jnp.float32, implementation=implementation), x)
+    row = gtp.ops.quantize(jnp.asarray(x), format, implementation=implementation)
+    assert_same_bits(gtp.ops.dequantize(row, jnp.float32, implementation=implementation), x)
     if row.scales is not None:
         assert np.asarray(row.scales)[-1, 0] == 0
     largest, smallest = np.finfo(np.float32).max, np.float32(2.0**-149)
@@ -143,8 +143,8 @@ def test_a_number_that_is_not_finite_spoils_its_block_and_no_other(format, imple
     height, width = format.block or (1, 1)
 
     def values(x):
-        pair = gtp.quantize(jnp.asarray(x), format, axis="both", implementation=implementation)
-        return [np.asarray(gtp.dequantize(q, jnp.float32, implementation=implementation)) for q in pair]
+        pair = gtp.ops.quantize(jnp.asarray(x), format, axis="both", implementation=implementation)
+        return [np.asarray(gtp.ops.dequantize(q, jnp.float32, implementation=implementation)) for q in pair]
 
     for value in (np.nan, -np.inf):
         spoilt = clean.copy()
@@ -161,12 +161,12 @@ def test_a_number_that_is_not_finite_spoils_its_block_and_no_other(format, imple
 @formats(OF_EACH_KIND, NVFP4, NVFP4_1D)
 def test_one_copy_is_that_of_both_and_copies_agree_where_blocks_are_square_or_absent(format, implementation):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32))
-    row, column = gtp.quantize(x, format, axis="both", implementation=implementation)
+    row, column = gtp.ops.quantize(x, format, axis="both", implementation=implementation)
     for axis, both in (("row", row), ("column", column)):
-        alone = gtp.quantize(x, format, axis=axis, implementation=implementation)
+        alone = gtp.ops.quantize(x, format, axis=axis, implementation=implementation)
         assert_same_bits(alone.codes, both.codes, axis)
         assert both.scales is None or (np.asarray(alone.scales) == np.asarray(both.scales)).all()
-    same = np.array_equal(gtp.dequantize(row, jnp.float32), gtp.dequantize(column, jnp.float32))
+    same = np.array_equal(gtp.ops.dequantize(row, jnp.float32), gtp.ops.dequantize(column, jnp.float32))
     # MXFP8's blocks differ too, but with scales of powers of two most values are those of either
     assert same == (format is not NVFP4_1D) or format is MXFP8
 

@@ -34,26 +34,26 @@ def test_vmap(format, implementation):
     x = stack()
 
     def round_trip(x):
-        q = gtp.quantize(x, format, axis="both", implementation=implementation)
-        return q, gtp.dequantize(q[1], jnp.float32, implementation=implementation)
+        q = gtp.ops.quantize(x, format, axis="both", implementation=implementation)
+        return q, gtp.ops.dequantize(q[1], jnp.float32, implementation=implementation)
 
     pair, back = jax.vmap(round_trip)(x)
     for q in pair:
         validate(q)
         assert q.shape == SHAPE
     for layer in range(3):
-        expected = gtp.quantize(x[layer], format, axis="both", implementation=implementation)
+        expected = gtp.ops.quantize(x[layer], format, axis="both", implementation=implementation)
         assert_same_arrays(jax.tree.map(operator.itemgetter(layer), pair), expected, f"layer {layer}")
-        assert_same_bits(back[layer], gtp.dequantize(expected[1], jnp.float32))
+        assert_same_bits(back[layer], gtp.ops.dequantize(expected[1], jnp.float32))
     # and the whole stack at once, with an amax a layer
-    assert_same_bits(gtp.dequantize(pair[1], jnp.float32, implementation=implementation), back)
+    assert_same_bits(gtp.ops.dequantize(pair[1], jnp.float32, implementation=implementation), back)
 
 
 def test_vmap_of_stochastic_rounding_with_a_key_each(implementation):
     x, keys = stack(), jax.random.split(jax.random.key(0), 3)
 
     def codes(x, key):
-        return gtp.quantize(x, NVFP4_1D, key=key, implementation=implementation).codes
+        return gtp.ops.quantize(x, NVFP4_1D, key=key, implementation=implementation).codes
 
     together = jax.vmap(codes)(x, keys)
     for layer in range(3):
@@ -63,9 +63,9 @@ def test_vmap_of_stochastic_rounding_with_a_key_each(implementation):
 @pytest.mark.full
 def test_vmap_of_one_matrix_over_amaxes(implementation):
     x, amaxes = stack()[0], jnp.array([1.0, 5.0, 100.0])
-    together = jax.vmap(lambda amax: gtp.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)(amaxes)
+    together = jax.vmap(lambda amax: gtp.ops.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)(amaxes)
     for index, amax in enumerate(amaxes):
-        assert_same_bits(together[index], gtp.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)
+        assert_same_bits(together[index], gtp.ops.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)
 
 
 @pytest.mark.parametrize("format, check_vma", pairwise([NVFP4, MXFP8], [False, True], usual=1), ids=str)
@@ -76,10 +76,10 @@ def test_shard_map_sees_its_own_part(format, check_vma, implementation):
         pytest.skip("needs two devices")
     mesh = gtp.make_mesh(dp=1, gtp=2, devices=jax.devices()[:2])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), jnp.float32)
-    amax = gtp.multi_amax([x])[0] if format.has_amax else None
+    amax = gtp.ops.multi_amax([x])[0] if format.has_amax else None
 
     def codes(x):
-        return gtp.quantize(x, format, amax=amax, implementation=implementation).codes
+        return gtp.ops.quantize(x, format, amax=amax, implementation=implementation).codes
 
     mapped = jax.jit(jax.shard_map(codes, mesh=mesh, in_specs=P("gtp"), out_specs=P("gtp"), check_vma=check_vma))
     assert_same_bits(mapped(x), codes(x))
@@ -89,11 +89,11 @@ def test_gradients_are_refused_by_name_and_not_silently_zero(implementation):
     x = stack()[0]
 
     def through(x):
-        return gtp.dequantize(gtp.quantize(x, MXFP8, implementation=implementation), jnp.float32).sum()
+        return gtp.ops.dequantize(gtp.ops.quantize(x, MXFP8, implementation=implementation), jnp.float32).sum()
 
-    with pytest.raises(TypeError, match=naming("`gtp_jax.quantize` differentiable", "jax.lax.stop_gradient")):
+    with pytest.raises(TypeError, match=naming("`gtp_jax.ops.quantize` differentiable", "jax.lax.stop_gradient")):
         jax.grad(through)(x)
-    with pytest.raises(TypeError, match=naming("`gtp_jax.multi_amax` differentiable")):
-        jax.grad(lambda x: gtp.multi_amax([x], implementation=implementation)[0])(x)
+    with pytest.raises(TypeError, match=naming("`gtp_jax.ops.multi_amax` differentiable")):
+        jax.grad(lambda x: gtp.ops.multi_amax([x], implementation=implementation)[0])(x)
     beside = jax.jit(jax.grad(lambda x: x.sum() + through(jax.lax.stop_gradient(x))))(x)
     assert_same_bits(beside, jnp.ones_like(x))

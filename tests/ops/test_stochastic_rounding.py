@@ -66,9 +66,9 @@ def test_it_is_unbiased_and_biased_variants_are_told_apart(implementation):
 
 
 def rounded(x: np.ndarray, implementation) -> np.ndarray:
-    q = gtp.quantize(jnp.asarray(x), NVFP4_1D, amax=2688.0, key=jax.random.key(0), implementation=implementation)
+    q = gtp.ops.quantize(jnp.asarray(x), NVFP4_1D, amax=2688.0, key=jax.random.key(0), implementation=implementation)
     assert (np.asarray(q.scales) == 0x38).all(), "the scale is 1"
-    return np.asarray(gtp.dequantize(q, jnp.float32), np.float64)
+    return np.asarray(gtp.ops.dequantize(q, jnp.float32), np.float64)
 
 
 @pytest.mark.parametrize("format, slope, share", [(NVFP4_1D, 0.9966, 0.035), (NVFP4, 0.9994, 0.003)], ids=str)
@@ -76,8 +76,8 @@ def test_it_is_right_on_average_but_for_what_saturates(format, slope, share):
     x, keys = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), 32
     total = np.zeros(x.shape)
     for seed in range(keys):
-        q = gtp.quantize(jnp.asarray(x), format, key=jnp.array([seed, 7], jnp.uint32))
-        total += np.asarray(gtp.dequantize(q, jnp.float32), np.float64)
+        q = gtp.ops.quantize(jnp.asarray(x), format, key=jnp.array([seed, 7], jnp.uint32))
+        total += np.asarray(gtp.ops.dequantize(q, jnp.float32), np.float64)
     mean = total / keys
     scales = np.asarray(q.scales).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(q.amax) / 2688
     largest = 6 * np.repeat(np.repeat(scales, format.block[0], 0), format.block[1], 1)
@@ -99,23 +99,23 @@ def test_same_key_same_codes_other_key_other_codes(format, implementation):
 
     def codes(seed, **kwargs):
         return np.asarray(
-            gtp.quantize(x, format, key=jax.random.key(seed), implementation=implementation, **kwargs).codes
+            gtp.ops.quantize(x, format, key=jax.random.key(seed), implementation=implementation, **kwargs).codes
         )
 
     assert_same_bits(codes(0), codes(0))
-    raw = gtp.quantize(x, format, key=jax.random.key_data(jax.random.key(0)), implementation=implementation)
+    raw = gtp.ops.quantize(x, format, key=jax.random.key_data(jax.random.key(0)), implementation=implementation)
     assert_same_bits(raw.codes, codes(0))
     assert (codes(0) != codes(1)).mean() > 0.3
     column = np.asarray(
-        gtp.quantize(x.T, format, key=jax.random.key(0), axis="column", implementation=implementation).codes
+        gtp.ops.quantize(x.T, format, key=jax.random.key(0), axis="column", implementation=implementation).codes
     )
     assert (codes(0) != column).mean() > 0.3  # the same values under the other copy's counter
 
 
 def test_a_new_key_compiles_nothing(implementation):
     x = jnp.ones((8, 16))
-    gtp.quantize(x, NVFP4_1D, key=jax.random.key(0), implementation=implementation)
+    gtp.ops.quantize(x, NVFP4_1D, key=jax.random.key(0), implementation=implementation)
     before = _implementation._run._cache_size()
     for seed in range(1, 4):
-        gtp.quantize(x, NVFP4_1D, key=jax.random.key(seed), implementation=implementation)
+        gtp.ops.quantize(x, NVFP4_1D, key=jax.random.key(seed), implementation=implementation)
     assert _implementation._run._cache_size() == before

@@ -47,7 +47,7 @@ def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
     degrees, config, length = CASES[name]
     size = int(np.prod([d for axis, d in degrees.items() if axis != "tp"]))
     data = batches(config, size * 2, length)[:3]
-    with gtp.even_shares("padded" in name):
+    with gtp.layout.even_shares("padded" in name):
         start, gradient, losses, end = train(config, degrees, data)
     expected_gradient, expected_losses, expected_end = oracle(config, start, data)
     assert_close(gradient, expected_gradient, 1e-12, "gradient of ")
@@ -80,7 +80,7 @@ def mlp_gradients(degrees, activation, **options):
             y = mlp(batch["x"])
             return jnp.sum(jnp.sin(y)), jnp.float64(1)
 
-        value, gradients = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b))(state, {"x": x})
+        value, gradients = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b))(state, {"x": x})
         return jax.tree.map(np.asarray, (value, gradients))
 
 
@@ -132,7 +132,7 @@ def gradients_of(config: LlamaConfig, degrees: dict[str, int], recipe):
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
         model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
         state = gtp.TrainState.create(model, optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
         return jax.tree.map(np.asarray, run(state, batches(config, 4, 6)[0]))
 
 
@@ -153,7 +153,7 @@ def test_weights_of_uneven_parts_are_quantized_as_on_one_device(name, recipe, pa
     """Blocks are those of the whole weight, of which each rank takes its part."""
     degrees, config = UNEVEN[name]
     loss, expected = gradients_of(config, dict(gtp=1), recipe)
-    with gtp.even_shares(padded):
+    with gtp.layout.even_shares(padded):
         there, found = gradients_of(config, degrees, recipe)
     shapes = [jax.tree.map(np.shape, one) for one in (expected, found)]
     assert (shapes[0] != shapes[1]) == padded, "gradients have the shapes of what is stored"
@@ -190,7 +190,7 @@ def trained(config, view="local", microbatches=1, reduce_over_dp="each", **degre
     """The logical parameters and the losses of two steps, and the stored shapes of padded parameters."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12, 7)).astype(np.int32)
     mesh = gtp.make_mesh(**{"gtp": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
-    with jax.set_mesh(mesh), gtp.even_shares(), warnings.catch_warnings():
+    with jax.set_mesh(mesh), gtp.layout.even_shares(), warnings.catch_warnings():
         warnings.filterwarnings("error", "a weight of shape .* stays whole")
         state = gtp.TrainState.create(placed(configured(config)), OPTIMIZER)
         options = dict(view=view, microbatches=microbatches, reduce_over_dp=reduce_over_dp, max_grad_norm=0.5)

@@ -114,7 +114,7 @@ def adapted(degrees, view):
     The first step changes only what begins as zeros."""
     with jax.set_mesh(mesh_of(dict(degrees))):
         optimizer = optax.sgd(0.5)
-        model = placed(lambda rngs: gtp.lora(Llama(CONFIG, rngs=rngs), 2, 4, rngs=rngs))
+        model = placed(lambda rngs: gtp.nn.lora(Llama(CONFIG, rngs=rngs), 2, 4, rngs=rngs))
         state, losses = gtp.TrainState.create(model, optimizer), []
         step = gtp.train_step(next_token_loss, optimizer, view=view)
         for _ in range(3):
@@ -134,7 +134,7 @@ def test_steps_of_adapters_are_those_of_one_device(mesh, view, x64):
 
 
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
-CAUSAL = functools.partial(gtp.attention_fn, is_causal=True)
+CAUSAL = functools.partial(gtp.nn.attention_fn, is_causal=True)
 
 
 class Block(nnx.Module):
@@ -206,7 +206,9 @@ def test_a_layer_exchanges_and_attends_again_only_what_its_policy_does_not_save(
     batch |= {"targets": batch["tokens"]}
     with jax.set_mesh(mesh_of(dict(gtp=2, cp=2))), _as_on_gpus():
         state = gtp.TrainState.create(gtp.nn.abstract_model(lambda rngs: Llama(config, rngs=rngs)), optax.sgd(0.1))
-        made = jax.make_jaxpr(functools.partial(gtp.loss_and_gradients, next_token_loss, view="local"))(state, batch)
+        made = jax.make_jaxpr(functools.partial(gtp.train.loss_and_gradients, next_token_loss, view="local"))(
+            state, batch
+        )
     names = [equation.primitive.name for equation in equations(made.jaxpr)]
     forward = sum("dot_product_attention_fwd" in name for name in names)
     assert (names.count("all_to_all"), forward) == tuple(2 * n for n in AGAIN[remat])
@@ -218,7 +220,7 @@ def test_a_stock_block_exchanges_again_only_what_its_policy_does_not_save(remat,
         model = gtp.nn.abstract_model(lambda rngs: gtp.shard(Stock(rngs), min_size=64, remat=remat))
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         batch = {"ids": jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)}
-        made = jax.make_jaxpr(functools.partial(gtp.loss_and_gradients, stock_loss))(state, batch)
+        made = jax.make_jaxpr(functools.partial(gtp.train.loss_and_gradients, stock_loss))(state, batch)
     names = [equation.primitive.name for equation in equations(made.jaxpr)]
     assert names.count("all_to_all") == 2 * AGAIN[remat][0]
 
@@ -273,9 +275,9 @@ def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options,
         return [np.asarray(a) for a in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)]
 
     wanted = of(jax.nn.dot_product_attention)  # which computes scores in float32
-    alone = of(gtp.attention_fn)
+    alone = of(gtp.nn.attention_fn)
     with jax.set_mesh(mesh_of(dict(gtp=2, cp=4))):
-        divided = [of(functools.partial(gtp.attention_fn, sequence_exchange=what)) for what in ("heads", "keys")]
+        divided = [of(functools.partial(gtp.nn.attention_fn, sequence_exchange=what)) for what in ("heads", "keys")]
     for one, by_heads, by_keys, jaxs in zip(alone, *divided, wanted, strict=True):
         np.testing.assert_allclose(by_heads, one, rtol=0, atol=1e-13)
         np.testing.assert_allclose(by_keys, one, rtol=0, atol=1e-13)
@@ -349,7 +351,7 @@ def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
 @pytest.mark.parametrize("exchange", ["heads", "keys"])
 @pytest.mark.parametrize("options", [dict(is_causal=True), dict(is_causal=True, local_window_size=5)], ids=str)
 def test_a_shard_map_may_check_how_values_vary(exchange, options):
-    attend = functools.partial(gtp.attention_fn, sequence_exchange=exchange, **options)
+    attend = functools.partial(gtp.nn.attention_fn, sequence_exchange=exchange, **options)
     q = jnp.ones((ROWS, SEQ, 4, 8))
     with jax.set_mesh(mesh_of(dict(cp=4))):
         local = jax.shard_map(attend, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
@@ -358,19 +360,19 @@ def test_a_shard_map_may_check_how_values_vary(exchange, options):
 
 def test_the_size_of_a_window_may_be_a_number_of_numpy():
     q = jnp.ones((ROWS, SEQ, 4, 8))
-    attend = functools.partial(gtp.attention_fn, local_window_size=np.int64(5))
+    attend = functools.partial(gtp.nn.attention_fn, local_window_size=np.int64(5))
     assert jax.eval_shape(attend, q, q, q).shape == q.shape
 
 
 def call(**options):
     def run():
-        gtp.attention_fn(*(jnp.ones((4, SEQ, 8, 8)),) * 3, **options)
+        gtp.nn.attention_fn(*(jnp.ones((4, SEQ, 8, 8)),) * 3, **options)
 
     return run
 
 
 def with_heads(count, sequence=SEQ, **options):
-    return lambda: gtp.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3, **options)
+    return lambda: gtp.nn.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3, **options)
 
 
 def on_ranks(**options):
@@ -379,7 +381,7 @@ def on_ranks(**options):
     def run():
         keys = options.pop("keys", 8)
         part = P(None, "cp")
-        attend = functools.partial(gtp.attention_fn, sequence_exchange="keys", **options)
+        attend = functools.partial(gtp.nn.attention_fn, sequence_exchange="keys", **options)
         local = jax.shard_map(attend, in_specs=(part,) * 3, out_specs=part, check_vma=False)
         jax.eval_shape(local, jnp.ones((4, 32, 8, 8)), *(jnp.ones((4, 4 * keys, 8, 8)),) * 2)
 
@@ -448,7 +450,7 @@ REFUSED = {
         lambda: gtp.init(lambda rngs: ShiftedMLP(32, 48, rngs=rngs), nnx.Rngs(0))(jnp.ones((4, SEQ, 32))),
         "ShiftedMLP cp = 4 `context_parallel = True`",
     ),
-    "roles": (lambda: gtp.Roles(sequence="gtp"), "`sequence` 'gtp' `batch`"),
+    "roles": (lambda: gtp.mesh.Roles(sequence="gtp"), "`sequence` 'gtp' `batch`"),
     "another name of the axis": (lambda: gtp.make_mesh(context_parallel=2), "`context_parallel` `cp=2`"),
 }
 
@@ -464,7 +466,7 @@ def test_attention_of_a_rank_drops_what_no_other_rank_drops():
     ones = jnp.ones((1, 8, 8, 4))
     options = dict(dropout_rate=0.5, broadcast_dropout=False, dropout_rng=jax.random.key(0))
     with jax.set_mesh(mesh_of(dict(cp=8))):
-        found = np.asarray(jax.jit(lambda x: gtp.attention_fn(x, x, x, **options))(ones))[0, :, :, 0]
+        found = np.asarray(jax.jit(lambda x: gtp.nn.attention_fn(x, x, x, **options))(ones))[0, :, :, 0]
     assert len({tuple(column) for column in found.T}) > 1  # a head for each rank
     assert found.mean() == pytest.approx(1.0, abs=0.3)
 

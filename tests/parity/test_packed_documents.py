@@ -16,7 +16,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 VOCAB, ROW, ROWS = 60, 12, 8
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
-SCALING = gtp.RopeScaling(kind="llama3", factor=8.0, original_length=16)
+SCALING = gtp.nn.RopeScaling(kind="llama3", factor=8.0, original_length=16)
 
 
 class Block(nnx.Module):
@@ -39,11 +39,11 @@ class Windowed(nnx.Module):
         self.embed = gtp.Embed(VOCAB, 16, **options, **F64)
         make = lambda rngs: Block(sequence_parallel, rngs)  # noqa: E731
         self.blocks = gtp.Stack(make, 2, **options)
-        self.head = gtp.LayerNormDense(16, VOCAB, **options, **F64)
+        self.head = gtp.nn.LayerNormDense(16, VOCAB, **options, **F64)
 
     def __call__(self, tokens, positions=None, segment_ids=None):
         packed = {} if segment_ids is None else {"segment_ids": segment_ids}
-        return gtp.run_chain(tokens, self.embed, self.blocks, self.head, shared=packed)
+        return gtp.nn.run_chain(tokens, self.embed, self.blocks, self.head, shared=packed)
 
 
 def llama(sequence_parallel, rngs):
@@ -97,7 +97,7 @@ def measured(name, mesh, batches):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         model = gtp.init(lambda rngs: MODELS[name](sequence_parallel, rngs), nnx.Rngs(3))
         state = gtp.TrainState.create(model, optax.sgd(1.0))
-        run = jax.jit(lambda state, batch: gtp.loss_and_gradients(next_token_loss, state, batch))
+        run = jax.jit(lambda state, batch: gtp.train.loss_and_gradients(next_token_loss, state, batch))
         sums = []
         for batch in batches:
             loss, gradient = run(state, batch)
@@ -144,7 +144,7 @@ def test_given_positions_take_the_place_of_those_of_the_segments(x64):
         state = gtp.TrainState.create(placed(by_parts, 3), optax.sgd(1.0))
         evaluate = gtp.eval_step(next_token_loss)
         loss = lambda **more: float(evaluate(state, {**batch, **more})["loss"])  # noqa: E731
-        own = np.asarray(gtp.positions_of(jnp.asarray(batch["segment_ids"])))
+        own = np.asarray(gtp.ops.positions_of(jnp.asarray(batch["segment_ids"])))
         assert loss(positions=own) == loss()
         # a rotary embedding knows differences of positions only
         assert loss(positions=own + 5) == pytest.approx(loss(), rel=1e-13)

@@ -59,7 +59,7 @@ def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, featu
 
     with scope(degrees):
         state = gtp.TrainState.create(gtp.init(Layer, nnx.Rngs(0)), optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=recipe))
         value, gradient = run(state, {"x": x, "c": cotangents})
         gradient = host(gradient)["dense"]["kernel"]
     x8 = rounded(x.reshape(32, -1), FP8_E4M3)
@@ -81,7 +81,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
-            self.experts = gtp.GroupedDense(
+            self.experts = gtp.nn.GroupedDense(
                 experts, features, outs, dtype="float32", rngs=rngs,
                 kernel_init=lambda _, shape, __: kernels[shape[1]],
             )  # fmt: skip
@@ -95,7 +95,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
 
     with scope(dict(gtp=ranks)):
         state = gtp.TrainState.create(gtp.init(Layer, nnx.Rngs(0)), optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=RECIPE, view="local"))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=RECIPE, view="local"))
         value, gradient = run(state, {"x": x, "c": c})
         gradient = host(gradient)["experts"]["kernel"]
     x8, c8 = (np.stack([rounded(one, form) for one in a]) for a, form in ((x, FP8_E4M3), (c, FP8_E5M2)))
@@ -116,7 +116,7 @@ def test_codes_of_experts_that_tp_divides_unevenly_have_their_own_scales():
 
     options = dict(num_experts=4, parallel="expert", sequence_parallel=False, dtype="float32")
     scaled = lambda key, shape, dtype: nnx.initializers.lecun_normal()(key, shape, dtype) * size  # noqa: E731
-    make = lambda rngs: gtp.MoE(16, 24, **options, kernel_init=scaled, rngs=rngs)  # noqa: E731
+    make = lambda rngs: gtp.nn.MoE(16, 24, **options, kernel_init=scaled, rngs=rngs)  # noqa: E731
 
     def loss(model, batch):
         return jnp.sum(model(batch) * jnp.cos(batch)), jnp.float32(batch.size)
@@ -134,7 +134,7 @@ def gradients(changes, pregathered_layers=0):
     config = dataclasses.replace(ALIGNED, dtype="float32", num_layers=4, **changes)
     options = dict(microbatches=2, recipe=RECIPE, pregathered_layers=pregathered_layers)
     with scope(dict(gtp=2)):
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, **options))
         loss, found = run(start(config, optax.sgd(1.0)), batch_of(config))
         return float(loss), host(found)
 

@@ -62,7 +62,7 @@ def gradients(recipe, degrees=(("gtp", 1),), remat="matmuls", layers=2):
         model = placed(lambda rngs: Llama(config, rngs=rngs))
         model.blocks.remat = remat
         state = gtp.TrainState.create(model, optax.identity())
-        run = jax.jit(lambda state: gtp.loss_and_gradients(next_token_loss, state, batch, recipe=recipe))
+        run = jax.jit(lambda state: gtp.train.loss_and_gradients(next_token_loss, state, batch, recipe=recipe))
         loss, grads = jax.tree.map(np.asarray, run(state)[:2])
         return {"loss": loss} | {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(grads)}
 

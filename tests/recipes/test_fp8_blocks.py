@@ -45,7 +45,7 @@ def losses(recipe, config):
 def test_experts_train_as_in_bfloat16():
     config = dataclasses.replace(CONFIG, num_experts=4)
     with scope(gtp=2, ep=2):
-        found, wanted = losses(gtp.FP8Blocks(), config), losses(None, config)
+        found, wanted = losses(gtp.recipes.FP8Blocks(), config), losses(None, config)
     assert found[-1] < found[0] - 0.3 and found != wanted
     np.testing.assert_allclose(found, wanted, rtol=5e-2)  # tokens near the border choose other experts
 
@@ -53,7 +53,7 @@ def test_experts_train_as_in_bfloat16():
 def test_embedding_head_and_norms_stay_in_high_precision_and_explain_says_what_multiplies():
     with scope(gtp=4):
         model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
-        facts = {fact.module: fact for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
+        facts = {fact.module: fact for fact in gtp.explain(model, gtp.recipes.FP8Blocks()).facts}
     blocks = [name for name, fact in facts.items() if fact.wire == "FP8_BLOCKS"]
     assert sorted({name.split(".")[0] for name in blocks}) == ["blocks"] and len(blocks) == 4
     assert {fact.wire for name, fact in facts.items() if name not in blocks} == {"bfloat16"}
@@ -73,7 +73,7 @@ def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_
     with scope(gtp=1):
         layer = placed(lambda rngs: gtp.Dense(64, 96, dtype="float32", rngs=rngs))
         state = gtp.TrainState.create(layer, optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=gtp.FP8Blocks(exclude=())))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=gtp.recipes.FP8Blocks(exclude=())))
         _, gradient = run(state, {"x": x, "c": c})
     wanted = rounded_blocked(x.reshape(256, 64).T, (1, 128)) @ rounded_blocked(c.reshape(256, 96).T, (1, 128)).T
     found = np.asarray(gradient["kernel"], np.float64)
@@ -82,14 +82,14 @@ def test_the_weight_gradient_multiplies_values_rounded_along_tokens_and_arrives_
 
 class Experts(nnx.Module):
     def __init__(self, rngs, hidden=128, **options):
-        self.moe = gtp.MoE(128, hidden, num_experts=4, top_k=2, rngs=rngs, **options)
+        self.moe = gtp.nn.MoE(128, hidden, num_experts=4, top_k=2, rngs=rngs, **options)
 
     def __call__(self, x):
         return self.moe(x)
 
 
 def test_a_second_derivative_through_experts_is_refused():
-    with scope(gtp=2), gtp.use_recipe(gtp.FP8Blocks()):
+    with scope(gtp=2), gtp.use_recipe(gtp.recipes.FP8Blocks()):
         graph, state = nnx.split(abstract_model(Experts))
         total = lambda state, x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32))  # noqa: E731
         penalty = lambda state, x: jnp.sum(jax.grad(total, 1)(state, x) ** 2)  # noqa: E731
@@ -123,12 +123,12 @@ def test_what_cannot_be_multiplied_in_tiles_is_refused_by_name(name):
     with scope(**degrees):
         model = placed(make)
         with pytest.raises(ValueError, match=naming(message)):
-            gtp.explain(model, gtp.FP8Blocks(exclude=()))
+            gtp.explain(model, gtp.recipes.FP8Blocks(exclude=()))
 
 
 def test_gathering_ahead_is_refused():
     with scope(gtp=4):
         state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs)), optax.sgd(0.1))
-        step = gtp.train_step(next_token_loss, optax.sgd(0.1), recipe=gtp.FP8Blocks(), pregathered_layers=1)
+        step = gtp.train_step(next_token_loss, optax.sgd(0.1), recipe=gtp.recipes.FP8Blocks(), pregathered_layers=1)
         with pytest.raises(ValueError, match=naming("FP8_BLOCKS", "`pregathered_layers=0`")):
             step.lower(state, batch())

@@ -21,7 +21,7 @@ from gtp_jax.formats import FP8_E5M2 as E5M2
 from gtp_jax.formats import DelayedScaling
 from gtp_jax.train._scaling import next_amaxes
 
-RECIPE = gtp.FP8Delayed(history=3, exclude=())
+RECIPE = gtp.recipes.FP8Delayed(history=3, exclude=())
 STEPS = 3
 OPTIMIZER = optax.adam(1e-3)
 
@@ -127,7 +127,7 @@ def test_the_history_is_that_of_one_device_bit_for_bit(way, on_one_device, x64):
 
 
 def test_layers_in_high_precision_have_no_amaxes_of_activations(x64):
-    ends = gtp.FP8Delayed(history=2, exclude=("twice",), high_precision_first=1)
+    ends = gtp.recipes.FP8Delayed(history=2, exclude=("twice",), high_precision_first=1)
     found = trained({"gtp": 2}, recipe=ends, steps=1)
     assert found.keys() == {"blocks.layers.up", "blocks.layers.down"}
     for own in found.values():
@@ -198,7 +198,7 @@ def rounded(x, form, scale):
 
 def test_each_step_scales_by_the_amaxes_of_the_steps_before_it_and_records_its_own():
     rng, rate = np.random.default_rng(0), 0.01
-    recipe = gtp.FP8Delayed(history=2, exclude=())
+    recipe = gtp.recipes.FP8Delayed(history=2, exclude=())
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         optimizer = optax.sgd(rate)
         state = gtp.TrainState.create(placed(Pair), optimizer, recipe=recipe)
@@ -291,7 +291,7 @@ def test_a_checkpoint_restores_scales_bit_for_bit_on_another_mesh(tmp_path):
             checkpoints.save(1, state)
         wanted = jax.tree.map(np.asarray, state.scaling)
         model = gtp.nn.abstract_model(Pair)
-        other = gtp.TrainState.create(model, OPTIMIZER, recipe=gtp.FP8Delayed(history=7, exclude=()))
+        other = gtp.TrainState.create(model, OPTIMIZER, recipe=gtp.recipes.FP8Delayed(history=7, exclude=()))
         none = gtp.TrainState.create(model, OPTIMIZER)
         with Checkpoints(tmp_path, read_only=True) as checkpoints:
             with pytest.raises(ValueError, match=naming("scaling/a/history float32[3,3] float32[3,7]")):
@@ -331,11 +331,11 @@ def sharded():
         gtp.explain(gtp.shard(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), blocks=nnx.Linear, min_size=1), RECIPE)
 
 
-LONGER = gtp.FP8Delayed(history=8, exclude=())
+LONGER = gtp.recipes.FP8Delayed(history=8, exclude=())
 REFUSED = {
-    "another algorithm": (lambda: gtp.FP8Delayed(algorithm="mean"), "`algorithm` 'mean' 'max' 'most_recent'"),
+    "another algorithm": (lambda: gtp.recipes.FP8Delayed(algorithm="mean"), "`algorithm` 'mean' 'max' 'most_recent'"),
     "experts": (
-        lambda: create(lambda rngs: nnx.Dict(moe=gtp.MoE(16, 16, num_experts=4, rngs=rngs)), gtp=2),
+        lambda: create(lambda rngs: nnx.Dict(moe=gtp.nn.MoE(16, 16, num_experts=4, rngs=rngs)), gtp=2),
         "moe. experts `exclude`",
     ),
     "a layer that tp does not divide": (
@@ -349,12 +349,12 @@ REFUSED = {
     "a state made without the recipe": (lambda: stepped(None, RECIPE), "a 3 `state.scaling` recipe=recipe"),
     "a state with another history": (lambda: stepped(LONGER, RECIPE), "a 3 `state.scaling` 8 steps"),
     "a recipe in scope": (
-        lambda: gtp.use_recipe(gtp.FP8(override={"a": gtp.FP8Delayed()})),
+        lambda: gtp.use_recipe(gtp.FP8(override={"a": gtp.recipes.FP8Delayed()})),
         "FP8Delayed `use_recipe` Pass",
     ),
-    "gradients alone": (lambda: taken(gtp.loss_and_gradients, recipe=RECIPE), "`loss_and_gradients` amaxes"),
+    "gradients alone": (lambda: taken(gtp.train.loss_and_gradients, recipe=RECIPE), "`loss_and_gradients` amaxes"),
     "frozen weights": (
-        lambda: create(lambda rngs: gtp.freeze(Pair(rngs), RECIPE, trained=nnx.PathContains("b")), gtp=1),
+        lambda: create(lambda rngs: gtp.nn.freeze(Pair(rngs), RECIPE, trained=nnx.PathContains("b")), gtp=1),
         "a frozen `gtp_jax.FP8",
     ),
     "a sharded model": (sharded, "`gtp_jax.FP8(matmuls=True)`"),

@@ -19,7 +19,7 @@ from ..ops import oracle
 from .test_recipe_parity import scope
 
 WIDTH = 192
-RECIPE = gtp.FP8Blocks(exclude=())
+RECIPE = gtp.recipes.FP8Blocks(exclude=())
 # sizes of kernels that share a gather; degrees; the layer's parallelism
 PLACES = {
     "columns": ((7,), dict(gtp=4), {}),
@@ -60,7 +60,7 @@ class Layer(nnx.Module):
 def of_values(model):
     """The model, which multiplies the values of its codes."""
     model = nnx.clone(model)
-    for _, v in nnx.to_flat_state(nnx.state(model, gtp.Frozen)):
+    for _, v in nnx.to_flat_state(nnx.state(model, gtp.nn.Frozen)):
         v.set_metadata(frozen=v.get_metadata()["frozen"]._replace(operands=None))
     return model
 
@@ -68,8 +68,8 @@ def of_values(model):
 @pytest.mark.parametrize("place", others_full(PLACES, USUAL))
 def test_codes_and_products_are_those_of_one_device_by_the_oracle(place):
     sizes, degrees, options = PLACES[place]
-    with scope(degrees), gtp.even_shares():
-        model = gtp.init(lambda rngs: gtp.freeze(Layer(sizes, rngs, **options), RECIPE), nnx.Rngs(0))
+    with scope(degrees), gtp.layout.even_shares():
+        model = gtp.init(lambda rngs: gtp.nn.freeze(Layer(sizes, rngs, **options), RECIPE), nnx.Rngs(0))
         x = jnp.repeat(jnp.eye(336, WIDTH)[:, None], 8, axis=1)  # a batch and a sequence that ranks divide
         products = [jax.jit(lambda model, x: model(x))(m, x) for m in (model, of_values(model))]
         for size in sizes:
@@ -77,7 +77,7 @@ def test_codes_and_products_are_those_of_one_device_by_the_oracle(place):
             codes = jax.tree.map(np.asarray, kernel.get_value())
             wanted = oracle.rounded_blocked(numbers((WIDTH, size)).T, (128, 128))
             assert codes.scales.shape == (-(-size // 128), 2) and codes.codes.dtype == np.uint8
-            np.testing.assert_array_equal(np.asarray(gtp.dequantize(codes, jnp.float32)), wanted)
+            np.testing.assert_array_equal(np.asarray(gtp.ops.dequantize(codes, jnp.float32)), wanted)
             for product in products:
                 np.testing.assert_array_equal(np.asarray(product[str(size)])[:WIDTH, 0], wanted.T)
             stored = kernel.get_raw_value().codes
@@ -108,7 +108,7 @@ class Model(nnx.Module):
 
 
 def frozen(rngs):
-    return gtp.freeze(Model(rngs), RECIPE)
+    return gtp.nn.freeze(Model(rngs), RECIPE)
 
 
 def loss(model, batch):
@@ -139,10 +139,10 @@ ADAPTED = [(Adapted, dict(gtp=2)), (Model, dict(gtp=4)), (Model, dict(gtp=2, dp=
 @pytest.mark.parametrize("model, degrees", others_full(ADAPTED, ADAPTED[:1]), ids=str)
 def test_losses_and_gradients_of_adapters_are_those_of_masters_under_the_recipe_bit_for_bit(model, degrees):
     found = []
-    for make, recipe in ((lambda rngs: gtp.freeze(model(rngs), RECIPE), None), (model, RECIPE)):
+    for make, recipe in ((lambda rngs: gtp.nn.freeze(model(rngs), RECIPE), None), (model, RECIPE)):
         with scope(degrees):
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-            run = jax.jit(lambda s, x, recipe=recipe: gtp.loss_and_gradients(loss, s, x, recipe=recipe))
+            run = jax.jit(lambda s, x, recipe=recipe: gtp.train.loss_and_gradients(loss, s, x, recipe=recipe))
             value, gradients = run(state, batch())
             lora = gradients["lora"] if model is Adapted else gradients["blocks"]["layers"]["lora"]
             found.append(jax.tree.map(np.asarray, (value, lora)))
@@ -157,7 +157,7 @@ def test_adapters_train_over_codes_that_restore_on_other_meshes(tmp_path):
     rows = {name: np.tile(x, (7, 1, 1)) for name, x in batch().items()}
     with Checkpoints(tmp_path) as checkpoints:
         for number, (degrees, even) in enumerate(meshes):
-            with scope(degrees), gtp.even_shares(even):
+            with scope(degrees), gtp.layout.even_shares(even):
                 state = gtp.TrainState.create(gtp.init(frozen, nnx.Rngs(number)), optimizer)
                 if number:
                     state, _ = checkpoints.restore(state)
@@ -174,7 +174,7 @@ def test_adapters_train_over_codes_that_restore_on_other_meshes(tmp_path):
 
 class Experts(nnx.Module):
     def __init__(self, rngs):
-        self.moe = gtp.MoE(128, 256, num_experts=4, top_k=2, aux_loss_coeff=0.0, dtype="float32", rngs=rngs)
+        self.moe = gtp.nn.MoE(128, 256, num_experts=4, top_k=2, aux_loss_coeff=0.0, dtype="float32", rngs=rngs)
         self.lora = nnx.LoRA(128, 2, 128, rngs=rngs)
 
     def __call__(self, x):
@@ -189,7 +189,7 @@ def test_experts_are_frozen_in_tiles_of_their_own_and_multiply_as_masters_do(deg
     for degrees_, make, recipe in (({"gtp": 1}, True, None), (degrees, True, None), (degrees, False, RECIPE)):
         with scope(degrees_):
             model = gtp.init(
-                lambda rngs, make=make: gtp.freeze(Experts(rngs), RECIPE) if make else Experts(rngs), nnx.Rngs(0)
+                lambda rngs, make=make: gtp.nn.freeze(Experts(rngs), RECIPE) if make else Experts(rngs), nnx.Rngs(0)
             )
             with gtp.use_recipe(recipe):
                 found.append(np.asarray(jax.jit(lambda model, x: model(x))(model, x)))
@@ -203,4 +203,4 @@ def test_experts_are_frozen_in_tiles_of_their_own_and_multiply_as_masters_do(deg
 def test_tensor_ranks_that_would_cut_tiles_are_refused():
     with scope(dict(gtp=2, tp=2)):
         with pytest.raises(ValueError, match=naming("dense 96 FP8_BLOCKS")):
-            gtp.init(lambda rngs: gtp.freeze(Layer((192,), rngs, parallel="column"), RECIPE), nnx.Rngs(0))
+            gtp.init(lambda rngs: gtp.nn.freeze(Layer((192,), rngs, parallel="column"), RECIPE), nnx.Rngs(0))

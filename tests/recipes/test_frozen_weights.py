@@ -49,7 +49,7 @@ class Model(nnx.Module):
         self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
         self.projection = gtp.Dense(WIDTH, {"a": WIDTH, "b": WIDTH}, rngs=rngs, **DTYPES)
         self.adapter = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **DTYPES)
-        self.head = gtp.TiedHead(self.embed, norm="layer", param_dtype="float64", rngs=rngs)
+        self.head = gtp.nn.TiedHead(self.embed, norm="layer", param_dtype="float64", rngs=rngs)
 
     def __call__(self, tokens):
         x = self.blocks(self.embed(tokens))
@@ -71,7 +71,7 @@ def scope(degrees):
 
 
 def frozen(recipe=RECIPE):
-    return lambda rngs: gtp.freeze(Model(rngs), recipe, trained=TRAINED)
+    return lambda rngs: gtp.nn.freeze(Model(rngs), recipe, trained=TRAINED)
 
 
 def assert_close(found, wanted, tolerance=1e-12):
@@ -108,7 +108,7 @@ def of_dequantized_values(recipe):
 
 CASES = [
     (dict(gtp=4), RECIPE, 2, "local"),
-    (None, gtp.BF16(), 1, "global"),
+    (None, gtp.recipes.BF16(), 1, "global"),
     (HSDP, gtp.FP8(), 2, "global"),
     (dict(gtp=4), gtp.MXFP8(exclude=("embed",)), 1, "global"),
     (dict(dp=4, gtp=2), gtp.NVFP4(block=(1, 16)), 1, "global"),
@@ -119,7 +119,7 @@ CASES = [
 def test_it_is_the_model_whose_base_has_the_values_of_the_codes(mesh, recipe, microbatches, view, x64):
     with scope(mesh):
         state = gtp.TrainState.create(gtp.init(frozen(recipe), nnx.Rngs(0)), optax.identity())
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, microbatches=microbatches, view=view))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, microbatches=microbatches, view=view))
         found, gradients = jax.tree.map(np.asarray, run(state, batch_of()))
     wanted, of_values = of_dequantized_values(recipe)
     assert_close(found, wanted)
@@ -150,7 +150,7 @@ def test_a_device_stores_its_share_of_codes_and_scales_and_nothing_else_of_the_b
 
 def test_codes_travel_as_they_are_and_no_gradient_of_the_base_is_summed(x64):
     """Adapters here are whole on every rank, so that every gather and every scatter would be the base's."""
-    make = lambda rngs: gtp.freeze(Stacked(rngs), gtp.NVFP4())  # noqa: E731
+    make = lambda rngs: gtp.nn.freeze(Stacked(rngs), gtp.NVFP4())  # noqa: E731
     with scope(dict(gtp=4)):
         state = gtp.TrainState.create(abstract_model(make), optax.sgd(0.1))
         squares = lambda model, batch: (jnp.sum(model(batch) ** 2), jnp.int32(BATCH))  # noqa: E731
@@ -174,7 +174,7 @@ class Stacked(nnx.Module):
         self.projection = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **DTYPES)
 
     def __call__(self, x):
-        return gtp.run_chain(x, self.blocks, self.projection)
+        return gtp.nn.run_chain(x, self.blocks, self.projection)
 
 
 @pytest.mark.full
@@ -212,7 +212,7 @@ def test_codes_are_multiplied_as_a_recipe_has_it(recipe, x64):
     for mesh, make, own in ((HSDP, frozen(recipe), None), (dict(gtp=4), frozen(recipe), None), (HSDP, Model, masters)):
         with scope(mesh):
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-            run = jax.jit(lambda s, b, own=own: gtp.loss_and_gradients(loss, s, b, recipe=own))
+            run = jax.jit(lambda s, b, own=own: gtp.train.loss_and_gradients(loss, s, b, recipe=own))
             value, gradients = jax.tree.map(np.asarray, run(state, batch_of()))
             lora = gradients["blocks"]["layers"]["lora"]
             found.append((value, lora, gradients["adapter"]))
@@ -227,8 +227,8 @@ class Experts(nnx.Module):
     def __init__(self, rngs):
         start = nnx.initializers.normal(1.0)(rngs.params(), (1, LENGTH, WIDTH), jnp.float64)
         self.positions = gtp.Param(start)
-        self.conv = gtp.Conv(WIDTH, WIDTH, (3,), param_dtype=jnp.float64, rngs=rngs)
-        self.moe = gtp.MoE(WIDTH, WIDTH, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
+        self.conv = gtp.nn.Conv(WIDTH, WIDTH, (3,), param_dtype=jnp.float64, rngs=rngs)
+        self.moe = gtp.nn.MoE(WIDTH, WIDTH, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
         self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=B_INIT, param_dtype=jnp.float64, rngs=rngs)
 
     def __call__(self, x):
@@ -242,9 +242,9 @@ def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe,
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
     mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731
     found = []
-    for make, own in ((lambda rngs: gtp.freeze(Experts(rngs), recipe), None), (Experts, recipe)):
+    for make, own in ((lambda rngs: gtp.nn.freeze(Experts(rngs), recipe), None), (Experts, recipe)):
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-        run = jax.jit(lambda s, x, own=own: gtp.loss_and_gradients(mean, s, x, recipe=own))
+        run = jax.jit(lambda s, x, own=own: gtp.train.loss_and_gradients(mean, s, x, recipe=own))
         value, gradients = jax.tree.map(np.asarray, run(state, x))
         found.append((value, gradients["lora"]))
     assert_close(*found)
@@ -262,7 +262,7 @@ class Plain(nnx.Module):
 
 
 def frozen_plain(recipe=None, **options):
-    return gtp.freeze(placed(Plain), recipe, **options)
+    return gtp.nn.freeze(placed(Plain), recipe, **options)
 
 
 @pytest.fixture
@@ -280,13 +280,13 @@ class Narrow(nnx.Module):
 
 def frozen_over(degree, make, recipe):
     with scope(dict(gtp=degree)):
-        gtp.freeze(placed(make), recipe)
+        gtp.nn.freeze(placed(make), recipe)
 
 
 REFUSED = {
     "elements of codes": (
         lambda: frozen_plain(gtp.NVFP4()).pair.kernel["a"][...],
-        "NVFP4 `gtp_jax.dequantize(kernel.get_value())`",
+        "NVFP4 `gtp_jax.ops.dequantize(kernel.get_value())`",
     ),
     "shards of no whole blocks": (
         lambda: frozen_over(8, Plain, gtp.NVFP4(exclude=("blocks",))),
@@ -307,10 +307,10 @@ REFUSED = {
         lambda: frozen_plain(gtp.NVFP4(high_precision_last=1)),
         "`high_precision_first` `high_precision_last` `Stack`",
     ),
-    "an abstract model": (lambda: gtp.freeze(abstract_model(Plain), gtp.NVFP4()), "abstract gtp_jax.freeze"),
+    "an abstract model": (lambda: gtp.nn.freeze(abstract_model(Plain), gtp.NVFP4()), "abstract gtp_jax.nn.freeze"),
     "a frozen weight is set": (
         lambda: frozen_plain().pair.kernel["a"].set_value(jnp.zeros((WIDTH, WIDTH))),
-        "`kernel[...] = pretrained` `gtp_jax.freeze`",
+        "`kernel[...] = pretrained` `gtp_jax.nn.freeze`",
     ),
     "a recipe of frozen weights": (lambda: gtp.explain(frozen_plain(gtp.NVFP4()), gtp.NVFP4()), "frozen quantize"),
 }
@@ -332,7 +332,7 @@ def test_a_frozen_kernel_that_a_layer_of_a_chain_reads_is_refused_like_a_trained
             return self.adapter(x) + x @ self.dense.kernel[...]
 
     stack = gtp.init(lambda rngs: gtp.Stack(Reads, 2, rngs=rngs), nnx.Rngs(0))
-    for model in (stack, gtp.freeze(stack)):
+    for model in (stack, gtp.nn.freeze(stack)):
         with pytest.raises(TypeError, match=naming("array read written `Stack`")):
             jax.eval_shape(lambda x: model(x), jnp.ones((2, WIDTH)))  # noqa: B023
 
@@ -351,5 +351,5 @@ def test_a_gradient_of_what_is_frozen_is_refused(one_device):
 def test_the_model_is_left_as_it_is_when_a_step_donates_what_was_frozen(one_device):
     base = Plain(nnx.Rngs(0))
     step = gtp.train_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2), optax.sgd(0.1))
-    step(gtp.TrainState.create(gtp.freeze(base, gtp.FP8()), optax.sgd(0.1)), jnp.ones((8, WIDTH)))
+    step(gtp.TrainState.create(gtp.nn.freeze(base, gtp.FP8()), optax.sgd(0.1)), jnp.ones((8, WIDTH)))
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(base, nnx.Param))))

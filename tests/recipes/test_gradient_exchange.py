@@ -131,7 +131,7 @@ def test_what_is_not_finite_arrives_so_and_spoils_its_own_block_alone(wire, spoi
 def gradients(config, degrees, microbatches, grad_wire):
     options = dict(microbatches=microbatches, recipe=gtp.NVFP4(grad_wire=grad_wire))
     with scope(degrees):
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, **options))
         return host(run(start(config, optax.sgd(1.0)), batch_of(config))[1])
 
 
@@ -167,7 +167,9 @@ def test_a_reduce_scatter_sums_in_the_dtype_asked_for():
 
 def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
     recipe = gtp.NVFP4(
-        grad_wire="mxfp8", high_precision_first=1, override={"mlp": gtp.MXFP8(grad_wire="bf16"), "qkv": gtp.BF16()}
+        grad_wire="mxfp8",
+        high_precision_first=1,
+        override={"mlp": gtp.MXFP8(grad_wire="bf16"), "qkv": gtp.recipes.BF16()},
     )
     mesh = gtp.make_mesh(gtp=8)
     with jax.set_mesh(mesh):

@@ -117,7 +117,7 @@ def trained(recipe, degrees, remat):
         model = placed(factory)
         model.remat = remat
         state = gtp.TrainState.create(model, optax.identity())
-        run = jax.jit(lambda s: gtp.loss_and_gradients(loss, s, x, recipe=recipe, view="local"))
+        run = jax.jit(lambda s: gtp.train.loss_and_gradients(loss, s, x, recipe=recipe, view="local"))
         return jax.tree.map(np.asarray, run(state))
 
 
@@ -137,10 +137,10 @@ def test_a_model_s_loss_and_gradients_are_the_same_bit_for_bit(degrees, remat):
 
 def test_frozen_weights_have_no_wgrad_and_keep_no_codes():
     def program(recipe):
-        make = lambda rngs: gtp.lora(factory(rngs), 4, 8.0, recipe=recipe, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.nn.lora(factory(rngs), 4, 8.0, recipe=recipe, rngs=rngs)  # noqa: E731
         with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
             state = gtp.TrainState.create(abstract_model(make), optax.identity())
-            run = jax.jit(lambda s, x: gtp.loss_and_gradients(loss, s, x, view="local"))
+            run = jax.jit(lambda s, x: gtp.train.loss_and_gradients(loss, s, x, view="local"))
             return run.lower(state, jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)).as_text()
 
     assert program(KEPT) == program(WITHOUT)

@@ -46,7 +46,9 @@ def gradients(degrees, recipe, parts=1):
     batch = batch_of(CONFIG, 8, 32)
     with scope(degrees):
         state = start_of(**degrees)
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe))
+        run = jax.jit(
+            lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe)
+        )
         loss, found = run(state, neighbours_together(batch, degrees, parts))
         return float(loss), host(found)
 
@@ -72,7 +74,7 @@ def dense_gradients(degrees, recipe, parts, sizes):
 
     with scope(degrees):
         state = gtp.TrainState.create(gtp.init(Plain, nnx.Rngs(0)), optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, microbatches=parts, recipe=recipe))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, microbatches=parts, recipe=recipe))
         value, found = run(state, neighbours_together({"x": x}, degrees, parts))
         return float(value), host(found)
 
@@ -132,7 +134,7 @@ def test_two_calls_of_a_module_are_not_rounded_alike(stacked):
         with scope(dict(gtp=1)):
             make = lambda rngs: Again(rngs, calls, stacked)  # noqa: E731
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
-            run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe)[1])
+            run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(loss, s, b, recipe=recipe)[1])
             return jax.tree.leaves(host(run(state, batch)))[0]
 
     to_nearest, stochastic = gtp.NVFP4(matmuls=True, stochastic=False), gtp.NVFP4(matmuls=True)
@@ -150,7 +152,7 @@ def test_first_and_last_layers_stay_as_they_are(unroll, x64):
     recipe, batch = gtp.NVFP4(high_precision_first=1, high_precision_last=1), batch_of(config)
     with scope(dict(gtp=4)):
         state = start(config, optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
+        run = jax.jit(lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
         loss, found = run(state, batch)
         found, params = host(found), host(state.params)
     rounded = dequantized(params, recipe.wire, config.dtype)

@@ -59,7 +59,9 @@ def gradients(config, degrees, recipe, parts):
     batch = batch_of(config, 8, 16)
     with scope(degrees):
         state = start(config, optax.sgd(1.0))
-        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe))
+        run = jax.jit(
+            lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe)
+        )
         loss, found = run(state, neighbours_together(batch, degrees, parts))
         return float(loss), host(found)
 

@@ -64,15 +64,17 @@ def test_quantize_then_gather_is_gather_then_quantize(form, place, case):
 
         def local(w):
             (packed,) = pack_all([bundle([w], [layout], form)])
-            amax = gtp.multi_amax([w])[0]
+            amax = gtp.ops.multi_amax([w])[0]
             amax = jax.lax.pmax(amax, ("tp", "gtp"))
             if layout.takes_part:  # the blocks are those of the whole weight, of which a rank takes its part
                 w = jax.lax.all_gather(w, layout.axes, axis=layout.gather.dim, tiled=True).T
-                late = gtp.dequantize(gtp.quantize(w, form, amax=amax if form.has_amax else None), jnp.float32)
+                late = gtp.ops.dequantize(gtp.ops.quantize(w, form, amax=amax if form.has_amax else None), jnp.float32)
                 late = layout.split.take(late, 0)
             else:
                 late = gather_weight((w,), (layout,), jnp.float32)  # rank after rank
-                late = gtp.dequantize(gtp.quantize(late, form, amax=amax if form.has_amax else None), jnp.float32)
+                late = gtp.ops.dequantize(
+                    gtp.ops.quantize(late, form, amax=amax if form.has_amax else None), jnp.float32
+                )
             return gather_packed(packed, [(layout,)], jnp.float32)[0], late
 
         mapped = jax.shard_map(local, in_specs=layout.spec, out_specs=P("tp"), check_vma=False)

@@ -47,7 +47,7 @@ RECIPES = {
     "NVFP4": (gtp.NVFP4(), 1e-15),
     "FP8": (gtp.FP8(), 1e-15),
     "MXFP8": (gtp.MXFP8(), 1e-15),
-    "FP8 in blocks": (gtp.FP8Blocks(exclude=()), 1e-7),
+    "FP8 in blocks": (gtp.recipes.FP8Blocks(exclude=()), 1e-7),
 }
 
 
@@ -66,7 +66,7 @@ def test_a_step_with_padded_weights_is_that_of_one_device(case, name, x64):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(168, 2, width)))
     for sizes in ({}, degrees):
         devices = jax.devices()[: math.prod(sizes.values())]
-        with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **sizes}, devices=devices)), gtp.even_shares():
+        with jax.set_mesh(gtp.make_mesh(**{"gtp": 1, **sizes}, devices=devices)), gtp.layout.even_shares():
             state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optax.sgd(1.0))
             stored = {path[0]: layout.array_shape for path, layout in state.model_def.padded.items()}
             step = gtp.train_step(loss, optax.sgd(1.0), recipe=recipe)

@@ -94,7 +94,7 @@ ENDS = gtp.NVFP4(
     high_precision_first=1,
     high_precision_last=1,
     matmuls=True,
-    override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.BF16()},
+    override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.recipes.BF16()},
 )
 
 
@@ -118,7 +118,7 @@ def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes():
         state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(1.0))
         for pregathered_layers in (0, 1):
             options = dict(microbatches=parts, recipe=recipe, pregathered_layers=pregathered_layers)
-            run = jax.jit(lambda s, b, options=options: gtp.loss_and_gradients(cubes, s, b, **options))
+            run = jax.jit(lambda s, b, options=options: gtp.train.loss_and_gradients(cubes, s, b, **options))
             program = run.lower(state, {"x": x}).compile()
             found.append(host(program(state, {"x": x})))
             every = [c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather"]
@@ -147,7 +147,7 @@ def test_not_a_bit_of_loss_and_gradients_changes(name, pregathered_layers):
         state, batch = start(config, optax.sgd(1.0)), batch_of(config, size=16 * parts)
         for count in (0, pregathered_layers):
             options = dict(microbatches=parts, recipe=recipe, pregathered_layers=count)
-            run = jax.jit(lambda s, b, options=options: gtp.loss_and_gradients(next_token_loss, s, b, **options))
+            run = jax.jit(lambda s, b, options=options: gtp.train.loss_and_gradients(next_token_loss, s, b, **options))
             found.append(host(run(state, batch)))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -53,7 +53,11 @@ REFUSED = [
         "`override` 'down' `exclude` `high_precision_first` no effect",
     ),
     (lambda: gtp.NVFP4(override=(("down", gtp.MXFP8()), ("down", gtp.FP8()))), ValueError, "pattern twice"),
-    (lambda: gtp.train_step(loss, optax.sgd(1.0), recipe="nvfp4"), TypeError, "`recipe` 'nvfp4' gtp_jax.BF16()"),
+    (
+        lambda: gtp.train_step(loss, optax.sgd(1.0), recipe="nvfp4"),
+        TypeError,
+        "`recipe` 'nvfp4' gtp_jax.recipes.BF16()",
+    ),
     (lambda: gtp.eval_step(loss, recipe=gtp.NVFP4), TypeError, "parentheses"),
 ]
 
@@ -67,7 +71,7 @@ def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
 LACKED = [
     (gtp.NVFP4(override={"mlp.dwn": gtp.MXFP8()}), "'mlp.dwn' blocks.layers.mlp.down"),
     (gtp.NVFP4(exclude=("embed", "heads")), "'heads' no module"),
-    (gtp.NVFP4(override={"mlp": gtp.MXFP8(), "mlp.down": gtp.BF16()}), "'mlp.down' before 'mlp'"),
+    (gtp.NVFP4(override={"mlp": gtp.MXFP8(), "mlp.down": gtp.recipes.BF16()}), "'mlp.down' before 'mlp'"),
     (gtp.NVFP4(high_precision_first=2, high_precision_last=2), "4 blocks 3"),
 ]
 
@@ -86,12 +90,12 @@ def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
 HIDDEN = {
     "an exclusion after an override": (
         gtp.NVFP4(exclude=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}),
-        "`override` `exclude` 'mlp.up': gtp_jax.BF16() before 'mlp'",
-        gtp.NVFP4(exclude=("head",), override={"mlp.up": gtp.BF16(), "mlp": gtp.MXFP8()}),
+        "`override` `exclude` 'mlp.up': gtp_jax.recipes.BF16() before 'mlp'",
+        gtp.NVFP4(exclude=("head",), override={"mlp.up": gtp.recipes.BF16(), "mlp": gtp.MXFP8()}),
     ),
     "an exclusion after overrides of some of its modules": (
         gtp.NVFP4(exclude=("mlp",), override={"qkv": gtp.FP8(), "up": gtp.FP8(), "down": gtp.MXFP8()}),
-        "'mlp': gtp_jax.BF16() before 'up' 'down'",
+        "'mlp': gtp_jax.recipes.BF16() before 'up' 'down'",
         gtp.NVFP4(override={"qkv": gtp.FP8(), "up": gtp.FP8(), "down": gtp.MXFP8()}),
     ),
     "a pattern that is both": (
@@ -116,7 +120,7 @@ def test_models_without_weights_to_quantize_are_refused():
     linear = nnx.Linear(64, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=naming("`recipe` NVFP4 Linear")):
         gtp.explain(linear, gtp.NVFP4())
-    assert not gtp.explain(linear, gtp.BF16()).facts
+    assert not gtp.explain(linear, gtp.recipes.BF16()).facts
 
 
 def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
@@ -131,7 +135,7 @@ def test_the_first_rule_that_matches_counts():
     recipe = gtp.NVFP4(matmuls=True, exclude=("head", "mlp"), override={"mlp.d*": down, "down": gtp.FP8()})
     path = ("blocks", "layers", "mlp")
     assert recipe.of((*path, "down")) == down
-    assert recipe.of((*path, "up")) == gtp.BF16()
+    assert recipe.of((*path, "up")) == gtp.recipes.BF16()
     assert recipe.of(("blocks", "layers", "attention", "out")) == recipe
     assert recipe.of(("attention", "d")) == recipe  # names follow one another
     # of a shared module's paths, that which the first rule matches decides
@@ -177,7 +181,7 @@ def test_explain_tells_layers_and_operands_apart():
 def test_explain_names_what_no_recipe_touches():
     class Foreign(nnx.Module):
         def __init__(self, rngs):
-            self.blocks = gtp.Stack(lambda rngs: gtp.MoE(64, 128, num_experts=4, rngs=rngs), length=2, rngs=rngs)
+            self.blocks = gtp.Stack(lambda rngs: gtp.nn.MoE(64, 128, num_experts=4, rngs=rngs), length=2, rngs=rngs)
             self.biased = gtp.Dense(64, 64, use_bias=True, rngs=rngs)
             self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
 
@@ -200,13 +204,13 @@ def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
 
 @pytest.mark.parametrize("kind, able", [("Tesla T4", False), ("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H200", True)])
 def test_gpus_that_no_kernel_is_built_for_run_the_reference(kind, able):
-    quantize = jax.jit(lambda x: gtp.quantize(x, gtp.formats.NVFP4))
+    quantize = jax.jit(lambda x: gtp.ops.quantize(x, gtp.formats.NVFP4))
     with gpu(kind):
         x = jax.ShapeDtypeStruct((64, 64), "float32")
         text = quantize.trace(x).lower(lowering_platforms=("cuda",)).as_text()
         if not able:
             with pytest.raises(NotImplementedError, match=naming("8.0 (A100)")):
-                jax.eval_shape(lambda x: gtp.quantize(x, gtp.formats.NVFP4, implementation="native"), x)
+                jax.eval_shape(lambda x: gtp.ops.quantize(x, gtp.formats.NVFP4, implementation="native"), x)
     assert ("gtp_quantize" in text) == (able and native.has("gtp_quantize", "CUDA"))
 
 
@@ -217,7 +221,7 @@ class Otherwise(nnx.Module):
         self.wte = gtp.Embed(64, 64, rngs=rngs)
         self.position_embedding = gtp.Embed(64, 64, rngs=rngs)
         self.c_fc = gtp.Dense(64, 96, rngs=rngs)
-        self.lm_head = gtp.LayerNormDense(96, 64, rngs=rngs)
+        self.lm_head = gtp.nn.LayerNormDense(96, 64, rngs=rngs)
 
 
 def test_embeddings_and_heads_stay_in_high_precision_also_by_other_names():

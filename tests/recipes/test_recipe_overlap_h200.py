@@ -68,7 +68,7 @@ def test_scaling_by_earlier_steps_takes_no_pass_and_no_memory_that_current_scali
         return kernels, sum(n for n in large if n >= 1 << 20), memory.temp_size_in_bytes
 
     (kernels, copied, bytes_), (wanted, wanted_copied, wanted_bytes) = map(
-        facts, (gtp.FP8Delayed(), gtp.FP8(matmuls=True))
+        facts, (gtp.recipes.FP8Delayed(), gtp.FP8(matmuls=True))
     )
     assert kernels == wanted and copied == wanted_copied == 0  # no master is copied to read its amax
     assert bytes_ <= 1.02 * wanted_bytes

@@ -96,7 +96,7 @@ def check(config, degrees, microbatches, recipe, tolerance):
     with scope(degrees):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
+            lambda s, b: gtp.train.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
         )
         loss, gradient = run(state, batch)
         gradient = host(gradient)
@@ -161,7 +161,7 @@ def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
     with scope(dict(gtp=4)):
         state = start(config, optax.sgd(1.0))
         plain = gtp.eval_step(next_token_loss)(state, batch)["loss"]
-        assert plain == gtp.eval_step(next_token_loss, recipe=gtp.BF16())(state, batch)["loss"]
+        assert plain == gtp.eval_step(next_token_loss, recipe=gtp.recipes.BF16())(state, batch)["loss"]
         quantized = gtp.eval_step(next_token_loss, recipe=gtp.NVFP4())(state, batch)["loss"]
         trained = gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4())(state, batch)[1]["loss"]
     assert quantized == trained != plain

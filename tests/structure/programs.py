@@ -103,8 +103,8 @@ class ReplicasProgram:
 
     def lower(self) -> list[str]:
         """Returns the StableHLO of each program of the step."""
-        plan = gtp.plan_faults(**self.plan)
-        replicas = gtp.Replicas(self._model, plan)
+        plan = gtp.nonuniform.plan_faults(**self.plan)
+        replicas = gtp.nonuniform.Replicas(self._model, plan)
         rows = np.zeros((plan.batch, LENGTH), np.int32)
         with jax.set_mesh(replicas.core), lowered_alone() as found:
             state = gtp.TrainState.create(abstract_model(self._model), OPTIMIZER)
@@ -181,14 +181,14 @@ class Adapted(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.embed = gtp.Embed(128, WIDTH, rngs=rngs)
         self.blocks = gtp.Stack(AdaptedBlock, 2, rngs=rngs)
-        self.head = gtp.LayerNormDense(WIDTH, 128, rngs=rngs)
+        self.head = gtp.nn.LayerNormDense(WIDTH, 128, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.head(self.blocks(self.embed(tokens)))
 
 
 def frozen(rngs: nnx.Rngs) -> nnx.Module:
-    return gtp.freeze(Adapted(rngs), gtp.NVFP4(), trained=(nnx.LoRAParam,))
+    return gtp.nn.freeze(Adapted(rngs), gtp.NVFP4(), trained=(nnx.LoRAParam,))
 
 
 class StockBlock(nnx.Module):
@@ -221,7 +221,7 @@ def stock(rngs: nnx.Rngs) -> nnx.Module:
     return gtp.shard(Stock(rngs), "blocks.*", min_size=WIDTH)
 
 
-MIXED = gtp.MXFP8(override={"heads": gtp.FP8Blocks(), "up": gtp.FP8(matmuls=True)}, exclude=("down",))
+MIXED = gtp.MXFP8(override={"heads": gtp.recipes.FP8Blocks(), "up": gtp.FP8(matmuls=True)}, exclude=("down",))
 
 
 def of_tokens(model: Any, batch: Any) -> Any:

@@ -22,8 +22,8 @@ def test_a_circle_has_the_modules_that_need_each_other_and_no_others():
 
 
 def test_functions_of_the_package_that_a_call_enters_are_counted_once():
-    gtp.Roles()  # imports what it needs
-    found = entered(lambda: [[gtp.Roles(), json.dumps("text")] for _ in range(2)])
+    gtp.mesh.Roles()  # imports what it needs
+    found = entered(lambda: [[gtp.mesh.Roles(), json.dumps("text")] for _ in range(2)])
     assert {(Path(file).name, name.split(".<locals>")[0]) for file, name in found} == {
         ("_roles.py", "Roles.__post_init__")
     }

@@ -1,17 +1,26 @@
-"""`gtp_jax.nn` has names of higher rooms, and needs none of them."""
+"""`gtp_jax` has the names that most users need, and `gtp_jax.nn` those of higher rooms, of which it needs none."""
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 import gtp_jax
-from gtp_jax import _public
+from gtp_jax._old_names import OLD_NAMES
 
 PACKAGES = ("gtp_jax", "gtp_jax.nn")
+ROOT = Path(gtp_jax.__file__).parents[1]
+MOVED = {name: room for room, names in OLD_NAMES.items() for name in names}
+# What `gtp_jax` has, besides its packages.
+NAMES = {
+    *("make_mesh", "shard", "Dense", "Embed", "Attention", "MLP", "Stack", "Param", "init", "TrainState", "train_step"),
+    *("eval_step", "cross_entropy", "Checkpoints", "FP8", "MXFP8", "NVFP4", "use_recipe", "explain"),
+}
 
 # Imports `nn` as `gtp_jax` does, but without what `gtp_jax` imports besides.
 ALONE = """
@@ -46,11 +55,15 @@ def test_type_checkers_read_the_same_names_above(name):
     stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
     parts = name.split(".")
     read: dict[str, list[str | None]] = {}
+    packages = []
     for node in stub.body:
-        if isinstance(node, ast.ImportFrom) and node.module != "_public":
+        if isinstance(node, ast.ImportFrom) and node.module is None:
+            packages.extend(alias.asname for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module != "_public":
             room = ".".join([*parts[: len(parts) + 1 - node.level], node.module or ""])
             read.setdefault(room, []).extend(alias.asname for alias in node.names)  # those without `as` are private
     assert {room: tuple(names) for room, names in read.items()} == package.ABOVE
+    assert tuple(packages) == getattr(package, "PACKAGES", ())
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -66,9 +79,17 @@ def modules_after(code: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
 
 
+def test_importing_the_library_and_listing_its_names_imports_no_jax():
+    found = modules_after("import gtp_jax; dir(gtp_jax); gtp_jax.__all__")
+    assert {name for name in found if name.startswith("gtp_jax")} == {
+        *("gtp_jax", "gtp_jax._names_above", "gtp_jax._old_names")
+    }
+    assert "jax" not in found
+
+
 def test_using_the_library_loads_no_report():
     """They are for whoever asks: of a step's programs, and of models of any family."""
-    found = modules_after("import gtp_jax; gtp_jax.Stack")
+    found = modules_after("import gtp_jax; gtp_jax.Stack; gtp_jax.train_step; gtp_jax.shard")
     assert "gtp_jax.train" in found
     loaded = {f"gtp_jax.{room}" for room in ("inspect", "hlo", "models", "convert", "runner")} & set(found)
     assert not loaded
@@ -80,25 +101,50 @@ def test_a_package_can_be_imported_before_any_other(room):
     assert f"gtp_jax.{room}" in modules_after(f"import gtp_jax.{room}")
 
 
-def test_the_library_names_all_that_it_has_before_anything_is_used():
-    found = modules_after("import gtp_jax; assert {'Stack', 'explain', 'formats', '__version__'} <= {*dir(gtp_jax)}")
-    assert "gtp_jax._public" in found
-    everything = {}
+def test_the_library_shows_the_names_that_users_need_and_their_packages_and_nothing_else():
+    shown = {name for name in dir(gtp_jax) if not name.startswith("__")}
+    assert shown == {*NAMES, *gtp_jax.PACKAGES}  # pyright: ignore
+    everything: dict[str, object] = {}
     exec("from gtp_jax import *", everything)
-    assert everything["Stack"] is gtp_jax.Stack and everything["explain"] is gtp_jax.explain
+    assert everything.keys() - {"__builtins__"} == NAMES
+    assert everything["Stack"] is gtp_jax.nn.Stack and everything["explain"] is gtp_jax.inspect.explain
+    for package in gtp_jax.PACKAGES:  # pyright: ignore
+        assert getattr(gtp_jax, package) is importlib.import_module(f"gtp_jax.{package}")
 
 
-def test_type_checkers_know_the_packages_from_which_the_library_takes_its_names():
-    tree = ast.parse(Path(_public.__file__).read_text())
-    read = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    packages = {alias.asname for node in read if node.module is None for alias in node.names}
-    assert packages == {node.module for node in read if node.module is not None}
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_name_still_works_and_warns_once_where_it_is_used(name):
+    vars(gtp_jax).pop(name, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scope: dict[str, object] = {}
+        exec(compile(f"from gtp_jax import {name}", "a user's file", "exec"), scope)
+        found = getattr(gtp_jax, name)
+    assert found is scope[name] is getattr(importlib.import_module(MOVED[name]), name)
+    (warning,) = caught
+    assert warning.category is DeprecationWarning and warning.filename == "a user's file"
+    assert str(warning.message) == f"`gtp_jax.{name}` is deprecated: use {MOVED[name]}.{name}"
+    assert name not in dir(gtp_jax)
+    vars(gtp_jax).pop(name)
 
 
-def test_a_name_that_a_test_has_replaced_stays_when_all_names_are_looked_up(monkeypatch):
-    monkeypatch.setattr(gtp_jax, "generate", "another")
-    assert not hasattr(gtp_jax, "mixture") and "generate" in dir(gtp_jax)
-    assert gtp_jax.generate == "another"
+def test_no_file_uses_an_old_name():
+    """Not even in texts, which tell users what to write."""
+    folders = [ROOT / folder for folder in ("benchmarks", "docs", "examples", "ffi", "gtp_jax", "tests")]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".pyi", ".md", ".ipynb"}
+    ]
+    names = "|".join(MOVED)
+    used = re.compile(rf"(?<![\w./-])gtp(_jax)?\.({names})\b|from gtp_jax import .*\b({names})\b")
+    assert used.search("x = gtp." + "MoE(4)") and used.search("from gtp_jax " + "import Dense, lora")
+    assert not used.search("work.gtp.pack") and not used.search("gtp.checkpoint")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if used.search(line)
+    ]
+    assert len(files) > 500 and not found
 
 
 def test_an_attribute_that_an_import_lacks_is_not_taken_for_a_missing_name():
@@ -106,13 +152,6 @@ def test_an_attribute_that_an_import_lacks_is_not_taken_for_a_missing_name():
     lacking = 'import jax.tree_util; del jax.tree_util.register_dataclass; import gtp_jax; hasattr(gtp_jax, "Dense")'
     ran = subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True)
     assert "cannot be imported: module 'jax.tree_util' has no attribute 'register_dataclass'" in ran.stderr
-
-
-def test_only_names_for_users_have_no_underscore():
-    """A tool that completes names shows them."""
-    own = {name for name in vars(gtp_jax) if not name.startswith("_")}
-    rooms = {path.parent.name for path in Path(gtp_jax.__file__).parent.glob("*/__init__.py")}
-    assert own <= {*gtp_jax.__all__, *rooms, "ABOVE"}  # pyright: ignore
 
 
 def test_nn_has_no_name_that_type_checkers_do_not_know():

@@ -46,7 +46,7 @@ def make_batch(key, row):
 def test_the_sample_the_rank_and_the_first_layer_are_named(view, key):
     with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
         state = make_state()
-        found = gtp.diagnose(next_token_loss, state, make_batch(key, 5), view=view)
+        found = gtp.train.diagnose(next_token_loss, state, make_batch(key, 5), view=view)
         assert (found.sample, found.rank, found.devices) == (5, {"dp": 1, "gtp": 0}, (4, 5))
         assert found.layer.startswith("blocks.layers[1].mlp") and found.kind == "output"
         assert re.search(naming("sample 5 dp 1 gtp 0 (devices 4, 5) output"), str(found))
@@ -56,7 +56,7 @@ def test_the_sample_the_rank_and_the_first_layer_are_named(view, key):
         ruined = jax.tree.map(lambda x: x, state.params)
         ruined["head"]["scale"] = ruined["head"]["scale"].at[3].set(jnp.inf)
         ruined = gtp.TrainState(ruined, state.opt_state, state.step, state.model_def)
-        found = gtp.diagnose(next_token_loss, ruined, make_batch(key, 5), view=view)
+        found = gtp.train.diagnose(next_token_loss, ruined, make_batch(key, 5), view=view)
     assert re.search(naming("parameter head.scale"), str(found))
 
 
@@ -86,9 +86,9 @@ def test_the_first_gradient_that_is_not_finite_is_named():
     def loss(model, batch):
         return jnp.mean(model(batch["x"]) ** 2)
 
-    found = gtp.diagnose(loss, state, {"x": sample_two(100.0)})
+    found = gtp.train.diagnose(loss, state, {"x": sample_two(100.0)})
     assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")
-    sound = gtp.diagnose(loss, state, {"x": np.ones((4, 2, 8), np.float32)})
+    sound = gtp.train.diagnose(loss, state, {"x": np.ones((4, 2, 8), np.float32)})
     assert sound.sample is None and re.search(naming("each sample alone"), str(sound))
 
 
@@ -100,9 +100,9 @@ def test_a_sample_with_numbers_that_are_not_finite_is_named_before_one_whose_nor
     def loss(model, x):
         return jnp.mean(model(x))
 
-    assert gtp.diagnose(loss, state, x).sample == 1
+    assert gtp.train.diagnose(loss, state, x).sample == 1
     x[2] = np.inf
-    found = gtp.diagnose(loss, state, x)
+    found = gtp.train.diagnose(loss, state, x)
     assert (found.sample, found.layer, found.kind) == (2, "", "output")
 
 
@@ -153,7 +153,7 @@ def test_the_model_itself_is_among_what_is_named(name):
     factory, loss, large, layer, kind, said = MODELS[name]
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         state = gtp.TrainState.create(placed(factory), optax.sgd(1.0))
-        found = gtp.diagnose(loss, state, sample_two(large))
+        found = gtp.train.diagnose(loss, state, sample_two(large))
     assert (found.sample, found.layer, found.kind) == (2, layer, kind)
     assert re.search(naming(said), str(found))
 
@@ -172,7 +172,9 @@ class Masked(nnx.Module):
 
 def test_logits_that_are_masked_with_infinity_are_not_blamed():
     state = gtp.TrainState.create(placed(Masked), optax.sgd(1.0))
-    found = gtp.diagnose(lambda model, x: -jnp.mean(jax.nn.log_softmax(model(x))[..., 2:]), state, sample_two(11.0))
+    found = gtp.train.diagnose(
+        lambda model, x: -jnp.mean(jax.nn.log_softmax(model(x))[..., 2:]), state, sample_two(11.0)
+    )
     assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")
 
 
@@ -192,5 +194,5 @@ def test_a_layer_that_calls_a_module_twice_has_its_own_number(layer):
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         model = gtp.init(lambda rngs: gtp.Stack(Twice, 3, rngs=rngs), nnx.Rngs(0))
         model.layers.ruins.set_value(jnp.zeros(3).at[layer].set(1.0))
-        found = gtp.diagnose(square, gtp.TrainState.create(model, optax.sgd(1.0)), jnp.ones((2, 8)))
+        found = gtp.train.diagnose(square, gtp.TrainState.create(model, optax.sgd(1.0)), jnp.ones((2, 8)))
     assert (found.layer, found.kind) == (f"layers[{layer}].dense", "output")

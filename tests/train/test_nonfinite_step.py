@@ -69,16 +69,16 @@ def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there():
         state, first = step(state, good, never_skip)
         before, donated = host(state), jax.tree.leaves((state.params, state.opt_state))
         assert not first["skipped"] and int(state.step) == 1
-        gtp.check_finite(first)
+        gtp.train.check_finite(first)
         for bad, losses_finite in ((nan, False), (steep, True)):
             state, metrics = step(state, bad, never_skip)
             assert metrics["skipped"] and bool(jnp.isfinite(metrics["loss"])) == losses_finite
             assert_equal(state, before)
             with pytest.raises(FloatingPointError, match=naming("step 7 skipped")):
-                gtp.check_finite(metrics, step=7)
+                gtp.train.check_finite(metrics, step=7)
             state, metrics = step(state, good, metrics["skipped"])  # launched behind it: does nothing either
             assert metrics["skipped"]
-            gtp.check_finite(metrics)
+            gtp.train.check_finite(metrics)
             assert_equal(state, before)
         assert all(array.is_deleted() for array in donated)
         state, _ = step(state, good, never_skip)
@@ -103,7 +103,7 @@ def test_on_one_device_a_finite_step_is_bit_for_bit_the_step_without_a_branch():
         state, metrics = step(state, make_batch(2))  # which applies whatever it is
     assert not metrics["skipped"] and np.isnan(np.asarray(state.params["dense"]["kernel"])).any()
     with pytest.raises(FloatingPointError, match=naming("norm nan")):
-        gtp.check_finite(metrics)
+        gtp.train.check_finite(metrics)
 
 
 def dense(rngs):
@@ -125,7 +125,7 @@ def test_a_step_is_skipped_if_its_number_of_tokens_is_nan_or_negative(number, vi
         before = host(state)
         state, metrics = gtp.train_step(loss, optimizer, view=view)(state, x)
         assert_equal(state, before)
-        mean, gradients = jax.jit(lambda s, x: gtp.loss_and_gradients(loss, s, x, view=view))(state, x)
+        mean, gradients = jax.jit(lambda s, x: gtp.train.loss_and_gradients(loss, s, x, view=view))(state, x)
     assert metrics["skipped"] and np.isnan([metrics["loss"], metrics["grad_norm"], mean]).all()
     assert np.isnan(gradients["kernel"]).all()
 
@@ -161,5 +161,5 @@ def test_a_loop_in_which_every_step_is_skipped_is_warned_once():
         return [str(one.message) for one in found if "skipped" in str(one.message)]
 
     assert warned(20, skip=True) == [] == warned(9)
-    assert re.search(naming("10 steps skipped gtp_jax.diagnose gtp_jax.check_finite"), *warned(3))
+    assert re.search(naming("10 steps skipped gtp_jax.train.diagnose gtp_jax.train.check_finite"), *warned(3))
     assert warned(20) == []

@@ -98,8 +98,8 @@ def test_a_state_that_a_step_has_taken_is_refused(mesh):
     step = gtp.train_step(loss, optimizer)
     step(first, X)
     calls = {"step": lambda: step(first, X), "eval_step": lambda: gtp.eval_step(loss)(first, X)}
-    calls |= {"diagnose": lambda: gtp.diagnose(loss, first, X), "model": first.model}
-    calls |= {"gradients": lambda: gtp.loss_and_gradients(loss, first, X)}
+    calls |= {"diagnose": lambda: gtp.train.diagnose(loss, first, X), "model": first.model}
+    calls |= {"gradients": lambda: gtp.train.loss_and_gradients(loss, first, X)}
     for call in calls.values():
         with pytest.raises(ValueError, match=naming("`state` before 'params.down.bias'")):
             call()

@@ -159,7 +159,7 @@ def test_a_warning_names_the_optimizers_whose_updates_are_not_those_of_a_list(na
     found = [str(one.message) for one in caught if "layers of a `Stack` as one tensor" in str(one.message)]
     assert len(found) == as_one
     if as_one:
-        assert re.search(naming("gtp_jax.per_layer(optimizer)"), found[0])
+        assert re.search(naming("gtp_jax.train.per_layer(optimizer)"), found[0])
         assert "first.layers." in found[0] and "head" not in found[0]
     params = params_of(model)
     gradients = gradients_of(params)
@@ -173,7 +173,7 @@ def test_a_warning_names_the_optimizers_whose_updates_are_not_those_of_a_list(na
 def test_per_layer_is_the_optimizer_on_a_list_of_layers(name, model):
     make, params = PER_LAYER[name], params_of(model)
     gradients = gradients_of(params)
-    stacked, state = run(make(lambda optimizer: gtp.per_layer(optimizer, model)), params, gradients)
+    stacked, state = run(make(lambda optimizer: gtp.train.per_layer(optimizer, model)), params, gradients)
     in_list, _ = run(make(lambda optimizer: optimizer), listed(params), listed(gradients, 1))
     assert largest_difference(stacked, in_list) < 1e-12
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -181,13 +181,13 @@ def test_per_layer_is_the_optimizer_on_a_list_of_layers(name, model):
             assert leaf.shape == ()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the optimizer treats")
-        gtp.TrainState.create(model, make(gtp.per_layer))
+        gtp.TrainState.create(model, make(gtp.train.per_layer))
 
 
 @pytest.mark.full
 def test_nnx_optimizer_takes_it_with_the_model(model):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, WIDTH)))
-    optimizer = nnx.Optimizer(model, gtp.per_layer(optax.lamb(0.1), model), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, gtp.train.per_layer(optax.lamb(0.1), model), wrt=nnx.Param)
     in_list, before = optax.lamb(0.1), params_of(model)
 
     @nnx.jit
@@ -206,11 +206,13 @@ def test_nnx_optimizer_takes_it_with_the_model(model):
 
 
 REFUSED = {  # what a step's state is created with
-    "first.layers one layer optax.chain(optax.clip_by_global_norm": lambda: gtp.per_layer(clipped(optax.lamb(0.1))),
-    "first.layers layer": lambda: gtp.per_layer(optax.contrib.dog(1.0)),  # which takes a norm of all in `init`
-    "first.layers one layer": lambda: gtp.per_layer(optax.lbfgs(0.1, memory_size=2, linesearch=None)),
-    "random": lambda: gtp.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(0))),
-    "`optax.flatten`": lambda: optax.flatten(gtp.per_layer(optax.lamb(0.1))),
+    "first.layers one layer optax.chain(optax.clip_by_global_norm": lambda: gtp.train.per_layer(
+        clipped(optax.lamb(0.1))
+    ),
+    "first.layers layer": lambda: gtp.train.per_layer(optax.contrib.dog(1.0)),  # which takes a norm of all in `init`
+    "first.layers one layer": lambda: gtp.train.per_layer(optax.lbfgs(0.1, memory_size=2, linesearch=None)),
+    "random": lambda: gtp.train.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(0))),
+    "`optax.flatten`": lambda: optax.flatten(gtp.train.per_layer(optax.lamb(0.1))),
 }
 
 
@@ -218,11 +220,11 @@ def test_what_cannot_be_mapped_over_layers_is_refused(model):
     for message, make in REFUSED.items():
         with pytest.raises(ValueError, match=naming(message)):
             gtp.TrainState.create(model, make())
-    with pytest.raises(ValueError, match=naming("`gtp_jax.per_layer(optimizer, model)`")):
-        gtp.per_layer(optax.lamb(0.1)).init(params_of(model))
+    with pytest.raises(ValueError, match=naming("`gtp_jax.train.per_layer(optimizer, model)`")):
+        gtp.train.per_layer(optax.lamb(0.1)).init(params_of(model))
     one = jax.tree.map(lambda p: p[0], params_of(model))
     with pytest.raises(ValueError, match=naming("(16,) 'first.layers.bias' 3")):
-        gtp.per_layer(optax.lamb(0.1), model).init(one)
+        gtp.train.per_layer(optax.lamb(0.1), model).init(one)
 
 
 def over_mean_magnitude():
@@ -232,9 +234,9 @@ def over_mean_magnitude():
 
 
 KINDS = {
-    "adafactor": lambda: gtp.per_layer(optax.adafactor(0.1, min_dim_size_to_factor=2)),
-    "mean": lambda: gtp.per_layer(over_mean_magnitude()),
-    "muon": lambda: optax.chain(optax.clip(1.0), gtp.per_layer(optax.contrib.muon(0.1))),
+    "adafactor": lambda: gtp.train.per_layer(optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    "mean": lambda: gtp.train.per_layer(over_mean_magnitude()),
+    "muon": lambda: optax.chain(optax.clip(1.0), gtp.train.per_layer(optax.contrib.muon(0.1))),
 }
 
 
@@ -245,7 +247,7 @@ def test_of_padded_weights_it_sees_each_layers_logical_array(kind, x64):
     def stepped(**degrees):
         dtypes = dict(dtype="float64", param_dtype="float64")
         mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
-        with jax.set_mesh(mesh), gtp.even_shares():
+        with jax.set_mesh(mesh), gtp.layout.even_shares():
             make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(6, 6, rngs=rngs, **dtypes), 2, rngs=rngs)  # noqa: E731
             state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer())
             stored = [a.addressable_shards[0].data.size for a in jax.tree.leaves((state.params, state.opt_state))]

@@ -40,7 +40,7 @@ def test_options_are_those_of_the_recipe_at_the_call(make, monkeypatch):
     assert given == [fp8, plain] and plain != fp8
     given.clear()
     with gtp.use_recipe(FP8):
-        make(recipe=gtp.BF16()).jitted()
+        make(recipe=gtp.recipes.BF16()).jitted()
         make(recipe=FP8).jitted()
     assert given == [plain, fp8]
 
@@ -52,13 +52,13 @@ def test_delayed_scales_that_xla_would_round_are_refused_on_gpus(where, monkeypa
         monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false")
     delayed, current = (
         gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=recipe).jitted
-        for recipe in (gtp.FP8Delayed(), FP8)
+        for recipe in (gtp.recipes.FP8Delayed(), FP8)
     )
     delayed()  # on CPUs, scales are applied in float32
     monkeypatch.setattr("gtp_jax.train._step.platform", lambda: "gpu")
     current()
     with pytest.raises(ValueError, match=naming(where, "`xla_allow_excess_precision`")):
-        gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=gtp.FP8Delayed()).jitted()
+        gtp.train_step(squares, OPTIMIZER, compiler_options=own, recipe=gtp.recipes.FP8Delayed()).jitted()
 
 
 def copy(state):

@@ -25,13 +25,16 @@ def mesh_of(**degrees: int) -> Mesh:
 
 
 # Axes that nothing in the library names.
-PODS = mesh_of(pod=2, data=2, shard=2), gtp.Roles(batch=("pod", "data", "shard"), weights=("shard",), tensor=None)
-NODES = mesh_of(node=2, local=2, model=2), gtp.Roles(batch=("node", "local"), weights=("node", "local"), tensor="model")
-REPLICAS = mesh_of(copy=2, gtp=2, tp=2), gtp.Roles(batch=("gtp",))  # an axis without a role: copies of everything
+PODS = mesh_of(pod=2, data=2, shard=2), gtp.mesh.Roles(batch=("pod", "data", "shard"), weights=("shard",), tensor=None)
+NODES = (
+    mesh_of(node=2, local=2, model=2),
+    gtp.mesh.Roles(batch=("node", "local"), weights=("node", "local"), tensor="model"),
+)
+REPLICAS = mesh_of(copy=2, gtp=2, tp=2), gtp.mesh.Roles(batch=("gtp",))  # an axis without a role: copies of everything
 
 
 def begin(mesh, roles):
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), gtp.use_roles(roles):
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), gtp.mesh.use_roles(roles):
         model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(3))
         return gtp.TrainState.create(model, optax.adamw(1e-2))
 
@@ -53,7 +56,7 @@ def test_two_models_of_different_roles_train_side_by_side_each_as_without_a_mesh
     places = (PODS, NODES)
     steps = [gtp.train_step(next_token_loss, optax.adamw(1e-2), recipe=r, max_grad_norm=0.5) for r in recipes]
     states = [begin(*place) for place in places]
-    plain = [begin(None, gtp.Roles()) for _ in recipes]
+    plain = [begin(None, gtp.mesh.Roles()) for _ in recipes]
     for seed in range(3):
         for i, (mesh, _) in enumerate(places):
             with jax.set_mesh(mesh):
@@ -70,7 +73,7 @@ def test_two_models_of_different_roles_train_side_by_side_each_as_without_a_mesh
 @pytest.mark.slow
 def test_an_axis_without_a_role_replicates(x64):
     mesh, roles = REPLICAS
-    state, plain = begin(mesh, roles), begin(None, gtp.Roles())
+    state, plain = begin(mesh, roles), begin(None, gtp.mesh.Roles())
     step = gtp.train_step(next_token_loss, optax.adamw(1e-2))
     with jax.set_mesh(mesh):
         state, metrics = step(state, batch(0))
@@ -87,11 +90,11 @@ def test_roles_in_scope_are_part_of_the_key_of_jit():
         traced.append(gtp.mesh.current_roles())
         return x
 
-    other = gtp.Roles(batch=("data",))
-    for roles in (gtp.Roles(), other, gtp.Roles()):
-        with gtp.use_roles(roles):
+    other = gtp.mesh.Roles(batch=("data",))
+    for roles in (gtp.mesh.Roles(), other, gtp.mesh.Roles()):
+        with gtp.mesh.use_roles(roles):
             read(1.0)
-    assert traced == [gtp.Roles(), other]
+    assert traced == [gtp.mesh.Roles(), other]
 
 
 def test_modules_in_global_view_keep_their_roles(x64):
@@ -100,7 +103,7 @@ def test_modules_in_global_view_keep_their_roles(x64):
     x = np.random.default_rng(0).normal(size=(4, 6, 64))
     make = lambda rngs: gtp.MLP(64, 96, dtype="float64", param_dtype="float64", rngs=rngs)  # noqa: E731
     with jax.set_mesh(mesh):
-        with gtp.use_roles(roles):
+        with gtp.mesh.use_roles(roles):
             graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
         found = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x)
     expected = gtp.init(make, nnx.Rngs(0))(x)
@@ -111,7 +114,7 @@ def test_a_model_of_mixed_roles_is_refused():
     class Mixed(nnx.Module):
         def __init__(self, rngs):
             self.a = gtp.Dense(8, 8, rngs=rngs)
-            with gtp.use_roles(gtp.Roles(batch=("data",), weights=("data",), tensor=None)):
+            with gtp.mesh.use_roles(gtp.mesh.Roles(batch=("data",), weights=("data",), tensor=None)):
                 self.b = gtp.Dense(8, 8, rngs=rngs)
 
     with pytest.raises(ValueError, match=naming("different roles: Build")):
@@ -119,8 +122,8 @@ def test_a_model_of_mixed_roles_is_refused():
 
 
 def test_roles_of_another_kind_are_refused():
-    with pytest.raises(TypeError, match=naming("`roles` `gtp_jax.Roles`")):
-        gtp.use_roles({"batch": "data"})
+    with pytest.raises(TypeError, match=naming("`roles` `gtp_jax.mesh.Roles`")):
+        gtp.mesh.use_roles({"batch": "data"})
 
 
 def test_a_number_for_each_example_is_refused_where_ranks_divide_sequences():

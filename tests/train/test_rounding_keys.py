@@ -35,7 +35,7 @@ def gradient(*, microbatches=1, ranks=1, step=0, seed=0, view="local"):
         state = gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs), nnx.Rngs(0)), optax.identity())
         state = dataclasses.replace(state, step=jnp.int32(step))
         options = dict(recipe=gtp.NVFP4(matmuls=True), microbatches=microbatches, view=view, seed=seed)
-        run = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, **options))
+        run = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, **options))
         return np.asarray(run(state, jnp.asarray(np.repeat(EXAMPLE, microbatches * ranks, 0)))[1]["dense"]["kernel"])
 
 
@@ -64,7 +64,7 @@ def test_modules_that_compute_the_same_round_by_bits_of_their_own():
     state = gtp.TrainState.create(gtp.init(lambda rngs: Pair(rngs), nnx.Rngs(0)), optax.identity())
     for stochastic in (True, False):
         recipe = gtp.NVFP4(matmuls=True, stochastic=stochastic)
-        run = jax.jit(lambda state, x, r=recipe: gtp.loss_and_gradients(loss, state, x, recipe=r, view="local"))
+        run = jax.jit(lambda state, x, r=recipe: gtp.train.loss_and_gradients(loss, state, x, recipe=r, view="local"))
         found = run(state, jnp.asarray(EXAMPLE))[1]
         one, other = (np.asarray(found[name]["kernel"]) for name in ("one", "other"))
         difference = np.linalg.norm(other - one) / np.linalg.norm(one)

@@ -146,8 +146,8 @@ TEXTS = {
 def test_text_in_a_batch_is_refused_by_the_name_of_its_leaf(text):
     state, (leaf, named) = gtp.TrainState.create(placed(dense), SGD), TEXTS[text]
     mean = lambda model, batch: squares(model, batch["x"])  # noqa: E731
-    runs = gtp.train_step(mean, SGD), gtp.eval_step(mean), lambda *args: gtp.loss_and_gradients(mean, *args)
-    for run in (*runs, lambda *args: gtp.diagnose(mean, *args)):
+    runs = gtp.train_step(mean, SGD), gtp.eval_step(mean), lambda *args: gtp.train.loss_and_gradients(mean, *args)
+    for run in (*runs, lambda *args: gtp.train.diagnose(mean, *args)):
         with pytest.raises(TypeError, match=naming(named, "numbers Leave it out encode")):
             run(state, {"x": np.ones((2, 8), np.float32), "text": leaf})
 
@@ -206,7 +206,7 @@ def test_gradients_outside_of_jit_are_those_within():
             placed(lambda rngs: gtp.MLP(8, 16, dtype="float32", rngs=rngs), 1), optax.sgd(0.1)
         )
         for count in (1, 2):
-            call = lambda state, x, count=count: gtp.loss_and_gradients(squares, state, x, microbatches=count)  # noqa: E731
+            call = lambda state, x, count=count: gtp.train.loss_and_gradients(squares, state, x, microbatches=count)  # noqa: E731
             for found, wanted in zip(host(call(state, x)), host(jax.jit(call)(state, x)), strict=True):
                 np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-5)
 
@@ -320,8 +320,8 @@ COUNTS = {
     "in a loop": in_a_loop(lambda logits, tokens: jnp.sum(tokens > 1, dtype=jnp.float32)),
     "in a branch": in_a_branch(lambda logits, tokens: jnp.sum(tokens)),
     "of one function": of_one_function(lambda logits, tokens: tokens > 1),
-    "declared": counted(lambda logits, tokens: gtp.as_count(jnp.sum(right(logits, tokens)))),
-    "declared, with a gradient": counted(lambda logits, tokens: gtp.as_count(jnp.sum(logits))),
+    "declared": counted(lambda logits, tokens: gtp.train.as_count(jnp.sum(right(logits, tokens)))),
+    "declared, with a gradient": counted(lambda logits, tokens: gtp.train.as_count(jnp.sum(logits))),
 }
 METRICS = {
     "an accuracy": counted(lambda logits, tokens: jnp.mean(right(logits, tokens))),
@@ -342,7 +342,7 @@ WAYS = {
     "codes in microbatches": lambda loss: gtp.train_step(loss, SGD, recipe=gtp.FP8(), microbatches=2),
     "an evaluation of codes": lambda loss: gtp.eval_step(loss, recipe=gtp.FP8()),
 }
-REFUSED = naming("second `has_aux=True` `gtp_jax.as_count(number)`")
+REFUSED = naming("second `has_aux=True` `gtp_jax.train.as_count(number)`")
 
 
 def tokens_state():
@@ -418,7 +418,7 @@ def stepped(model, **options):
 
 CHANGES_OF_FORM = {
     "nothing yet": (lambda: nnx.Variable(None), "seen: from None to float64[]"),
-    "another dtype": (lambda: gtp.AuxLoss(jnp.zeros((), "float32")), "seen: from float32[] to float64[]"),
+    "another dtype": (lambda: gtp.nn.AuxLoss(jnp.zeros((), "float32")), "seen: from float32[] to float64[]"),
     "longer": (lambda: nnx.Cache(jnp.zeros((0, 4))), "seen: from float64[0, 4] to float64[1, 4]"),
 }
 

@@ -113,9 +113,9 @@ def test_a_leaf_whose_first_dimension_is_not_the_batch_s_is_refused_where_it_wou
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
         with pytest.raises(ValueError, match=message):
-            gtp.diagnose(loss, state, batch, view=view)
+            gtp.train.diagnose(loss, state, batch, view=view)
         with pytest.raises(ValueError, match=message):
-            gtp.check(loss, Model, batch, view=view, microbatches=2)
+            gtp.train.check(loss, Model, batch, view=view, microbatches=2)
 
 
 def test_a_list_of_numbers_in_a_batch_is_named():
@@ -135,7 +135,7 @@ def test_a_number_in_a_batch_is_for_all_examples():
     batch = {"x": batch_of(4).at[2, 1].set(jnp.inf), "factor": 2.0}
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         state = gtp.TrainState.create(placed(Model), optax.sgd(0.1))
-        assert gtp.diagnose(loss, state, batch).sample == 2
+        assert gtp.train.diagnose(loss, state, batch).sample == 2
 
 
 def test_what_has_no_sum_is_refused_by_name_in_aux():
@@ -179,7 +179,7 @@ def test_a_gradient_that_ends_in_a_cast_from_few_bits_is_added_in_its_parameters
     x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (16, FEATURES)), jnp.float32)  # sums without rounding
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])), jax.numpy_dtype_promotion(promotion):
         state = gtp.TrainState.create(Cast(nnx.Rngs(0)), optax.sgd(0.1))
-        run = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, microbatches=4, view=view))
+        run = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x, microbatches=4, view=view))
         _, found = run(state, x)
     (gradient,) = jax.tree.leaves(found)
     assert gradient.dtype == jnp.float32

@@ -130,5 +130,7 @@ def test_gradients_of_one_microbatch_enter_the_optimizers_branch_in_16_bits(case
 
 
 def test_a_sum_over_replicas_in_32_bits_is_kept_in_global_view():
-    with gtp.use_roles(gtp.Roles(optimizer=())):  # dp 2 holds replicas, whose gradients are added after the cast
+    with gtp.mesh.use_roles(
+        gtp.mesh.Roles(optimizer=())
+    ):  # dp 2 holds replicas, whose gradients are added after the cast
         assert branch_dtypes(dict(dp=2, gtp=2), view="global") == ["float32"] * 8

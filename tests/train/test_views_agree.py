@@ -51,7 +51,7 @@ def computed(block, view, recipe, degrees, **options):
     with jax.set_mesh(gtp.make_mesh(**degrees)):
         state = gtp.TrainState.create(gtp.init(lambda rngs: llama(block, rngs), nnx.Rngs(0)), optax.sgd(1.0))
         run = jax.jit(
-            lambda state, batch: gtp.loss_and_gradients(
+            lambda state, batch: gtp.train.loss_and_gradients(
                 next_token_loss, state, batch, view=view, recipe=recipe, microbatches=2, **options
             )
         )
@@ -111,18 +111,18 @@ def test_check_names_the_first_tensor_that_differs():
     loss = lambda model, x: (model(x) ** 2).mean()  # noqa: E731
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        errors = gtp.check(loss, right, x, microbatches=2)
+        errors = gtp.train.check(loss, right, x, microbatches=2)
         assert errors.keys() == {"loss", "gradient layer.kernel"} and max(errors.values()) < 1e-6
         on_mesh = jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), jax.P("gtp")))
-        assert gtp.check(loss, right, on_mesh, microbatches=2) == errors
+        assert gtp.train.check(loss, right, on_mesh, microbatches=2) == errors
         narrow = lambda rngs: gtp.Dense(8, 8, dtype="bfloat16", param_dtype="bfloat16", rngs=rngs)  # noqa: E731
-        assert gtp.check(loss, narrow, x, tolerance=0.03)["gradient kernel"] < 0.03
+        assert gtp.train.check(loss, narrow, x, tolerance=0.03)["gradient kernel"] < 0.03
         with pytest.raises(ValueError, match=naming("loss dp 1 gtp 4 tp 2")):
-            gtp.check(loss, wrong, x)
+            gtp.train.check(loss, wrong, x)
         with pytest.raises(ValueError, match=naming("loss nan")):
-            gtp.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
+            gtp.train.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
     with pytest.raises(ValueError, match=naming("compares set_mesh")):
-        gtp.check(loss, right, x)
+        gtp.train.check(loss, right, x)
 
 
 BESIDE_THE_LOSS = {  # as a function of the degree, and by how much it differs
@@ -145,7 +145,7 @@ def test_check_compares_finite_numbers_next_to_those_that_are_not(name):
 
     def checked(tolerance):
         factory = lambda rngs: gtp.Dense(8, 8, dtype="float32", rngs=rngs)  # noqa: E731
-        return gtp.check(loss, factory, np.ones((8, 8), np.float32), has_aux=True, tolerance=tolerance)
+        return gtp.train.check(loss, factory, np.ones((8, 8), np.float32), has_aux=True, tolerance=tolerance)
 
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
         with pytest.raises(ValueError, match=naming("aux dp 1 gtp 4")):
@@ -163,9 +163,9 @@ def test_check_uses_a_recipe_on_the_mesh_and_on_one_device():
 
     x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        found = gtp.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x, recipe=gtp.FP8())
+        found = gtp.train.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x, recipe=gtp.FP8())
         with gtp.use_recipe(gtp.FP8()):
-            assert gtp.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x) == found
+            assert gtp.train.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x) == found
         with pytest.raises(TypeError, match=naming("recipe")):
-            gtp.check(loss, lambda rngs: gtp.Dense(32, 32, rngs=rngs), x, recipe="fp8")
+            gtp.train.check(loss, lambda rngs: gtp.Dense(32, 32, rngs=rngs), x, recipe="fp8")
     assert max(found.values()) < 1e-6 and len(codes) >= 2 and set(map(tuple, codes)) == {("FP8_E4M3",)}

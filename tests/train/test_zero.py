@@ -29,7 +29,7 @@ SIZES = dict(
     vocab_size=1000, hidden_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24, intermediate_size=192
 )
 CONFIG = LlamaConfig(**SIZES, dtype="float64", tie_embeddings=True)
-REPLICAS = gtp.Roles(optimizer=())
+REPLICAS = gtp.mesh.Roles(optimizer=())
 STEPS, MICROBATCHES = 3, 4
 
 CUBE, PLANE = {"dp": 2, "gtp": 2, "tp": 2}, {"dp": 4, "gtp": 2}
@@ -38,7 +38,7 @@ CUBE, PLANE = {"dp": 2, "gtp": 2, "tp": 2}, {"dp": 4, "gtp": 2}
 @contextlib.contextmanager
 def place(degrees, roles=None):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
-        with gtp.use_roles(roles or gtp.Roles()):
+        with gtp.mesh.use_roles(roles or gtp.mesh.Roles()):
             yield
 
 
@@ -281,6 +281,6 @@ def test_names_and_axes_are_checked():
     with pytest.raises(ValueError, match=naming("`reduce_over_dp` 'last' `view='local'`")):
         gtp.train_step(next_token_loss, optax.adamw(1e-3), reduce_over_dp="last", microbatches=2)
     with pytest.raises(ValueError, match=naming("`optimizer` ('gtp',) gtp ('dp',)")):
-        gtp.Roles(optimizer=("gtp",))
+        gtp.mesh.Roles(optimizer=("gtp",))
     with pytest.raises(ValueError, match=naming("`optimizer` ['dp']")):
-        gtp.Roles(optimizer=["dp"])
+        gtp.mesh.Roles(optimizer=["dp"])

@@ -16,7 +16,7 @@ from .test_tiles import numbers, scope
 
 EXPERTS, WIDTH = 4, 192
 TILE = (128, 128)
-RECIPE = gtp.FP8Blocks(exclude=())
+RECIPE = gtp.recipes.FP8Blocks(exclude=())
 # rows of each kernel; degrees; the layer's options
 PLACES = {
     "parts of tiles": ((256, 512), dict(gtp=8), {}),
@@ -42,7 +42,7 @@ def layer_of(kernels, sizes, options):
     """A layer of these kernels, which the initializer finds by their rows."""
     out = {str(i): size for i, size in enumerate(sizes)}
     options = dict(dtype="float32", kernel_init=lambda _, shape, __: jnp.asarray(kernels[shape[1]]), **options)
-    return gtp.init(lambda rngs: gtp.GroupedDense(EXPERTS, WIDTH, out, rngs=rngs, **options), nnx.Rngs(0))
+    return gtp.init(lambda rngs: gtp.nn.GroupedDense(EXPERTS, WIDTH, out, rngs=rngs, **options), nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("place", others_full(PLACES, list(PLACES)[:5:2]))
@@ -70,7 +70,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs, experts=None, **options):
         sizes = dict(num_experts=EXPERTS, top_k=2, dtype="float32", **(experts or {}))
-        make = lambda rngs: gtp.MoE(128, 256, rngs=rngs, **sizes)  # noqa: E731
+        make = lambda rngs: gtp.nn.MoE(128, 256, rngs=rngs, **sizes)  # noqa: E731
         self.blocks = gtp.Stack(make, 2, rngs=rngs)
         self.last = gtp.Dense(128, 256, dtype="float32", rngs=rngs, **options)
 

@@ -55,7 +55,7 @@ def test_a_layer_multiplies_the_codes_of_one_device(place):
     with scope(degrees):
         options = dict(dtype="float32", kernel_init=lambda _, shape, __: given[shape[1]], **options)
         layer = gtp.init(lambda rngs: gtp.Dense(WIDTH, names, rngs=rngs, **options), nnx.Rngs(0))
-        with gtp.use_recipe(gtp.FP8Blocks(exclude=())):
+        with gtp.use_recipe(gtp.recipes.FP8Blocks(exclude=())):
             x = jnp.repeat(jnp.eye(WIDTH)[:, None], 8, axis=1)  # a sequence that tp divides
             found = jax.jit(lambda x: layer(x))(x)
     for kernel, product in zip(kernels, (found[name] for name in names), strict=True):
@@ -90,9 +90,9 @@ def test_one_maximum_is_reduced_and_weights_travel_as_bytes(degrees):
     with scope(degrees):
         optimizer = optax.sgd(0.1)
         model = gtp.init(Model, nnx.Rngs(0))
-        told = {fact.module: fact.bytes for fact in gtp.explain(model, gtp.FP8Blocks()).facts}
+        told = {fact.module: fact.bytes for fact in gtp.explain(model, gtp.recipes.FP8Blocks()).facts}
         state = gtp.TrainState.create(model, optimizer)
-        text = gtp.train_step(loss, optimizer, recipe=gtp.FP8Blocks()).lower(state, batch()).compile().as_text()
+        text = gtp.train_step(loss, optimizer, recipe=gtp.recipes.FP8Blocks()).lower(state, batch()).compile().as_text()
     assert told == {"blocks.layers.up": 2 * 192 * 64, "blocks.layers.down": 192 * 64, "last": 96 * 64}
     found = hlo.collectives(text)
     (reduced,) = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name]
@@ -111,7 +111,7 @@ def trained(degrees, **options):
     with scope(dict(degrees)):
         optimizer = optax.sgd(0.1)
         state = gtp.TrainState.create(placed(Model), optimizer)
-        step = gtp.train_step(loss, optimizer, recipe=gtp.FP8Blocks(), **options)
+        step = gtp.train_step(loss, optimizer, recipe=gtp.recipes.FP8Blocks(), **options)
         losses = []
         for _ in range(2):
             state, metrics = step(state, batch())

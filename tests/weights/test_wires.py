@@ -145,7 +145,7 @@ def test_a_wire_has_the_protocol_and_gathers_the_weights_up_to_its_rounding(name
 def test_codes_of_frozen_weights_keep_the_protocol(key):
     with jax.set_mesh(mesh_of("gtp 4")):
         master = gtp.init(Stacked, nnx.Rngs(key))
-        made = lambda rngs: gtp.freeze(Adapted(rngs), gtp.NVFP4())  # noqa: E731
+        made = lambda rngs: gtp.nn.freeze(Adapted(rngs), gtp.NVFP4())  # noqa: E731
         frozen = gtp.init(made, nnx.Rngs(key))
 
         def local(model):
@@ -275,6 +275,6 @@ def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form():
         up = facts["blocks.layers.up"]
         assert up.wire == "ROW_SCALED" and up.bytes == 384 * (WIDTH + 4)
         with pytest.raises(ValueError, match=naming("ROW_SCALED stored")):
-            abstract_model(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()))
+            abstract_model(lambda rngs: gtp.nn.freeze(Adapted(rngs), RowScaledRecipe()))
     with pytest.raises(ValueError, match=naming("ROW_SCALED gathered")):
         losses(Stacked, "gtp 4", RowScaledRecipe(), pregathered_layers=1)

@@ -71,7 +71,7 @@ class LlamaConfig:
         remat: what blocks keep for backward.
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
         loss_chunk: the fewest tokens whose logits `next_token_loss` computes at once; 0 for the logits of all tokens.
-            See `gtp_jax.linear_cross_entropy`.
+            See `gtp_jax.nn.linear_cross_entropy`.
     """
 
     vocab_size: int
@@ -161,11 +161,13 @@ class LlamaConfig:
                 f"`shared_hidden` is {brief(self.shared_hidden)}; it must be a whole number, 0 for none, below 2**31."
             )
         if not isinstance(self.routing, Routing):
-            raise ValueError(f"`routing` is {self.routing!r}; it must be a `gtp_jax.Routing`, or a dict of its fields.")
+            raise ValueError(
+                f"`routing` is {self.routing!r}; it must be a `gtp_jax.nn.Routing`, or a dict of its fields."
+            )
         if self.routing.jitter:
             raise ValueError(
                 f"`jitter` is {self.routing.jitter}, but a Llama passes no keys to its layers, so there would be no "
-                "jitter. Leave it at 0, or call `gtp_jax.MoE` with `key=` in your own model."
+                "jitter. Leave it at 0, or call `gtp_jax.nn.MoE` with `key=` in your own model."
             )
         if self.num_experts:
             check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)

@@ -148,7 +148,7 @@ def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arr
     packed, set the target of each document's last token to -1, because the next token belongs to another document.
 
     If the model's configuration has a `loss_chunk`, the logits of all tokens are never computed at once; see
-    `gtp_jax.linear_cross_entropy`.
+    `gtp_jax.nn.linear_cross_entropy`.
     """
     shared = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     if model.loss_chunk:

@@ -12,7 +12,7 @@ _GROUP = "adapters"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Which adapters are trained instead of the model, if any; see `gtp_jax.lora`.
+    """Which adapters are trained instead of the model, if any; see `gtp_jax.nn.lora`.
 
     Raises:
         ValueError: if a value is out of range, or options of adapters are given without a rank.
