@@ -32,6 +32,7 @@ from .recipes import FP8 as FP8
 from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
 from .recipes import use_recipe as use_recipe
+from .runner.launch import distributed as distributed
 from .train import TrainState as TrainState
 from .train import eval_step as eval_step
 from .train import train_step as train_step

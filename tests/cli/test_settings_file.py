@@ -13,7 +13,8 @@ from gtp_jax.runner.cli import main
 from gtp_jax.runner.cli._main import parser
 from gtp_jax.runner.elastic import ElasticOptions
 from gtp_jax.runner.flags import from_settings, knobs, read_settings, settings_of, write_settings
-from gtp_jax.runner.trainer import LaunchOptions, TrainConfig
+from gtp_jax.runner.launch import LaunchOptions
+from gtp_jax.runner.trainer import TrainConfig
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 

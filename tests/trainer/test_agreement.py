@@ -18,7 +18,8 @@ import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY, of_error
 from gtp_jax.runner.data import BYTES, Corpus
 from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
-from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig, _agreement
+from gtp_jax.runner.launch import Launch, NoCoordinator
+from gtp_jax.runner.trainer import RunDirectory, TrainConfig, _agreement
 from gtp_jax.runner.trainer._agreement import check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax.runner.trainer import Launch
+from gtp_jax.runner.launch import Launch
 from gtp_jax.runner.trainer._clock import LIMITS_S, SILENT_AT_FIRST_S, TICK_S, PhaseClock
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
-from gtp_jax.runner.trainer._slow import slow
+from gtp_jax.runner.trainer._peers import several
+from gtp_jax.runner.trainer._slow import slow as slow_by_name
 
 
 class Time:
@@ -129,10 +130,16 @@ def times(**changes: float) -> dict[str, float]:
     return {"step": 0.1, "input": 0.001, "dispatch": 0.002, "device 0": 0.001, "device 1": 0.0011, **changes}
 
 
+def slow(times: dict[int, dict[str, float]]) -> list[str]:
+    return slow_by_name(times, lambda processes: several("process", processes))
+
+
 def test_only_the_slow_process_or_device_is_named():
     same = {p: times() for p in range(4)}
     assert slow(same) == []
     assert slow({**same, 2: times(input=0.05)}) == ["process 2: input takes 50.0 ms per step, and 1.0 ms in the others"]
+    [line] = slow_by_name({**same, 2: times(input=0.05)}, lambda processes: f"process {processes[0]} on node7")
+    assert line.startswith("process 2 on node7: input takes")
     [line] = slow({**same, 1: times(dispatch=0.03)})
     assert line.startswith("process 1: dispatch takes 30.0 ms per step")
     [line] = slow({**same, 3: times(**{"device 1": 0.002})})

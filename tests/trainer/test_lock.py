@@ -16,7 +16,8 @@ from messages import naming
 from gtp_jax import TrainState
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import ModelDef
-from gtp_jax.runner.trainer import EventLog, Launch, Lock, LostLock, Ownership
+from gtp_jax.runner.launch import Launch
+from gtp_jax.runner.trainer import EventLog, Lock, LostLock, Ownership
 from gtp_jax.runner.trainer import _lock as module
 from gtp_jax.runner.trainer._log import Log
 from gtp_jax.runner.trainer._peer_watch import PeerWatch

@@ -19,7 +19,8 @@ from messages import naming
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import Diverged, Launch, NoCoordinator, TrainConfig, _run
+from gtp_jax.runner.launch import Launch, NoCoordinator
+from gtp_jax.runner.trainer import Diverged, TrainConfig, _run
 from gtp_jax.runner.trainer._interrupt import SIGNALS, Interrupt, Stopped
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -148,7 +149,8 @@ def test_no_process_saves_if_one_needs_longer_than_the_grace(grace_s, saves):
 _BUSY = """
 import hashlib, sys
 from pathlib import Path
-from gtp_jax.runner.trainer import Launch, RunDirectory
+from gtp_jax.runner.launch import Launch
+from gtp_jax.runner.trainer import RunDirectory
 from gtp_jax.runner.trainer._interrupt import Interrupt
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers

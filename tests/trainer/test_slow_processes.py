@@ -15,7 +15,8 @@ from .runs import python
 _PROCESS = """
 import socket, sys, time
 from pathlib import Path
-from gtp_jax.runner.trainer import Launch, RunDirectory
+from gtp_jax.runner.launch import Launch
+from gtp_jax.runner.trainer import RunDirectory
 from gtp_jax.runner.trainer import _peer_watch
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers

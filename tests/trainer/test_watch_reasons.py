@@ -15,7 +15,8 @@ import pytest
 from messages import naming
 
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY
-from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _peer_watch
+from gtp_jax.runner.launch import Launch
+from gtp_jax.runner.trainer import RunDirectory, TrainConfig, _peer_watch
 from gtp_jax.runner.trainer._interrupt import Interrupt
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -26,7 +27,7 @@ from .runs import python
 _WATCHED = """
 import ctypes, socket, sys, threading, time
 from pathlib import Path
-from gtp_jax.runner.trainer import Launch
+from gtp_jax.runner.launch import Launch
 from gtp_jax.runner.trainer._clock import LIMITS_S, PhaseClock
 from gtp_jax.runner.trainer._directory import RunDirectory
 from gtp_jax.runner.trainer._peer_watch import PeerWatch

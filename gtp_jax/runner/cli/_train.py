@@ -9,7 +9,8 @@ from typing import Any
 from ... import __version__
 from ..elastic import GROUP, ElasticOptions, supervise
 from ..flags import add_flags, given, knobs, read_settings, settings_of, write_settings
-from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
+from ..launch import LAUNCH_GROUP, LaunchOptions, find_launch
+from ..trainer import RunDirectory, TrainConfig, resolve, start
 from ._parser import AddParser
 
 _DESCRIPTION = """\
@@ -28,6 +29,7 @@ examples:
   gtp-jax train --data books/ notes.txt           on your own text
   gtp-jax train --data books:0.7 posts.jsonl:0.3  rows of text and of JSON lines, mixed
   gtp-jax train --resume                          continue as if never stopped, with the same order of data
+  gtp-jax train --resume=auto --out /shared/run   the same command for the first start and every restart
   gtp-jax train --resume --step 100               continue from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
@@ -74,7 +76,13 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     groups = add_flags(parser, TrainConfig)
     groups["sizes"].description = "Sizes that are not given come from the preset, or from the model of --from."
     output = groups["output"].add_mutually_exclusive_group()
-    output.add_argument("--resume", action="store_true", help="continue the run in --out")
+    output.add_argument(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=("always", "auto"),
+        help="continue the run in --out; with `auto`, begin it if there is none",
+    )
     output.add_argument("--force", action="store_true", help="replace the run in --out")
     groups["output"].add_argument("--step", type=int, metavar="N", help="with --resume: continue from this step")
     add_flags(parser, ElasticOptions)[GROUP].description = _ELASTIC
@@ -99,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
                 setattr(args, name, value)
     launch = LaunchOptions(**given(args, LaunchOptions))
     settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
+    directory = RunDirectory.of(settings.get("out", TrainConfig.out))
+    args.resume = args.resume == "always" or (args.resume == "auto" and directory.is_of_run)
     options = ElasticOptions(**elastic)
     if elastic and "elastic" not in elastic:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)

@@ -14,15 +14,14 @@ from typing import Any
 
 from ...checkpoint import Checkpoints
 from .._exit_codes import RETRY, of_signal
+from ..launch import LaunchOptions, find_launch
 from ..trainer import (
     EventLog,
-    LaunchOptions,
     Lock,
     LostLock,
     Ownership,
     RunDirectory,
     TrainConfig,
-    find_launch,
     resolve,
 )
 from ._account import Account

@@ -21,14 +21,13 @@ from ...mesh import has_gpu
 from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, out_of_memory
 from ..flags import Faults
+from ..launch import LaunchOptions, NoCoordinator
 from ..trainer import (
     Activity,
     Diverged,
-    LaunchOptions,
     Line,
     LostLock,
     Message,
-    NoCoordinator,
     Peers,
     RunDirectory,
     Supervision,

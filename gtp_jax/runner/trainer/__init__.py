@@ -3,11 +3,6 @@
 from ._context import context_length as context_length
 from ._directory import REJOIN as REJOIN
 from ._directory import RunDirectory as RunDirectory
-from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
-from ._distributed import Launch as Launch
-from ._distributed import LaunchOptions as LaunchOptions
-from ._distributed import NoCoordinator as NoCoordinator
-from ._distributed import find_launch as find_launch
 from ._divergence import Diverged as Diverged
 from ._events import Event as Event
 from ._events import EventLog as EventLog

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 from .._exit_codes import of_signal
+from ..launch import Launch
 from ._directory import RunDirectory
-from ._distributed import Launch
 from ._guard import say_last
 from ._json_socket import Message
 from ._peers import Peers

@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 from ...checkpoint import Checkpoints
 from .._exit_codes import RETRY, of_error
+from ..launch import Launch
 from ._clock import LIMITS_S, TICK_S, PhaseClock
 from ._directory import RunDirectory
-from ._distributed import Launch
 from ._guard import FROZEN_S, Guard, last_words, say_last
 from ._json_socket import Message
 from ._peers import Peers, several
@@ -135,16 +135,20 @@ class PeerWatch(Watch):
         if message is None:
             self._gone.add(process)
             if process not in self._left:
-                self._end_by(f"process {process} has ended without giving a reason", RETRY)
+                self._end_by(f"{self._named([process])} has ended without giving a reason", RETRY)
         elif "bye" in message:
             self._said.pop(process, None)
             self._left.add(process)
         elif "failed" in message:
-            reason = f"process {process} cannot continue either, for the reason in its own output: {message['failed']}"
+            who = self._named([process])
+            reason = f"{who} cannot continue either, for the reason in its own output: {message['failed']}"
             self._end_by(reason, int(message["code"]))
         elif "beat" in message:
             self._said[process] = message["beat"]
             self._behind = message.get("behind", self._behind)
+
+    def _named(self, processes: Sequence[int]) -> str:
+        return several("process", processes) if self._peers is None else self._peers.named(processes)
 
     def _end_by(self, reason: str, code: int) -> None:
         """Makes the watch end the process; if called several times, the first reason counts."""
@@ -191,7 +195,7 @@ class PeerWatch(Watch):
             self._guard.beat()
         self._beat({"step": step, "activity": activity, "for_s": round(elapsed_s, 1)})
         if silent:
-            self._end(f"{several('process', silent)} gave no sign of life for {silence_s:.0f} s", RETRY)
+            self._end(f"{self._named(silent)} gave no sign of life for {silence_s:.0f} s", RETRY)
         if over:
             reason = f"it has been in `{activity}` at step {step} for {elapsed_s:.0f} s; the limit is {limit_s:.0f} s"
             behind = f". Behind: {self._behind}" if self._behind else ""
@@ -206,23 +210,29 @@ class PeerWatch(Watch):
             return
         self._said[0] = beat
         said = dict(self._said)
-        self._behind = behind(said)
+        self._behind = behind(said, self._named)
         self._peers.tell({"beat": {}, "behind": self._behind})
         if time.monotonic() - self._slow_checked > _SLOW_EVERY_S:
             self._slow_checked = time.monotonic()
-            before, self._slow = self._slow, slow({process: each.get("times", {}) for process, each in said.items()})
+            times = {process: each.get("times", {}) for process, each in said.items()}
+            before, self._slow = self._slow, slow(times, self._named)
             who = {line.partition(" takes")[0] for line in before}
             for line in self._slow:
                 if line.partition(" takes")[0] not in who:
                     print(f"gtp-jax: slow: {line}", file=sys.stderr, flush=True)
 
 
-def behind(said: dict[int, Message]) -> str:
-    """Describes the processes that have made the fewest steps (all, if they have made the same number)."""
+def behind(said: dict[int, Message], named: Callable[[Sequence[int]], str]) -> str:
+    """Describes the processes that have made the fewest steps (all, if they have made the same number).
+
+    Args:
+        said: the last beat of each process.
+        named: returns processes for messages.
+    """
     least = min((each["step"] for each in said.values()), default=0)
     those = sorted(process for process, each in said.items() if each["step"] == least)
     lines = [
-        f"process {process} (step {said[process]['step']}, {said[process]['activity']} for "
+        f"{named([process])} (step {said[process]['step']}, {said[process]['activity']} for "
         f"{said[process]['for_s']:.0f} s)"
         for process in those[:8]
     ]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from .._exit_codes import MISTAKE, RETRY, of_error
-from ._distributed import Launch, NoCoordinator
+from ..launch import Launch, NoCoordinator
 from ._json_socket import Line, Message
 
 # Long, because a process may be reading text from a slow file system.
@@ -46,13 +46,18 @@ class Peers:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._lines: dict[int, Line] = {}  # from process 0 to each other process, or from another one to process 0
+        self._hosts: list[str] = []  # of all processes
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self._launch.processes > 1:
             deadline = time.monotonic() + self._launch.join_timeout_s
-            self._lines = _gather(self._launch, deadline) if self._first else {0: _reach(self._launch, deadline)}
+            if self._first:
+                self._lines, self._hosts = _gather(self._launch, deadline)
+            else:
+                line, self._hosts = _reach(self._launch, deadline)
+                self._lines = {0: line}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -119,6 +124,12 @@ class Peers:
             if process is None or number == process:
                 line.send(message)
 
+    def named(self, processes: Sequence[int]) -> str:
+        """Returns processes for messages, such as `process 3`; of a run on several hosts, with the name of each host,
+        such as `process 3 on node7`."""
+        several_hosts = len(set(self._hosts)) > 1
+        return several("process", [f"{p} on {self._hosts[p]}" if several_hosts else p for p in processes])
+
     @property
     def connected(self) -> list[int]:
         """The processes to which this one is connected: all others for process 0, otherwise process 0."""
@@ -152,15 +163,15 @@ class Peers:
                             heard(key.data, message)
 
 
-def several(noun: str, numbers: Sequence[int], *, most: int = 8) -> str:
+def several(noun: str, numbers: Sequence[int | str], *, most: int = 8) -> str:
     """Returns numbers with their noun, for messages, such as `processes 1, 2 and 5 more`."""
     listed = ", ".join(str(number) for number in numbers[:most])
     plural = noun if len(numbers) == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{plural} {listed}" + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
-def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
-    """Returns the connections from process 0 to all other processes.
+def _gather(launch: Launch, deadline: float) -> tuple[dict[int, Line], list[str]]:
+    """Returns the connections from process 0 to all other processes, and the hosts of all.
 
     Raises:
         NoCoordinator: if the port is taken, the address is not this host's, the processes disagree about their number
@@ -172,7 +183,7 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
         selector.register(listener, selectors.EVENT_READ)
         waiting: list[Line] = []
         try:
-            own = _connect_to_itself(launch)  # proves that the address is this host's
+            own = _connect_to_itself(launch, deadline)  # proves that the address is this host's
             while len(who) < launch.processes:
                 limit = deadline if 0 in who else min(deadline, time.monotonic() + _ITSELF_S)
                 ready = selector.select(max(0.0, limit - time.monotonic()))
@@ -209,13 +220,14 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
             raise
     for line in [lines.pop(0), *waiting]:
         line.close()
+    hosts = [str(who[process].get("host")) for process in range(launch.processes)]
     for line in lines.values():
-        line.send({"welcome": True})
-    return lines
+        line.send({"welcome": True, "hosts": hosts})
+    return lines, hosts
 
 
-def _reach(launch: Launch, deadline: float) -> Line:
-    """Returns a connection to process 0.
+def _reach(launch: Launch, deadline: float) -> tuple[Line, list[str]]:
+    """Returns a connection to process 0, and the hosts of all processes.
 
     Raises:
         NoCoordinator: if process 0 refuses, another program answers, or nothing answers in time.
@@ -242,7 +254,7 @@ def _reach(launch: Launch, deadline: float) -> Line:
         if "refused" in answer:
             line.close()
             raise _with_code(str(answer["refused"]), int(answer["code"]))
-        return line
+        return line, answer["hosts"]
     who = f"process {launch.process} of {launch.processes}"
     raise _too_late(f"{who} found no coordinator, process 0, at {launch.coordinator} ({trouble})", launch)
 
@@ -297,6 +309,7 @@ def _hello(launch: Launch, token: str = "") -> Message:
         "program": _MARK,
         "process": launch.process,
         "processes": launch.processes,
+        "host": socket.gethostname(),
         "at": f"host {socket.gethostname()}, pid {os.getpid()}",
         "token": token,
     }
@@ -341,7 +354,7 @@ def _listen(launch: Launch) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
         with contextlib.suppress(NoCoordinator, OverflowError):
-            _connect_to_itself(launch)  # if another process 0 listens there, it learns of this one and ends too
+            _connect_to_itself(launch, 0.0)  # if another process 0 listens there, it learns of this one and ends too
         raise NoCoordinator(
             f"process 0 cannot listen on port {port} of --coordinator {launch.coordinator}: {error}. Either another "
             "program uses the port, or another process has --process-id 0. Choose a free port, the same for all "
@@ -349,19 +362,23 @@ def _listen(launch: Launch) -> socket.socket:
         ) from None
 
 
-def _connect_to_itself(launch: Launch) -> str:
-    """Connects process 0 to itself as the others connect to it, and returns the token that it has sent.
+def _connect_to_itself(launch: Launch, deadline: float) -> str:
+    """Connects process 0 to itself as the others connect to it, and returns the token that it has sent. Until the
+    deadline, waits for its name to be known, which a cluster may publish only once the host is up.
 
     Raises:
         NoCoordinator: if it cannot.
     """
     token = os.urandom(16).hex()
-    try:
-        with socket.create_connection(_address(launch), timeout=_ITSELF_S) as connection:
-            Line(connection).send(_hello(launch, token))
-    except OSError as error:
-        raise NoCoordinator(_NOT_HERE.format(launch.coordinator, error)) from None
-    return token
+    while True:
+        try:
+            with socket.create_connection(_address(launch), timeout=_ITSELF_S) as connection:
+                Line(connection).send(_hello(launch, token))
+            return token
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() >= deadline:
+                raise NoCoordinator(_NOT_HERE.format(launch.coordinator, error)) from None
+        time.sleep(_RETRY_S)
 
 
 def _prepared(connection: socket.socket) -> socket.socket:

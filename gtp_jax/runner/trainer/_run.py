@@ -21,6 +21,7 @@ from .._compiled import keep_compiled
 from .._exit_codes import DONE, of_signal, out_of_memory
 from ..data import Corpus, unigram_entropy
 from ..flags import Faults, from_settings, knobs, settings_of
+from ..launch import Launch, LaunchOptions, find_launch
 from ._account import NEEDS, seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._arenas import limit_arenas
@@ -28,7 +29,6 @@ from ._attempt import attempt
 from ._corpus import read_corpus
 from ._curve import draw_curve
 from ._directory import NOT_BEGUN, RunDirectory
-from ._distributed import Launch, LaunchOptions, find_launch
 from ._divergence import Diverged
 from ._events import EventLog, events_in
 from ._held import Held, check_held_fits, held_of

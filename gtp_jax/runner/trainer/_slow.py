@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +55,12 @@ class Stopwatch:
         }
 
 
-def slow(times: Mapping[int, Times]) -> list[str]:
+def slow(times: Mapping[int, Times], named: Callable[[Sequence[int]], str]) -> list[str]:
     """Describes the slow processes and devices: `process 1: input takes 120.0 ms per step, and 3.1 ms in the others`.
 
     Args:
         times: the seconds of each process by kind, which includes `step`; for devices, the kind is `device` and a name.
+        named: returns processes for messages.
     """
     lines = []
     step_s = max((of["step"] for of in times.values() if "step" in of), default=0.0)
@@ -67,12 +68,12 @@ def slow(times: Mapping[int, Times]) -> list[str]:
         known = {process: of[what] for process, of in times.items() if what in of}
         for process, seconds, others in _apart(known, _TIMES, _OF_A_STEP * step_s):
             lines.append(
-                f"process {process}: {what} takes {seconds:.1f} ms per step, and {others:.1f} ms in the others"
+                f"{named([process])}: {what} takes {seconds:.1f} ms per step, and {others:.1f} ms in the others"
             )
     devices = {(p, what): s for p, of in times.items() for what, s in of.items() if what.startswith("device")}
     for (process, device), seconds, others in _apart(devices, _DEVICE_TIMES, 0.0):
         lines.append(
-            f"process {process}: {device} takes {seconds:.2f} ms for matrix products that take {others:.2f} ms on "
+            f"{named([process])}: {device} takes {seconds:.2f} ms for matrix products that take {others:.2f} ms on "
             "others"
         )
     return lines

@@ -5,41 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
 
 import jax
 
 from .._exit_codes import RETRY
 from ..flags import knob
-
-
-def _slurm_address(environment: Mapping[str, str]) -> str | None:
-    """Returns the first host of a job step, such as `node007` of `node[007-009,12],other`, and a port that depends on
-    the job's number; `None` if the environment does not name them."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment.get("SLURM_STEP_NODELIST", ""))
-    job = environment.get("SLURM_JOB_ID", "")
-    return f"{found[1]}{found[2] or ''}:{_port_of(int(job))}" if found and job.isdecimal() else None
-
-
-def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
-    """Returns the host of `mpirun`, which Open MPI 4 passes to its processes, and a port that depends on the job's
-    number; `None` if the environment does not name them."""
-    found = re.match(r"(\d+)\.\d+;tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    return f"{found[2]}:{_port_of(int(found[1]) >> 12)}" if found else None
-
-
-def _port_of(job: int) -> int:
-    """Returns one of the last 4096 ports; 4096 consecutive jobs get different ones. JAX does the same."""
-    return 65536 - 4096 + job % 4096
-
-
-# For each launcher, the environment variables that hold the number of processes and the rank of this one, and the
-# function that returns the address of process 0. SLURM's variables are those of a job step, because an allocation
-# without `srun` runs a single process, whatever its size.
-_LAUNCHERS = {
-    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _slurm_address),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _open_mpi_address),
-}
+from ._launchers import Environment, Launcher, launcher_of
 
 # The name of the group of these flags in the help.
 LAUNCH_GROUP = "several processes"
@@ -71,6 +42,7 @@ class Launch:
         coordinator: the address of process 0, `HOST:PORT`; `None` for a single process.
         local_devices: the number of virtual CPU devices of this process; `None` for an equal part of all.
         join_timeout_s: the time within which all processes must have come, in seconds.
+        device: the number of the only GPU of its host that this process uses; `None` for all that it sees.
     """
 
     processes: int = 1
@@ -78,12 +50,17 @@ class Launch:
     coordinator: str | None = None
     local_devices: int | None = None
     join_timeout_s: float = _JOIN_S
+    device: int | None = None
 
-    def join(self) -> None:
+    def join(self, timeout_s: float = _JOIN_S) -> None:
         """Connects the processes. Must be called before JAX's backend is first used.
+
+        Args:
+            timeout_s: the time that JAX has to connect them, in seconds.
 
         Raises:
             NoCoordinator: if the processes do not find each other.
+            ValueError: if JAX's backend has been used.
         """
         if self.processes == 1:
             return
@@ -97,10 +74,17 @@ class Launch:
                 coordinator_address=self.coordinator,
                 num_processes=self.processes,
                 process_id=self.process,
-                initialization_timeout=round(_JOIN_S),
+                local_device_ids=self.device,
+                cluster_detection_method="deactivate",  # `find_launch` has looked; in pods, JAX would ask Kubernetes
+                initialization_timeout=max(1, round(timeout_s)),
                 heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
             )
         except RuntimeError as error:
+            if "must be called before" in str(error):
+                raise ValueError(
+                    "JAX was used before the processes were connected. Connect them first, before anything makes an "
+                    "array or asks for devices."
+                ) from error
             raise NoCoordinator(
                 f"process {self.process} of {self.processes} did not join the others at {self.coordinator}: {error}"
             ) from error
@@ -119,11 +103,11 @@ class LaunchOptions:
     )
 
 
-def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.environ) -> Launch:
-    """Returns the processes that the options or a launcher's environment variables describe.
+def find_launch(options: LaunchOptions, environment: Environment = os.environ) -> Launch:
+    """Returns the processes that the options or, without them, a launcher's environment variables describe.
 
     Raises:
-        ValueError: if options are missing or out of range.
+        ValueError: if options are missing or out of range, or launchers disagree about the processes.
     """
     local, join_s = options.local_devices, options.join_timeout
     for flag, number in {"--local-devices": local, "--num-processes": options.num_processes}.items():
@@ -134,16 +118,15 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     count, rank, address = options.num_processes, options.process_id, options.coordinator
     if address is not None and not re.fullmatch(r".+:[0-9]+", address):
         raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, such as 127.0.0.1:9000.")
-    if count is None and rank is None:
-        for name, (size, number, find_address) in _LAUNCHERS.items():
-            if int(environment.get(size, 1)) > 1:
-                address = address or find_address(environment)
-                if address is None:
-                    raise ValueError(
-                        f"{name} does not say where process 0 runs. Add --coordinator HOST:PORT with the address of "
-                        "its host and a free port."
-                    )
-                return Launch(int(environment[size]), int(environment[number]), address, local, join_s)
+    if count is None and rank is None and (found := launcher_of(environment)) is not None:
+        launcher, process, processes = found
+        address = address or launcher.address(environment)
+        if address is None:
+            raise ValueError(
+                f"{launcher.name} does not say where process 0 runs. Add --coordinator HOST:PORT with the address of "
+                "its host and a free port."
+            )
+        return Launch(processes, process, address, local, join_s, _device_of(launcher, environment))
     flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
     missing = [flag for flag, value in flags.items() if value is None]
     if count is not None and rank is not None and address is not None:
@@ -153,6 +136,14 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     if len(missing) < len(flags):
         raise ValueError(f"{' and '.join(missing)} missing: a run of several processes needs all of {_FLAGS}.")
     return Launch(local_devices=local, join_timeout_s=join_s)
+
+
+def _device_of(launcher: Launcher, environment: Environment) -> int | None:
+    """Returns the GPU of a process that shares its host, and the sight of the host's GPUs, with others."""
+    local, on_host = launcher.on_host(environment) or (0, 1)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    sees_several = visible is None or "," in visible
+    return local if on_host > 1 and sees_several else None
 
 
 _FLAGS = "--coordinator, --num-processes and --process-id"
