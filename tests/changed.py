@@ -30,6 +30,7 @@ TESTED = {
     "bench": {BENCHMARKS},
     "cli": {"cli", "flags"},
     "elsewhere": {"hook"},
+    "hosts": {"launch", "trainer"},
     "hostile": {"cli", "trainer", "elastic", "data", "convert", "checkpoint"},
     "interop": {"convert", "models", "hook", "checkpoint"},
     "meaning": {"hook", "nn", "train", "chain", "weights", "variables"},
