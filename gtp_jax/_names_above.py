@@ -12,11 +12,13 @@ its names in this way, so that `gtp-jax --help` imports no JAX.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 Rooms = Mapping[str, tuple[str, ...]]
@@ -50,6 +52,20 @@ def look_up(package: str, rooms: Rooms, old: Rooms | None = None) -> Callable[[s
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
+
+
+def rooms_of_stub(package: str) -> Rooms:
+    """Returns the modules of a package that its stub, `__init__.pyi`, imports names from, for `look_up`.
+
+    Such a package imports a module when one of its names is used.
+    """
+    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text()
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    rooms: dict[str, tuple[str, ...]] = {}
+    for node in imports:
+        room = f"{package}.{node.module}"
+        rooms[room] = (*rooms.get(room, ()), *(alias.name for alias in node.names))
+    return rooms
 
 
 def _imported(module: str) -> Any:

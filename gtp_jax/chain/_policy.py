@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 
+from .._words import REMAT, Remat
 from ..ops import ACTIVATION, ATTENTION, ROUTING, SAVED
-
-Remat = Literal[
-    "nothing", "attention", "matmuls", "activations", "everything", "offload", "offload-attention", "offload-matmuls"
-]
-REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 def _saves_attention(primitive: Any, *_: Any, **params: Any) -> bool:

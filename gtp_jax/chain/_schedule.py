@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-KeepGathered = int | Literal["all", "auto"]
+from .._words import KeepGathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

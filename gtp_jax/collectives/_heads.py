@@ -10,19 +10,16 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Shaped
 
+from .._words import SEQUENCE_EXCHANGES, SequenceExchange
 from ..mesh import degree
 from ._turns import in_turn, turn_in_scope
-
-# What ranks that divide sequences exchange for attention: whole sequences of a part of the heads, or keys and values.
-SequenceExchange = Literal["heads", "keys"]
-SEQUENCE_EXCHANGES: tuple[SequenceExchange, ...] = get_args(SequenceExchange)
 
 
 def check_sequence_exchange(exchange: Any) -> None:

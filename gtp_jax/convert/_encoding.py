@@ -81,4 +81,3 @@ ENCODINGS = {
     "float32": Encoding("float32", "F32"),
     **{layout.name: Encoding("bfloat16", "BF16", layout) for layout in (InTiles(), *LAYOUTS)},
 }
-EXPORT_DTYPES = tuple(ENCODINGS)

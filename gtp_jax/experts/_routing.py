@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._foreign import brief
+from .._words import AuxLossOf, Score
 from ..ops import MOST, save_routing
-
-Score = Literal["softmax", "sigmoid"]
-AuxLossOf = Literal["sequence", "microbatch"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,10 @@ for H100. Within a host, an all-gather beats `ragged_all_to_all`, which launches
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import jax
 
+from .._words import TRANSPORTS, Transport
 from ..mesh import degrees, platform
-
-Transport = Literal["gather", "padded", "ragged"]
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 # The number of GPUs of one host, connected by NVLink.
 _HOST = 8

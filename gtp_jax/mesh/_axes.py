@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from .._foreign import brief
+from .._words import CP, DP, EP, GTP, TP
 from ._degrees import check_degrees, fill_degrees
-
-DP, GTP, CP, EP, TP = "dp", "gtp", "cp", "ep", "tp"
 
 # Outermost first. tp is innermost, so that its ranks are neighbors.
 AXES = (DP, GTP, TP)

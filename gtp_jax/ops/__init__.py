@@ -1,5 +1,6 @@
 """Numeric operations on plain arrays and on quantized arrays."""
 
+from .._words import MOST as MOST
 from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
@@ -17,7 +18,6 @@ from ._attention_parts import attention_backward as attention_backward
 from ._attention_parts import attention_with_lse as attention_with_lse
 from ._blocked import blocked_product as blocked_product
 from ._blocked import lacks_blocked_product as lacks_blocked_product
-from ._checks import MOST as MOST
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
 from ._expand import Window as Window

@@ -6,15 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..formats import FORMATS, Format
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _NAMES = "float32, bfloat16 or float16"
-
-# The largest number that operations accept as a parameter: the largest float32, because they compute in float32.
-MOST = float(np.finfo(np.float32).max)
 
 
 def check_format(format: Any, others: tuple[Format, ...] = ()) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._foreign import brief
-from ._checks import MOST
+from .._words import MOST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

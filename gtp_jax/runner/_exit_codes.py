@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 
-import jax
-
 DONE = 0
 # An error of the program itself.
 FAILED = 1
@@ -52,16 +50,25 @@ def of_signal(number: int) -> int:
     return 128 + number
 
 
+def of_device(error: BaseException) -> bool:
+    """Returns whether JAX's runtime raised the error."""
+    if not isinstance(error, RuntimeError):
+        return False
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Says whether a device had too little memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED in str(error)
+    return of_device(error) and EXHAUSTED in str(error)
 
 
 def of_error(error: BaseException) -> int:
     """Returns the status of a command that an error has ended; an error may have one of its own, `exit_code`."""
     if (own := getattr(error, "exit_code", None)) is not None:
         return own
-    if isinstance(error, jax.errors.JaxRuntimeError):  # memory that is too small will be so again
+    if of_device(error):  # memory that is too small will be so again
         return MISTAKE if out_of_memory(error) else RETRY
     if isinstance(error, OSError):
         return RETRY if error.errno in _PASSING else MISTAKE

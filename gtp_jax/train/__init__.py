@@ -1,5 +1,6 @@
 """Trains and evaluates models whose state is a plain pytree of arrays."""
 
+from .._words import ReduceOverDp as ReduceOverDp
 from ._check import check as check
 from ._count import as_count as as_count
 from ._diagnose import Diagnosis as Diagnosis
@@ -40,4 +41,3 @@ from ._step import train_step as train_step
 from ._update import never_skip as never_skip
 from ._update import updated as updated
 from ._zero import REDUCE_OVER_DP as REDUCE_OVER_DP
-from ._zero import ReduceOverDp as ReduceOverDp

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from .._words import ReduceOverDp
 from ..recipes import Recipe
 from ..weights import ModulePath
 from ._loss import Loss
-from ._zero import ReduceOverDp
 
 View = Literal["global", "local"]
 _VIEWS: tuple[View, ...] = ("global", "local")

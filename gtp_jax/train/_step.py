@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from .._foreign import brief
+from .._words import ReduceOverDp
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
@@ -27,7 +28,7 @@ from ._rows import check_numbers
 from ._skips import Skips
 from ._state import TrainState, check_state
 from ._update import updated
-from ._zero import ReduceOverDp, check_reduce_over_dp
+from ._zero import check_reduce_over_dp
 
 Tree = Any
 

@@ -6,18 +6,16 @@ computes with the whole shard.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._words import REDUCE_OVER_DP
 from ..layout import Layout
 from ..weights import scatter_stored
 
 Tree = Any
-
-ReduceOverDp = Literal["each", "last"]
-REDUCE_OVER_DP: tuple[ReduceOverDp, ...] = get_args(ReduceOverDp)
 
 
 def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:

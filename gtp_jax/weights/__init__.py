@@ -68,6 +68,7 @@ Types of other packages that are used with these:
   `chain.Outputs`: what a layer returns besides its activation.
 """
 
+from .._words import GradReduce as GradReduce
 from ._blocks import cuts_blocks as cuts_blocks
 from ._blocks import fills_blocks as fills_blocks
 from ._blocks import shards_fit as shards_fit
@@ -91,7 +92,6 @@ from ._gather import gathered as gathered
 from ._gather import moved_weight as moved_weight
 from ._gather import straight_through as straight_through
 from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
-from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction
 from ._grad_reduce import reduction_of as reduction_of
 from ._group import WeightGroup as WeightGroup

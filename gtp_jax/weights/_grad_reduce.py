@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-GradReduce = Literal["float32", "bf16-wire", "bf16"]
-GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
+from .._words import GRAD_REDUCE
 
 
 class Reduction(NamedTuple):

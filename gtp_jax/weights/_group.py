@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._words import GradReduce
 from ..formats import DelayedScaling, Format, QuantizedArray
 from ._fused import in_order, use_rows
-from ._grad_reduce import GradReduce, Reduction, reduction_of
+from ._grad_reduce import Reduction, reduction_of
 from ._wire_spec import WireSpec
 
 

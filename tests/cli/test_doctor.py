@@ -11,9 +11,10 @@ import pytest
 from messages import naming
 
 from gtp_jax.native import _library
-from gtp_jax.runner.cli import _doctor, main
 from gtp_jax.runner.cli import _doctor_collectives as collectives
+from gtp_jax.runner.cli import _doctor_report as _doctor
 from gtp_jax.runner.cli import _doctor_versions as versions
+from gtp_jax.runner.cli import main
 from gtp_jax.train import Nccl
 
 

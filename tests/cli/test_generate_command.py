@@ -110,7 +110,7 @@ def test_an_import_knows_the_length_that_its_publisher_and_its_scaling_allow(pub
     ],
 )
 def test_a_mistake_is_found_at_the_door(flags, message, run, imported, capsys, monkeypatch):
-    monkeypatch.setattr("gtp_jax.runner.cli._generate.load", None)  # nothing large is read
+    monkeypatch.setattr("gtp_jax.runner.cli._generate_text.load", None)  # nothing large is read
     places = {"RUN": run, "IMPORT": imported / "plain", "HF": imported / "hf"}
     refused(capsys, message, "generate", *(places.get(flag, flag) for flag in flags), "--prompt", "x")
 

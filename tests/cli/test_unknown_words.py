@@ -8,9 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from messages import naming
 
+from gtp_jax import _words
+from gtp_jax.convert._encoding import ENCODINGS
+from gtp_jax.models import PRESETS
+from gtp_jax.ops import MOST
+from gtp_jax.recipes import GRAD_WIRES, RECIPES
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.cli._main import parser
 
@@ -87,6 +93,32 @@ def modules_of(*words: str) -> set[str]:
     ran = subprocess.run([sys.executable, "-c", RUN, *words], check=True, capture_output=True, text=True)
     names = ran.stdout.splitlines()[-1].split()
     return {name.partition(".")[0] for name in names} | {name for name in names if name.startswith("gtp_jax.")}
+
+
+REFUSED = [
+    ["train", "--help"],
+    ["train", "--bogus"],
+    ["train", "--seq", "long"],
+    ["train", "--remat", "all"],
+    ["train", "--keep", "0"],
+    ["train", "--batch", "7", "--gtp", "2"],
+    ["train", "--retries", "3"],
+    *(["generate", "run"], ["checkpoint", "list"], ["convert", "export", "run", "out", "--dtype", "int4"]),
+    *(["elastic", "rejoin", "run"], ["replay", "--step", "0"], ["doctor", "--bogus"]),
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_arguments_are_refused_before_jax_is_imported(words):
+    """As far as it takes neither a device nor a model to know that they are wrong."""
+    assert not {"jax", "jaxlib", "flax", "numpy", "optax", "orbax", "treescope", "matplotlib"} & modules_of(*words)
+
+
+def test_the_words_of_options_are_the_names_of_what_they_choose():
+    assert _words.RECIPE_NAMES == tuple(RECIPES) and _words.GRAD_WIRE_NAMES == tuple(GRAD_WIRES)
+    assert _words.PRESET_NAMES == tuple(PRESETS)
+    assert _words.EXPORT_DTYPES == tuple(ENCODINGS)
+    assert MOST == np.finfo(np.float32).max
 
 
 @pytest.mark.parametrize("words", [["--help"], ["trian"]], ids=" ".join)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from gtp_jax.convert import import_llama
 from gtp_jax.runner.cli import main, parser
-from gtp_jax.runner.cli._errors import EXPECTED, explanation
+from gtp_jax.runner.cli._errors import explanation
 from gtp_jax.runner.data import load_source, load_tokenizer, read_text
 from gtp_jax.runner.elastic import read_events
 from gtp_jax.runner.elastic._picture import spans_of
@@ -326,13 +326,11 @@ def outcome(folder: Folder, attack: Attack, hostile: Any, seconds: float = SECON
             failure = attack(folder, hostile)
     except _Late:
         return Outcome(HUNG, f"after {seconds} s")
-    except EXPECTED as error:
-        text = explanation(error)
-        return Outcome(TRACEBACK, repr(error)) if text is None else _refusal(text)
     except BaseException as error:  # a panic of Rust is not even an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
-        return Outcome(TRACEBACK, repr(error))
+        text = explanation(error)
+        return Outcome(TRACEBACK, repr(error)) if text is None else _refusal(text)
     finally:
         folder.mend()
     return Outcome(ACCEPTED, "") if failure is None else Outcome(SILENT, failure)

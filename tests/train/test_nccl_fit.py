@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gtp_jax import hlo
-from gtp_jax.runner.cli import _doctor, _run, main
+from gtp_jax import hlo, mesh
+from gtp_jax.runner.cli import _doctor_report, main
 from gtp_jax.train import COLLECTIVE_KERNELS, Nccl, _nccl, compile_options
 
 OLD = Nccl("2.28.9", False)
@@ -77,10 +77,10 @@ def test_what_the_users_flags_say_of_collective_kernels_stays(named, versions, m
 
 def test_the_command_line_sets_the_flag_before_the_backend_starts_beside_the_users_own(versions, monkeypatch, capsys):
     versions(OLD, (0, 12))
-    monkeypatch.setattr(_run, "has_gpu", lambda: True)
+    monkeypatch.setattr(mesh, "has_gpu", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
     flags = []
-    monkeypatch.setattr(_doctor, "run", lambda args: flags.append(_nccl.os.environ["XLA_FLAGS"]) or 0)
+    monkeypatch.setattr(_doctor_report, "run", lambda args: flags.append(_nccl.os.environ["XLA_FLAGS"]) or 0)
     assert main(["doctor"]) == 0
     assert flags == [f"--xla_dump_to= --{COLLECTIVE_KERNELS}="]
     assert _nccl.flags_in_environment() == {"xla_dump_to": "", COLLECTIVE_KERNELS: ""}

@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import checkpoints_in
-from ...convert import EXPORT_DTYPES, Converted, export_llama, export_peft, import_llama, merge_adapters
-from ...hlo import quantity
+from ..._words import EXPORT_DTYPES
+from ._later import later
 from ._parser import AddParser
 
 _EXAMPLES = """\
@@ -54,9 +53,6 @@ If the run froze its model as codes (--recipe), adapters are added to the dequan
 trained.
 """
 
-_GB = 10**9
-_SHARD_GB = 5
-
 
 def add_parser(add: AddParser) -> argparse.ArgumentParser:
     """Adds the subcommand, with the verbs `import`, `export` and `merge`."""
@@ -71,7 +67,7 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     )
     importer.add_argument("source", type=Path, metavar="HF_DIR", help="the directory of the model")
     importer.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
-    importer.set_defaults(run=_import)
+    importer.set_defaults(run=later("_convert_files", "import_"))
     exporter = verbs.add_parser(
         "export", help="from a checkpoint to Hugging Face's files", description=_EXPORT, **shared
     )
@@ -83,73 +79,15 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     exporter.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype or format of the weights (default: bfloat16)")
     exporter.add_argument("--shard-gb", type=_size, metavar="X", help="maximum size of a file in GB (default: 5)")
     exporter.add_argument("--peft", action="store_true", help="write only the adapters of the run, for PEFT")
-    exporter.set_defaults(run=_export)
+    exporter.set_defaults(run=later("_convert_files", "export"))
     merger = verbs.add_parser("merge", help="adapters into their model", description=_MERGE, **shared)
     merger.add_argument(
         "source", type=Path, metavar="RUN", help="the directory of a run of `gtp-jax train --lora`, or its checkpoints"
     )
     merger.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
     merger.add_argument("--step", type=int, metavar="N", help="the step (default: the latest)")
-    merger.set_defaults(run=_merge)
+    merger.set_defaults(run=later("_convert_files", "merge"))
     return parser
-
-
-def _import(args: argparse.Namespace) -> int:
-    done = import_llama(args.source, args.out, progress=True)
-    print(f"read {_tensors(done)} in {args.source}")
-    print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
-    if done.quantized is not None:
-        print(f"the weights were stored as {done.quantized}; the checkpoint holds the values that they stand for")
-    if done.codes:
-        print(f"kept unchanged: the codes of {len(done.codes)} arrays, for a base that is frozen in fp8-blocks")
-    if done.left_out:
-        print(f"not imported: {len(done.left_out)} scales of activations and of the key-value cache")
-    for name in done.copies:
-        print(f"not imported: {name}, which equals the tied embedding bit for bit")
-    print(f"kept unchanged with them: {_others(done)}")
-    return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    source = checkpoints_in(args.source)
-    if args.peft:
-        return _export_peft(args, source)
-    dtype = args.dtype or "bfloat16"
-    shard_bytes = max(1, int((args.shard_gb or _SHARD_GB) * _GB))
-    done = export_llama(source, args.out, step=args.step, dtype=dtype, shard_bytes=shard_bytes, progress=True)
-    print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {dtype}")
-    print(f"wrote {_tensors(done)} to {args.out}, and {_others(done)}")
-    return 0
-
-
-def _export_peft(args: argparse.Namespace, source: Path) -> int:
-    given = [flag for flag, value in (("--dtype", args.dtype), ("--shard-gb", args.shard_gb)) if value is not None]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: adapters are written in float32, in one file. Remove these flags, or --peft."
-        )
-    done = export_peft(source, args.out, step=args.step)
-    print(f"step {done.step} in {source}: adapters of {', '.join(done.targets)}, trained beside {done.values}")
-    print(f"wrote {done.tensors} tensors to {args.out}: adapter_model.safetensors, adapter_config.json")
-    return 0
-
-
-def _merge(args: argparse.Namespace) -> int:
-    source = checkpoints_in(args.source)
-    done = merge_adapters(source, args.out, step=args.step)
-    kernels = "1 kernel" if done.kernels == 1 else f"{done.kernels} kernels"
-    print(f"step {done.step} in {source}: the adapters of {kernels} are added to the values of {done.values}")
-    print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step 0")
-    return 0
-
-
-def _tensors(done: Converted) -> str:
-    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
-    return f"{done.tensors} tensors, {quantity(done.nbytes, 'B')}, of {files}"
-
-
-def _others(done: Converted) -> str:
-    return ", ".join(("config.json", *done.others))
 
 
 def _size(text: str) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..elastic import ask_to_rejoin, draw_timeline, read_events, table
-from ..trainer import RunDirectory
 from ._parser import AddParser
+
+if TYPE_CHECKING:
+    from ..trainer import RunDirectory
 
 _EXAMPLES = """\
 examples:
@@ -43,6 +45,8 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from ..elastic import draw_timeline, read_events, table
+
     directory = _existing(args.directory)
     if not (directory.is_of_run or directory.events.exists()):
         raise FileNotFoundError(f"no run in {directory.root}. Give the --out of a run with --elastic.")
@@ -55,12 +59,16 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _rejoin(args: argparse.Namespace) -> int:
+    from ..elastic import ask_to_rejoin
+
     ask_to_rejoin(_existing(args.directory).elastic, args.device)
     print(f"asked for device {args.device}; `gtp-jax elastic show {args.directory}` shows when it is used again")
     return 0
 
 
 def _existing(directory: Path) -> RunDirectory:
+    from ..trainer import RunDirectory
+
     if not directory.is_dir():
         raise FileNotFoundError(f"no directory {directory}. Give the --out of a run with --elastic.")
     return RunDirectory(directory)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 
-import jax
-
 from ..._foreign import message
-from .._exit_codes import EXHAUSTED, out_of_memory
-
-EXPECTED = (ValueError, OSError, ImportError, MemoryError, jax.errors.JaxRuntimeError)
+from .._exit_codes import EXHAUSTED, of_device, out_of_memory
 
 _LESS = (
     "Use a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` shows how much "
@@ -18,12 +14,14 @@ _LESS = (
 
 
 def explanation(error: BaseException) -> str | None:
-    """Returns what to print for an error of `EXPECTED`; `None` if it is a defect, whose traceback should be shown."""
+    """Returns what to print for an error; `None` if it is a defect, whose traceback should be shown."""
     if isinstance(error, MemoryError):
         return f"out of memory{f': {message(error)}' if str(error) else ''}. {_LESS}"
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if of_device(error):
         first = message(error).partition("\n")[0]
         return f"out of memory: {first.removeprefix(f'{EXHAUSTED}: ')} {_LESS}" if out_of_memory(error) else None
+    if not isinstance(error, (ValueError, OSError, ImportError)):
+        return None
     if isinstance(error, OSError) and error.strerror:  # its text begins with a number
         if error.filename is not None:
             return message(OSError(f"{error.filename}: {error.strerror}"))

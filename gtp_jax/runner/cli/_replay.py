@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...hlo import columns
-from ..trainer import replay
 from ._arguments import whole
 from ._parser import AddParser
 
@@ -36,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: if there is nothing to replay.
     """
+    from ...hlo import columns
+    from ..trainer import replay
+
     found = replay(args.out, args.step)
     rows = [
         (" ".join(map(str, one.placement)), repr(one.loss), repr(one.norms[-1]), one.digest[:16]) for one in found.runs

@@ -8,11 +8,9 @@ import select
 import signal
 import sys
 
-from ...mesh import has_gpu, use_cpu
-from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, of_signal
 from ..trainer import Diverged
-from ._errors import EXPECTED, explanation
+from ._errors import explanation
 from ._streams import discard_output, discard_unwritable_output
 from ._warnings import plain_warnings
 
@@ -21,31 +19,44 @@ _OF_FILES = ("checkpoint", "convert", "elastic", "inspect", "plan-faults")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command that `args` names, and returns its exit status, as `main` does."""
-    if args.command in _OF_FILES:
-        use_cpu()
-    elif has_gpu():
-        all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
+    """Runs the command that `args` names, and returns its exit status, as `main` does.
+
+    A command may have a `check`, which refuses arguments before JAX is imported.
+    """
     try:
         with plain_warnings(args.command):
+            if hasattr(args, "check"):
+                args.check(args)
+            _prepare(args.command)
             code = args.run(args)
         sys.stdout.flush()
         return code
-    except EXPECTED as error:
+    except Diverged as error:
+        _say(f"gtp-jax {args.command}: stopped: {error}")
+        return of_error(error)
+    except Exception as error:
         if isinstance(error, BrokenPipeError) and not _is_read():
             return of_signal(signal.SIGPIPE)
-        if args.traceback or (text := explanation(error)) is None:
+        if (text := explanation(error)) is None or args.traceback:
             raise
         if isinstance(error, OSError):
             discard_unwritable_output()
         _say(f"gtp-jax {args.command}: error: {text}")
         return of_error(error)
-    except Diverged as error:
-        _say(f"gtp-jax {args.command}: stopped: {error}")
-        return of_error(error)
     except KeyboardInterrupt:
         _say(f"gtp-jax {args.command}: interrupted")
         return of_signal(signal.SIGINT)
+
+
+def _prepare(command: str) -> None:
+    """Chooses what JAX reads when its backend starts."""
+    from ...mesh import has_gpu, use_cpu
+    from ...train import all_reduce_with_nccl
+
+    if command in _OF_FILES:
+        use_cpu()
+    elif has_gpu():
+        all_reduce_with_nccl()
 
 
 def _say(text: str) -> None:

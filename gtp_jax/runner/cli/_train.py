@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..elastic import GROUP, ElasticOptions, supervise
-from ..flags import add_flags, given, knobs, read_settings, settings_of, write_settings
+from ..elastic import GROUP, ElasticOptions
+from ..flags import add_flags, from_settings, given, knobs, read_settings, settings_of, write_settings
 from ..launch import LAUNCH_GROUP, LaunchOptions, find_launch
-from ..trainer import RunDirectory, TrainConfig, resolve, start
+from ..trainer import TrainConfig
 from ._parser import AddParser
 
 _DESCRIPTION = """\
@@ -90,8 +90,28 @@ def add_parser(add: AddParser) -> argparse.ArgumentParser:
     files = parser.add_argument_group("settings files", _FILES)
     files.add_argument("--config", type=Path, metavar="PATH", help="read settings from a YAML file")
     files.add_argument("--save-config", type=Path, metavar="PATH", help="write this run's settings to a YAML file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(check=check, run=run)
     return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Adds the settings of a file to the arguments, and checks them as far as the devices and the model do not matter.
+
+    Raises:
+        ValueError: if an argument is invalid.
+    """
+    if args.config is not None:
+        every = [field for kind in _KINDS for field in knobs(kind)]
+        for name, value in read_settings(args.config, every, _OF_ONE_START).items():
+            if not hasattr(args, name):
+                setattr(args, name, value)
+    elastic = given(args, ElasticOptions)
+    ElasticOptions(**elastic)
+    if elastic and "elastic" not in elastic:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
+        raise ValueError(f"{flags}: this applies only to a run under a supervisor. Add --elastic.")
+    if not args.resume:  # otherwise, the run has the other settings
+        from_settings(TrainConfig, given(args, TrainConfig))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,19 +120,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: if an argument, or what it names, is invalid; raised before anything is compiled.
     """
-    if args.config is not None:
-        every = [field for kind in _KINDS for field in knobs(kind)]
-        for name, value in read_settings(args.config, every, _OF_ONE_START).items():
-            if not hasattr(args, name):
-                setattr(args, name, value)
+    from ..elastic import supervise
+    from ..trainer import RunDirectory, start
+
     launch = LaunchOptions(**given(args, LaunchOptions))
-    settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
+    settings, options = given(args, TrainConfig), ElasticOptions(**given(args, ElasticOptions))
     directory = RunDirectory.of(settings.get("out", TrainConfig.out))
     args.resume = args.resume == "always" or (args.resume == "auto" and directory.is_of_run)
-    options = ElasticOptions(**elastic)
-    if elastic and "elastic" not in elastic:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
-        raise ValueError(f"{flags}: this applies only to a run under a supervisor. Add --elastic.")
     if args.save_config is not None and find_launch(launch).process == 0:
         _save(args, settings)
     if options.elastic:
@@ -122,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _save(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Writes the settings of a run once they are checked: all of `TrainConfig`, and the other flags that are given."""
+    from ..trainer import resolve
+
     config, _, _ = resolve(settings, resume=args.resume, force=args.force)
     if config.from_ is not None and not args.resume:  # omits what the model determines, so that --from may change
         training = {field.name: settings.get(field.name, field.default) for field in knobs(TrainConfig)}

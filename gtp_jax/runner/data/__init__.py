@@ -1,12 +1,13 @@
 """Turns text into batches of tokens. A batch depends only on the text, the seed and the step."""
 
+from ..._words import DOCUMENTS as DOCUMENTS
+from ..._words import PACKINGS as PACKINGS
+from ..._words import STREAM as STREAM
+from ..._words import TOKEN_DTYPES as TOKEN_DTYPES
 from ._chat import Chat as Chat
 from ._chat_template import named_template as named_template
 from ._chat_template import stored_template as stored_template
 from ._copies import copies as copies
-from ._corpus import DOCUMENTS as DOCUMENTS
-from ._corpus import PACKINGS as PACKINGS
-from ._corpus import STREAM as STREAM
 from ._corpus import Corpus as Corpus
 from ._corpus import Evaluated as Evaluated
 from ._corpus import Source as Source
@@ -28,7 +29,6 @@ from ._stream import TextStream as TextStream
 from ._text import Text as Text
 from ._text import read_text as read_text
 from ._text import standard_library as standard_library
-from ._token_files import TOKEN_DTYPES as TOKEN_DTYPES
 from ._tokens import BYTES as BYTES
 from ._tokens import Tokenizer as Tokenizer
 from ._tokens import load_tokenizer as load_tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ..._words import STREAM
 from ._chat import Chat
 from ._documents import Documents, fingerprint
 from ._mixture import Joined, Mixture
@@ -18,11 +19,6 @@ from ._text import Text
 from ._token_files import bytes_of, read_tokens, split_tokens
 from ._tokens import BYTES, Tokenizer
 from ._windows import Windows
-
-# How rows are made: cut without gaps from the stream of all documents, or packed with whole documents that do not
-# attend to each other.
-STREAM, DOCUMENTS = "stream", "documents"
-PACKINGS = (STREAM, DOCUMENTS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

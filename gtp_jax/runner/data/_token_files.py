@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from ..._foreign import open_regular
+from ..._words import TOKEN_DTYPES
 from ._documents import Documents
 from ._files import suffix_of
 from ._tokens import Tokenizer
-
-# The dtypes of ids that `--token-dtype` accepts.
-TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 # The header of llm.c's files has 256 32-bit integers. The first two (magic number and version) determine the dtype; the
 # third is the number of tokens.

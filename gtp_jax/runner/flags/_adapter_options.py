@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ...models import Adapters
 from ._knobs import as_tuple, check_knobs, knob
+
+if TYPE_CHECKING:
+    from ...models import Adapters
 
 _GROUP = "adapters"
 
@@ -62,5 +65,7 @@ class AdapterOptions:
         """The adapters; `None` if the model itself is trained."""
         if self.lora is None:
             return None
+        from ...models import Adapters
+
         alpha = 2.0 * self.lora if self.lora_alpha is None else float(self.lora_alpha)
         return Adapters(self.lora, alpha, self.lora_targets or None, float(self.lora_dropout))

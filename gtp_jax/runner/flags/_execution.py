@@ -7,11 +7,19 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ...chain import REMAT, KeepGathered, Remat, Schedule
-from ...collectives import SEQUENCE_EXCHANGES, SequenceExchange
-from ...mesh import CP, TP
-from ...nn import GRAD_REDUCE, GradReduce
-from ...train import REDUCE_OVER_DP, ReduceOverDp
+from ..._words import (
+    CP,
+    GRAD_REDUCE,
+    REDUCE_OVER_DP,
+    REMAT,
+    SEQUENCE_EXCHANGES,
+    TP,
+    GradReduce,
+    KeepGathered,
+    ReduceOverDp,
+    Remat,
+    SequenceExchange,
+)
 from ._knobs import check_knobs, count_or, knob
 
 
@@ -78,7 +86,10 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        Schedule(prefetch=self.prefetch, unroll=self.unroll, keep_gathered=self.keep_gathered)
+        if (self.unroll, self.keep_gathered) != ("full", "auto"):
+            from ...chain import Schedule
+
+            Schedule(unroll=self.unroll, keep_gathered=self.keep_gathered)
 
     @property
     def of_model(self) -> dict[str, Any]:

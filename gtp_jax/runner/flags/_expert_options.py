@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any, get_args
 
-from ...experts import TRANSPORTS, AuxLossOf, Routing, Score, Transport
-from ...models import LlamaConfig
+from ..._words import TRANSPORTS, AuxLossOf, Score, Transport
 from ._knobs import check_knobs, flag_of, knob
 
 _GROUP = "experts"
@@ -116,6 +115,9 @@ class ExpertOptions:
         given = self.given
         if not given and not sizes:
             return config
+        from ...experts import Routing
+        from ...models import LlamaConfig
+
         if given and not (isinstance(config, LlamaConfig) and sizes.get("num_experts", config.num_experts)):
             flags = [flag_of(field) for field in dataclasses.fields(self) if field.name in given]
             whose = "model" if preset is None else f"preset {preset!r}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING
 
 from ..._foreign import brief
-from ...nonuniform import FaultPlan, plan_faults
 from ._knobs import as_tuple, check_knobs, knob
+
+if TYPE_CHECKING:
+    from ...nonuniform import FaultPlan
 
 # Arguments of `plan_faults` that have another name here.
 _ARGUMENTS = {"failed": "failed_devices", "batches": "replica_batches"}
@@ -83,6 +86,8 @@ class Faults:
         Raises:
             ValueError: for the same reasons as `plan_faults`.
         """
+        from ...nonuniform import plan_faults
+
         try:
             return plan_faults(
                 dp=dp,

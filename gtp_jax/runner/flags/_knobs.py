@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from ..._foreign import brief
-from ...ops import MOST
+from ..._words import MOST
 
 
 def knob(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...models import OF_ROUTING, LlamaConfig, ModelConfig
-from ...ops import RopeScaling
 from ._expert_options import ROUTER, ExpertOptions
 from ._knobs import check_knobs, flag_of, knob
+
+if TYPE_CHECKING:
+    from ...models import ModelConfig
+    from ...ops import RopeScaling
 
 _GROUP = "sizes"
 _SCALING = "rope_scaling_"
@@ -116,6 +118,8 @@ class ModelSizes:
         Raises:
             ValueError: if the sizes do not fit together, or options of experts are given for a model without experts.
         """
+        from ...models import LlamaConfig
+
         given = self.given
         try:
             scaling = {name: given.pop(name) for name in list(given) if name.startswith(_SCALING)}
@@ -137,6 +141,8 @@ def _scaling(before: RopeScaling | None, given: Mapping[str, Any]) -> RopeScalin
     Raises:
         ValueError: if fields are given although frequencies are not scaled, or a new kind has no factor.
     """
+    from ...ops import RopeScaling
+
     fields = {name.removeprefix(_SCALING): value for name, value in given.items()}
     kind = fields.pop("kind", None if before is None else before.kind)
     if kind is None or kind == _NO_SCALING:
@@ -159,6 +165,8 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
 
     Leaves out what is not part of the architecture because it only determines how the model is trained.
     """
+    from ...models import OF_ROUTING, LlamaConfig
+
     assert isinstance(config, LlamaConfig)
     fields = config.architecture()
     fields.pop("routing", None)

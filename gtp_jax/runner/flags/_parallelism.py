@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
-from ...mesh import Roles, default_roles, fill_degrees, rare_degrees
 from ._knobs import check_knobs, knob
+
+if TYPE_CHECKING:
+    from ...mesh import Roles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,25 @@ class Parallelism:
     @property
     def roles(self) -> Roles:
         """The roles of the axes."""
+        from ...mesh import default_roles, rare_degrees
+
         roles = default_roles(("dp", "gtp", "tp", *rare_degrees(cp=self.cp, ep=self.ep)))
         return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
         """Returns the degrees for this number of devices, some of which may be unused."""
+        from ...mesh import fill_degrees, rare_degrees
+
         return fill_degrees(
             {"dp": self.dp, "gtp": self.gtp, **rare_degrees(cp=self.cp, ep=self.ep), "tp": self.tp or 1}, devices
         )
+
+    @property
+    def of_batch(self) -> dict[str, int] | None:
+        """The degrees of the axes that divide the batch; `None` if they depend on the number of devices."""
+        if self.gtp is None:
+            return None
+        return {"dp": self.dp, "gtp": self.gtp, **({"ep": self.ep} if self.ep > 1 else {})}
 
     def virtual_devices(self, usual: int) -> int:
         """Returns the number of virtual devices that the degrees need.

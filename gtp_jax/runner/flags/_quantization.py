@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ...recipes import GRAD_WIRES, RECIPES, Recipe
+from ..._words import GRAD_WIRE_NAMES, RECIPE_NAMES
 from ._knobs import as_tuple, check_knobs, count_or, flag_of, knob
+
+if TYPE_CHECKING:
+    from ...recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Quantization:
         "recipe",
         "what is quantized: weights on the wire, or also the operands of matmuls",
         kind=str,
-        choices=tuple(RECIPES),
+        choices=RECIPE_NAMES,
     )
     high_precision_first: int = knob(
         0, "recipe", "number of first layers that stay in high precision", least=0, metavar="N"
@@ -43,7 +46,7 @@ class Quantization:
         "recipe",
         "exchange weight gradients in this format and sum them in float32 (default: determined by --grad-reduce)",
         kind=str,
-        choices=tuple(GRAD_WIRES),
+        choices=GRAD_WIRE_NAMES,
     )
     pregathered_layers: int | Literal["all"] = knob(
         0,
@@ -63,10 +66,13 @@ class Quantization:
                 f"`pregathered_layers` is {self.pregathered_layers!r}; it must be a number of layers, at least 0, or "
                 "'all'."
             )
-        self.to_recipe()  # checks the others
+        if self.flags:
+            self.to_recipe()  # checks the others
 
     def to_recipe(self) -> Recipe:
         """Returns the recipe that these options name."""
+        from ...recipes import RECIPES
+
         return dataclasses.replace(
             RECIPES[self.recipe](),
             high_precision_first=self.high_precision_first,
@@ -102,6 +108,8 @@ class Quantization:
 
 
 def _override(text: str) -> tuple[str, Recipe]:
+    from ...recipes import RECIPES
+
     pattern, sign, name = text.partition("=")
     if not (pattern and sign):
         raise ValueError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import jax
-
 from ._launch import LaunchOptions, find_launch
 
 
@@ -40,6 +38,8 @@ def distributed(
         ValueError: if an argument is missing or out of range, launchers disagree about the processes, the processes do
             not find each other in time, or JAX has been used before.
     """
+    import jax
+
     if jax.distributed.is_initialized():
         return jax.process_count()
     options = LaunchOptions(

@@ -6,8 +6,6 @@ import dataclasses
 import os
 import re
 
-import jax
-
 from .._exit_codes import RETRY
 from ..flags import knob
 from ._launchers import Environment, Launcher, launcher_of
@@ -64,6 +62,8 @@ class Launch:
         """
         if self.processes == 1:
             return
+        import jax
+
         # Its SIGTERM handler would take the signal away from this program in all phases except the loop.
         jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,18 +8,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
-
-from flax import nnx
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ... import __version__
 from ..._foreign import read_json
-from ...collectives import SequenceExchange
-from ...mesh import CP, TP, check_degrees
-from ...models import PRESETS, Adapters, LlamaConfig, ModelConfig, preset_of
-from ...nonuniform import FaultPlan
-from ...recipes import Recipe
-from ..data import DOCUMENTS, PACKINGS, STREAM, TOKEN_DTYPES
+from ..._words import CP, DOCUMENTS, PACKINGS, PRESET_NAMES, STREAM, TOKEN_DTYPES, TP, SequenceExchange
 from ..flags import (
     VERSION_KEY,
     AdapterOptions,
@@ -40,6 +33,13 @@ from ..flags import (
 from ._divergence import Divergence
 from ._own_file import replacing
 from ._tracker import TRACKERS
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from ...models import Adapters, ModelConfig
+    from ...nonuniform import FaultPlan
+    from ...recipes import Recipe
 
 # The default number of devices without a GPU, unless the degrees require another.
 VIRTUAL_DEVICES = 8
@@ -95,8 +95,8 @@ class TrainConfig:
     preset: str | None = knob(
         None,
         "model",
-        f"the model, one of {', '.join(PRESETS)}; sizes that are given override its own (default: {_PRESET}, or the "
-        "model of --from)",
+        f"the model, one of {', '.join(PRESET_NAMES)}; sizes that are given override its own (default: {_PRESET}, or "
+        "the model of --from)",
         kind=str,
         metavar="NAME",
     )
@@ -290,7 +290,6 @@ class TrainConfig:
             object.__setattr__(self, "preset", _PRESET)
         if self.adapters is not None:
             self._check_adapters()
-        self.base  # noqa: B018  checks that sizes and experts fit each other
         if self.average is not None and self.average >= 1:
             raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
         if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
@@ -307,6 +306,10 @@ class TrainConfig:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
+        if (degrees := self.parallelism.of_batch) is not None and not self.faults.any:
+            self.execution.check_batch(self.batch, degrees)
+        # imports JAX, and therefore comes last
+        self.base  # noqa: B018  checks that sizes and experts fit each other
 
     def _check_adapters(self) -> None:
         if self.from_ is None:
@@ -384,6 +387,8 @@ class TrainConfig:
             with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
                 self._check_mesh({CP: asked.cp, TP: 2}, exchange or "heads")
                 asked = dataclasses.replace(asked, tp=2)
+        from ...mesh import check_degrees
+
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
         self._check_mesh(degrees, exchange)
@@ -396,6 +401,8 @@ class TrainConfig:
         Raises:
             ValueError: if they cannot, or if rows of a model with experts would be padded.
         """
+        from ...models import LlamaConfig
+
         base: Any = dataclasses.replace(self.base, sequence_exchange=exchange)
         seq = padded_seq(self.seq, degrees)
         if seq != self.seq and isinstance(base, LlamaConfig) and base.num_experts:
@@ -442,6 +449,8 @@ class TrainConfig:
         Raises:
             ValueError: if sizes and experts do not fit each other.
         """
+        from ...models import preset_of
+
         return self.sizes.of(preset_of(self.preset or _PRESET), self.preset, self.experts)
 
     @property
