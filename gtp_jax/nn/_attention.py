@@ -272,7 +272,8 @@ class CrossAttention(Layer):
                 Tokens of `x` attend only to tokens of the memory with the same id.
             mask: boolean, true where a token may attend: `(batch, sequence, memory)`, or one of the other shapes that
                 `Attention` accepts, with the length of the memory as the last dimension.
-            deterministic, dropout_key: as in `Attention`.
+            deterministic: as in `Attention`.
+            dropout_key: as in `Attention`.
 
         Raises:
             ValueError: if the shapes are not consistent with each other; or if the recipe asks for attention in FP8,
