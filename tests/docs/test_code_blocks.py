@@ -13,8 +13,9 @@ from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 
 # Blocks marked `<!-- not run: REASON -->`: raise it with a reason, so that none is left out by habit.
 # Six of models-from-elsewhere.md, one each of from-fsdp.md and data.md: tests in environments of their own run them.
+# One of from-fsdp.md needs torchrun.
 # Two of experiments.md need GPUs.
-NOT_RUN = 10
+NOT_RUN = 11
 
 # Pages whose programs take seconds at most; the others are full.
 BY_DEFAULT = {
