@@ -15,7 +15,7 @@ folder, site = ROOT / "build" / "pages", ROOT / "build" / "site"
 write(folder)
 command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
 built = subprocess.run(command, cwd=ROOT)
-if built.returncode == 0:  # Markdown beside the pages, for readers of llms.txt
+if built.returncode == 0:  # Markdown next to the pages, for readers of llms.txt
     shutil.copytree(folder, site, dirs_exist_ok=True, ignore=shutil.ignore_patterns("api", "*.png"))
     print(f"the site is in {site.relative_to(ROOT)}")
 sys.exit(built.returncode)

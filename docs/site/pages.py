@@ -87,7 +87,7 @@ def _with_links(path: Path, site: str, sites: dict[Path, str]) -> str:
 def _llms(pages: dict[str, str]) -> str:
     """Returns `llms.txt`: the link, title and purpose of each page, by sections.
 
-    Links lead to Markdown, which the site has beside its pages, except where only the built page has the text.
+    Links lead to Markdown, which the site has next to its pages, except where only the built page has the text.
     """
     parts = [f"# gtp_jax\n\n> {gtp_jax.__doc__}"]
     for section, listed in sections().items():

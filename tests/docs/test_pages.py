@@ -11,6 +11,7 @@ from .pages import DOCUMENTS, PAGES, README, ROOT, blocks, links, name
 MAX_README_BYTES = 6144
 MAX_PAGE_BYTES = 12288
 GROWING = {"CHANGELOG.md", "docs/experiments.md"}  # with every release and experiment
+MAX_WORDS = 33_000  # in docs/, outside of the log of experiments
 _ELSEWHERE = ("http://", "https://", "mailto:")
 # Paths of machines and hosts of registries. In brackets, so that this line does not match itself.
 BANNED = re.compile(r"/wor[k]/|/far[m]/|/roo[t]/|py[p]i\.|pythonh[o]sted|registry\.np[m]js|deb\.de[b]ian")
@@ -41,6 +42,12 @@ def test_a_page_is_short_and_names_no_machine_and_its_relative_links_resolve(pag
         target = (page.parent / path) if path else page
         assert target.exists(), f"{name(page)} links to {link}"
         assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}, and there is no such heading"
+
+
+def test_the_pages_together_are_short():
+    pages = [page for page in PAGES if name(page).startswith("docs/") and name(page) not in GROWING]
+    assert len(pages) > 20
+    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
 
 
 def test_every_picture_is_shown_on_a_page():

@@ -51,7 +51,7 @@ def nccl(loaded: Nccl | None, *, too_old: bool) -> Finding:
         "optional",
         f"{loaded.version}, older than {OLDEST_NCCL}: with this jaxlib a plain `lax.psum` fails",
         f"{newer}; until then, `gtp-jax` and `train_step` let NCCL compute all-reduces, and your own programs need "
-        f"XLA_FLAGS=--{COLLECTIVE_KERNELS}= before JAX starts (docs/gpus.md)",
+        f"XLA_FLAGS=--{COLLECTIVE_KERNELS}= before JAX starts (docs/install.md)",
     )
 
 
