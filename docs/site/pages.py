@@ -49,7 +49,7 @@ def write(folder: Path) -> None:
     sites = {path.resolve(): site for site, path in files.items()}
     pages = {"api/gtp_jax.md": page_of_all(gtp_jax.ABOVE)}  # pyright: ignore
     for package in NAMES:
-        purpose = _purpose((ROOT / "gtp_jax" / package / "__init__.py").read_text())
+        purpose = _purpose((ROOT / "gtp_jax" / package.replace(".", "/") / "__init__.py").read_text())
         pages[f"api/{package}.md"] = page_of(package, purpose)
     for site, path in files.items():
         if path.suffix == ".md":

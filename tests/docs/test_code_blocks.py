@@ -12,8 +12,7 @@ from gtp_jax.runner.cli import parser
 from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 
 # Blocks marked `<!-- not run: REASON -->`: raise it with a reason, so that none is left out by habit.
-# Six of models-from-elsewhere.md, one each of from-fsdp.md and data.md: tests in environments of their own run them.
-# One of from-fsdp.md needs torchrun.
+# Six of models-from-elsewhere.md, two of from-fsdp.md and one of data.md: tests in environments of their own run them.
 # Two of experiments.md need GPUs.
 NOT_RUN = 11
 
