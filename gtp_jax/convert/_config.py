@@ -21,7 +21,7 @@ _MAX_EXPERTS = 100_000  # in all layers together
 _MAX_BYTES = 4 << 20
 
 _QUANTIZATION = "quantization_config"
-_ROTARY = {"rope_theta", "rope_scaling"}
+_ROTARY = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
 _SCALINGS = ("rope_scaling", "rope_parameters")
 
 
@@ -45,12 +45,16 @@ def write_config(
     own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
     changed = _changed(family, own, imported)
     if _ROTARY & changed.keys():
-        changed |= {name: own[name] for name in _ROTARY}
+        changed |= {name: own[name] for name in own if name in _ROTARY}
         imported = {
             name: value for name, value in imported.items() if name != "rope_parameters"
         }  # another name of them
     elif _ROTARY & _changed(family, own, _as_read_before_5(imported)).keys():
-        changed |= {name: own[name] for name in _ROTARY if imported.get(name) is None and own[name] is not None}
+        changed |= {
+            name: value
+            for name, value in own.items()
+            if name in _ROTARY and imported.get(name) is None and value is not None
+        }
     fields = {**{name: own[name] for name in (POSITIONS,) if name in own}, **imported, **changed}
     names = [name for name in ("torch_dtype", "dtype") if name in imported]  # newer files have `dtype`
     fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)

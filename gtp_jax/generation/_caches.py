@@ -36,7 +36,7 @@ def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
     """Returns empty caches for sequences of up to `length` tokens; a window limits the number of slots to `window`."""
     found = []
     for layers, core in _cores(model):
-        slots = length if core.window is None else min(length, core.window)
+        slots = length if core.reach.window is None else min(length, core.reach.window)
         empty = jnp.zeros((*layers, batch, slots, core.kv_heads, core.head_dim), core.dtype)
         found.append(KeyValues(empty, empty, jnp.zeros(layers, jnp.int32)))
     return placed(model, tuple(found))

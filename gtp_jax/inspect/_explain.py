@@ -311,7 +311,7 @@ def _attention(path: ModulePath, core: AttentionCore, fp8: bool) -> AttentionFac
     lacks = core.lacks()
     if lacks:
         return AttentionFact(module, "written out", f"{lacks}; in blocks above {_SCORES}")
-    if core.window is not None and not core.causal:
+    if core.reach.window is not None and not core.causal:
         return AttentionFact(module, "cuDNN", f"reads a window to both sides {_ARRAY}")
     return AttentionFact(module, "cuDNN", _PACKS if supports_packed_attention() else _READS)
 

@@ -160,7 +160,7 @@ def _flops(stack: Stack, shape: Sequence[int]) -> float:
             found += 2 * math.prod(kernel) * tokens * (share if len(kernel) > 2 else 1)
     for _, module in nnx.iter_modules(stack.layers):
         if isinstance(module, Attention) and len(shape) > 2:
-            causal, window = module.core.causal, module.core.window
+            causal, window = module.core.causal, module.core.reach.window
             seen = shape[1] / 2 if causal else shape[1]
             seen = seen if window is None else min(seen, window if causal else 2 * window - 1)
             found += 4 * tokens * seen * module.out.shapes[0][0]

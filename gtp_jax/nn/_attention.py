@@ -14,9 +14,11 @@ from ..collectives import SequenceExchange
 from ..mesh import degree
 from ..ops import RopeScaling, positions_of
 from ._attention_core import AttentionCore
-from ._dense import Dense, LayerNormDense, Norm
+from ._dense import Dense, LayerNormDense
 from ._layer import Layer, between_layers
+from ._norm import Norm
 from ._options import DenseOptions
+from ._reach import Reach
 
 
 class Attention(Layer):
@@ -36,7 +38,8 @@ class Attention(Layer):
         window: the size of the attention window: a token attends to keys less than this many positions away, including
             the key at its own position. With `causal`, these are the last `window` keys.
         soft_cap: if given, scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
-        qk_norm: whether to normalize each head of queries and keys by RMSNorm, as in Qwen3.
+        qk_norm: whether to normalize each head of queries and keys by RMSNorm, as in Qwen3; with
+            `norm="zero_centered_rms"`, by that norm, as in Gemma 3.
         sinks: whether to learn, for each head, a logit that takes part in the softmax but has no value, as in gpt-oss.
         scale: the factor of the scores; `head_dim ** -0.5` by default.
         dropout_rate: the fraction of attention weights that are dropped in training, with keys from the `dropout`
@@ -115,7 +118,7 @@ class Attention(Layer):
             window=window,
             soft_cap=soft_cap,
             scale=scale,
-            qk_norm=qk_norm,
+            qk_norm=_of_heads(qk_norm, norm),
             sinks=sinks,
             dropout_rate=dropout_rate,
             sequence_exchange=sequence_exchange,
@@ -133,6 +136,7 @@ class Attention(Layer):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         mask: jax.Array | None = None,
+        reach: Reach | None = None,
         deterministic: bool | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
@@ -151,6 +155,7 @@ class Attention(Layer):
                 sequence, sequence)`; or `(batch, 1, sequence, sequence)`, the same for all heads. The dimension before
                 the last may be 1, for a mask of keys. For a token that may attend to no token, the outputs of the heads
                 are zero.
+            reach: the window and the rotary embedding of this call; by default, those of the module.
             deterministic: whether dropout is off; by default, `core.deterministic`, which `nnx.Module.eval` and
                 `nnx.Module.train` set.
             dropout_key: the key for dropout; by default, the next key of the stream that the module keeps.
@@ -163,15 +168,15 @@ class Attention(Layer):
             raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
         key = self.core.dropout_key(deterministic, dropout_key)
         given = {"positions": positions, "segment_ids": segment_ids, "mask": mask, "dropout_key": key}
-        return super().__call__(x, deterministic=key is None, **given)
+        return super().__call__(x, deterministic=key is None, reach=reach or self.core.reach, **given)
 
-    def local(self, x: jax.Array, *, deterministic: bool, **inputs: Any) -> jax.Array:
+    def local(self, x: jax.Array, *, deterministic: bool, reach: Reach, **inputs: Any) -> jax.Array:
         del deterministic  # without dropout, the key is `None`
-        if inputs["positions"] is None and inputs["segment_ids"] is not None and self.core.rope_theta is not None:
+        if inputs["positions"] is None and inputs["segment_ids"] is not None and reach.rope_theta is not None:
             inputs["positions"] = positions_of(inputs["segment_ids"])
         by_head = {name: _by_head(y, self.core.head_dim) for name, y in self.qkv(x).items()}
         q, k, v = (by_head[name] for name in ("query", "key", "value"))
-        mixed = self.core(q, k, v, fp8=_in_fp8(self.out), **inputs)
+        mixed = self.core(q, k, v, reach=reach, fp8=_in_fp8(self.out), **inputs)
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
@@ -243,7 +248,7 @@ class CrossAttention(Layer):
             causal=False,
             soft_cap=soft_cap,
             scale=scale,
-            qk_norm=qk_norm,
+            qk_norm=_of_heads(qk_norm, norm),
             sinks=sinks,
             dropout_rate=dropout_rate,
             sequence_exchange=sequence_exchange,
@@ -293,13 +298,20 @@ class CrossAttention(Layer):
         q = _by_head(self.query(x), self.core.head_dim)
         kv = self.kv(memory)
         k, v = (_by_head(kv[name], self.core.head_dim) for name in ("key", "value"))
-        mixed = self.core(q, k, v, fp8=_in_fp8(self.out), **inputs)
+        mixed = self.core(q, k, v, reach=self.core.reach, fp8=_in_fp8(self.out), **inputs)
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
         if name == "memory":
             return between_layers(self.roles, array.ndim, self.sequence_parallel)
         return _partition(self, name, array)
+
+
+def _of_heads(qk_norm: bool, norm: Norm) -> Norm:
+    """Returns the norm of each head of queries and keys, given the norm of the input."""
+    if not qk_norm:
+        return None
+    return norm if norm == "zero_centered_rms" else "rms"
 
 
 def _in_fp8(out: Dense) -> bool:

@@ -30,11 +30,12 @@ from ..ops import (
     check_choices,
     check_rotary,
     cudnn_lacks,
-    rms_norm,
     rope,
     save_for_backward,
 )
 from ._cache import filled_from, seen_slots, with_token
+from ._norm import Norm, make_norm, normalized
+from ._reach import Reach
 from ._weight import make_vector
 
 _CACHED = (
@@ -57,8 +58,10 @@ class AttentionCore(nnx.Module):
         roles: the roles of the mesh axes.
         dtype: the dtype of queries, keys and values.
         param_dtype: the dtype of the stored parameters.
+        qk_norm: the norm of each head of queries and keys, without a shift; `None` for none.
 
     Attributes:
+        reach: the window and the rotary embedding of calls that name no other.
         cached_keys, cached_values, cache_fills: the `Cache`s, in the copy of a model that `gtp_jax.generation.generate`
             calls; otherwise `None`.
         kv_heads: the number of key-value heads of all ranks together, including the heads of padding on ranks that own
@@ -86,7 +89,7 @@ class AttentionCore(nnx.Module):
         window: int | None = None,
         soft_cap: float | None = None,
         scale: float | None = None,
-        qk_norm: bool,
+        qk_norm: Norm,
         sinks: bool,
         dropout_rate: float,
         rope_theta: float | None,
@@ -105,8 +108,9 @@ class AttentionCore(nnx.Module):
                 "None. Pass `rope_theta`, or remove them."
             )
         self.head_dim, self.dtype, self.epsilon, self.causal = head_dim, jnp.dtype(dtype), epsilon, causal
-        self.window, self.soft_cap, self.scale, self.dropout_rate = window, soft_cap, scale, dropout_rate
-        self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
+        self.soft_cap, self.scale, self.dropout_rate = soft_cap, scale, dropout_rate
+        self.reach = Reach(window=window, rope_theta=rope_theta, rope_scaling=rope_scaling)
+        self.rotary_dim = rotary_dim
         self.roles = roles
         self.sequence_exchange: SequenceExchange | None = sequence_exchange
         self.deterministic = False
@@ -115,11 +119,8 @@ class AttentionCore(nnx.Module):
         self.cached_keys: Any = nnx.data(None)
         self.cached_values: Any = nnx.data(None)
         self.cache_fills: Any = nnx.data(None)
-
-        def scale_of_heads() -> Any:
-            return make_vector(head_dim, initializers.ones, rngs.params(), param_dtype) if qk_norm else nnx.data(None)
-
-        self.query_scale, self.key_scale = scale_of_heads(), scale_of_heads()
+        self.qk_norm: Norm = qk_norm
+        self.query_scale, self.key_scale = (make_norm(qk_norm, head_dim, rngs, param_dtype)[0] for _ in "qk")
         split = queries.split
         assert split is not None
         # if the sinks are stored whole on every tp rank, each rank slices out those of its own heads in the call
@@ -149,6 +150,7 @@ class AttentionCore(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         *,
+        reach: Reach,
         positions: jax.Array | None = None,
         segment_ids: Any = None,
         mask: jax.Array | None = None,
@@ -170,7 +172,7 @@ class AttentionCore(nnx.Module):
             raise ValueError(f"`mask` has the shape {mask.shape}; all heads share one mask, so dimension 1 must be 1.")
         axis = sequence_axis(self.roles, q.ndim) if current_view() == "local" else None
         given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "mask": mask}
-        given |= {"dropout_key": dropout_key, "fp8": fp8}
+        given |= {"dropout_key": dropout_key, "fp8": fp8, "reach": reach}
         if axis is None:
             return self._of_sequences(q, k, v, self._sinks(), None, **given)
         self._check_not_cached(axis)
@@ -202,27 +204,33 @@ class AttentionCore(nnx.Module):
         mask: jax.Array | None,
         dropout_key: jax.Array | None,
         fp8: bool,
+        reach: Reach,
     ) -> jax.Array:
         """Returns the outputs of the heads for whole sequences; see `__call__`. With an `axis`, queries, keys, values
         and the result are this rank's parts of sequences that its ranks divide."""
         if fp8:
-            self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None, axis)
-        if self.query_scale is not None:
-            q = rms_norm(q, self.query_scale.get_value(), epsilon=self.epsilon)
-            k = rms_norm(k, self.key_scale.get_value(), epsilon=self.epsilon)
-        if self.rope_theta is not None:
+            self._check_fp8(mask is not None, segment_ids is not None, dropout_key is not None, axis, reach)
+        q = normalized(self.qk_norm, q, self.query_scale, None, self.epsilon)
+        k = normalized(self.qk_norm, k, self.key_scale, None, self.epsilon)
+        if reach.rope_theta is not None:
             if axis is not None:
                 positions = _of_part(positions, q.shape[1], axis)
-            turn: dict[str, Any] = {"positions": positions, "scaling": self.rope_scaling, "rotary_dim": self.rotary_dim}
-            q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))
+            turn: dict[str, Any] = {"positions": positions, "scaling": reach.rope_scaling}
+            q, k = (rope(x, theta=reach.rope_theta, rotary_dim=self.rotary_dim, **turn) for x in (q, k))
         options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.cached_keys is not None:
             if mask is not None or segment_ids is not None:
                 raise ValueError(_CACHED.format("the model passes a mask or segments to attention"))
             if positions is None:
                 raise ValueError(_CACHED.format("the model calls attention without `positions`"))
+            if self.reach.window not in (None, reach.window):
+                raise ValueError(
+                    f"attention with a window of {self.reach.window} is called with `reach.window` {reach.window} "
+                    f"while `gtp_jax.generate` caches the last {self.reach.window} tokens. Build it with `window=None` "
+                    "and pass a `reach` with every window."
+                )
             if self.cached_keys.get_metadata()["filled"]:
-                return self._with_cached(q, k, v, positions, options)
+                return self._with_cached(q, k, v, positions, reach.window, options)
             self._fill(k, v, positions)
         if fp8:
             return attention_fp8(q, k, v, causal=self.causal, scale=self.scale)
@@ -232,7 +240,7 @@ class AttentionCore(nnx.Module):
             save_for_backward(k),
             save_for_backward(v),
             causal=self.causal,
-            window=self.window,
+            window=reach.window,
             mask=mask,
             segment_ids=segment_ids,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
@@ -240,14 +248,14 @@ class AttentionCore(nnx.Module):
             **options,
         )
 
-    def _check_fp8(self, mask: bool, segments: bool, dropout: bool, axis: str | None) -> None:
+    def _check_fp8(self, mask: bool, segments: bool, dropout: bool, axis: str | None, reach: Reach) -> None:
         if axis is not None:
             raise ValueError(
                 f"the recipe asks for attention in FP8, which takes whole sequences, but ranks of {axis} = "
                 f"{degree(axis)} exchange keys. Choose a degree that divides the heads of a rank, with "
                 "`sequence_exchange='heads'`, or pass `attention=False` to the recipe."
             )
-        options = {"window": self.window is not None, "soft_cap": self.soft_cap is not None}
+        options = {"window": reach.window is not None, "soft_cap": self.soft_cap is not None}
         options |= {"sinks": self.sinks is not None, "mask": mask, "segment_ids": segments, "dropout": dropout}
         if lacks := [f"`{name}`" for name, given in options.items() if given]:
             raise ValueError(
@@ -264,10 +272,16 @@ class AttentionCore(nnx.Module):
             cache.set_value(filled_from(x, places, cache.get_value().shape[1]))
 
     def _with_cached(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, options: dict[str, Any]
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        window: int | None,
+        options: dict[str, Any],
     ) -> jax.Array:
         """Adds the keys and values of one token per sequence to the caches, and returns the outputs of the heads for
-        these tokens, which attend to all cached tokens, including themselves.
+        these tokens, which attend to all cached tokens in the window, including themselves.
 
         Raises:
             ValueError: if there is more than one token per sequence.
@@ -281,8 +295,8 @@ class AttentionCore(nnx.Module):
         for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
             cache.set_value(with_token(cache.get_value(), x, places))
         keys, values = self.cached_keys.get_value(), self.cached_values.get_value()
-        if self.window is None:
-            return attention(q, keys, values, causal=True, query_position=places, **options)
+        if self.reach.window is None:  # there is a slot for every token
+            return attention(q, keys, values, causal=True, window=window, query_position=places, **options)
         return attention(q, keys, values, mask=seen_slots(places, keys.shape[1])[:, None], **options)
 
     def lacks(self) -> str:

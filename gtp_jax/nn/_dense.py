@@ -28,15 +28,15 @@ from ..collectives import (
 )
 from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree, sequence_axis
-from ..ops import layer_norm, rms_norm, save_for_backward
+from ..ops import save_for_backward
 from ..weights import GradReduce, split_features
 from ._adapter import Adapter
 from ._layer import between_layers, inside_layer
+from ._norm import Norm, make_norm, normalized
 from ._options import LayerNormDenseOptions
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 Parallel = Literal["column", "row"] | None
-Norm = Literal["rms", "layer"] | None
 
 default_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
@@ -346,17 +346,6 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
     return [int(by_name[name]) for name in sizes]
 
 
-def check_norm(norm: Any) -> Norm:
-    """Returns its argument, which must be the name of a norm or `None`.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
-    if norm not in ("rms", "layer", None):
-        raise ValueError(f"`norm` is {norm!r}; it must be 'rms', 'layer' or None.")
-    return norm
-
-
 class LayerNormDense(Dense):
     """A `Dense` layer, column-parallel by default, that first normalizes its input.
 
@@ -364,7 +353,8 @@ class LayerNormDense(Dense):
     norm are whole on every rank.
 
     Args:
-        norm: `"rms"` (RMSNorm), `"layer"` (LayerNorm with bias), or `None` for no norm.
+        norm: `"rms"` (RMSNorm), `"zero_centered_rms"` (RMSNorm that multiplies by 1 + scale, as in Gemma), `"layer"`
+            (LayerNorm with bias), or `None` for no norm.
         epsilon: the epsilon of the norm.
 
     The other arguments are as in `Dense`, but `parallel` is `"column"` by default, and may not be `"row"`.
@@ -391,16 +381,9 @@ class LayerNormDense(Dense):
                 "needs. Use `Dense`, which has no norm, or pass `parallel=None`."
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
-        self.norm = check_norm(norm)
+        self.scale, self.shift = make_norm(norm, in_features, rngs, param_dtype)
+        self.norm: Norm = norm
         self.epsilon = epsilon
-        ones, zeros = initializers.ones, initializers.zeros
-        self.scale: Any = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
-        shift = norm == "layer"
-        self.shift: Any = make_vector(in_features, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
 
     def prepare(self, x: jax.Array) -> jax.Array:
-        if self.norm == "rms":
-            return rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
-        if self.norm == "layer":
-            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
-        return x
+        return normalized(self.norm, x, self.scale, self.shift, self.epsilon)

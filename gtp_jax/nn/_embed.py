@@ -20,17 +20,15 @@ from ..ops import (
     SlottedWeight,
     check_concrete_ids,
     embedding_lookup,
-    layer_norm,
     linear,
     not_ids,
-    rms_norm,
     to_index,
     values_and_slot,
 )
 from ..weights import GradReduce, WeightGroup, split_features
-from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
-from ._weight import Initializer, WeightOwner, apply_gathered, make_vector, make_weight
+from ._norm import Norm, make_norm, normalized
+from ._weight import Initializer, WeightOwner, apply_gathered, make_weight
 
 default_embedding_init = initializers.normal(0.02)
 
@@ -56,6 +54,7 @@ class Embed(WeightOwner):
     Args:
         num_embeddings: the number of rows.
         features: the size of a row.
+        scale: if given, what rows are multiplied by, in `dtype`, as in Gemma. A `TiedHead` does not multiply by it.
         sequence_parallel: whether to shard the output along the sequence over tp.
         dtype: the dtype of the output.
         param_dtype: the dtype of the stored shards.
@@ -75,6 +74,7 @@ class Embed(WeightOwner):
         num_embeddings: int,
         features: int,
         *,
+        scale: float | None = None,
         sequence_parallel: bool = True,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -87,6 +87,7 @@ class Embed(WeightOwner):
             raise ValueError(f"Embed({num_embeddings}, {features}): sizes must be whole numbers of at least 1.")
         (layout,) = layouts_of_kernels([(int(num_embeddings), int(features))], rows=0, split_dim=0)
         self.table = make_weight(layout, embedding_init, rngs.params(), param_dtype)
+        self.scale = scale
         self.sequence_parallel = sequence_parallel
 
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -111,7 +112,8 @@ class Embed(WeightOwner):
         return super().__call__(tokens)
 
     def local(self, tokens: jax.Array) -> jax.Array:
-        return apply_gathered((self,), self._embedding_lookup, tokens, groups=(self.group_for(tokens),))
+        rows = apply_gathered((self,), self._embedding_lookup, tokens, groups=(self.group_for(tokens),))
+        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
     def group_for(self, x: jax.Array) -> WeightGroup:
         """Returns the weight group by which a lookup of tokens gathers the table.
@@ -186,7 +188,7 @@ class TiedHead(Layer):
 
     Args:
         embed: the embedding whose table is used.
-        norm: `"rms"` (RMSNorm), `"layer"` (LayerNorm with bias), or `None` for no norm.
+        norm: the norm, as in `LayerNormDense`; `None` for no norm.
         epsilon: the epsilon of the norm.
         param_dtype: the dtype of the norm's parameters.
         rngs: the random streams; only the stream `params` is used.
@@ -209,11 +211,9 @@ class TiedHead(Layer):
     ) -> None:
         super().__init__()
         self.embed = embed
-        self.norm, self.epsilon = check_norm(norm), epsilon
-        size, ones, zeros = embed.layouts[0].shape[1], initializers.ones, initializers.zeros
-        self.scale: Any = make_vector(size, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
-        shift = norm == "layer"
-        self.shift: Any = make_vector(size, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
+        self.scale, self.shift = make_norm(norm, embed.layouts[0].shape[1], rngs, param_dtype)
+        self.norm: Norm = norm
+        self.epsilon = epsilon
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
@@ -222,11 +222,7 @@ class TiedHead(Layer):
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """Returns the input of the product with the table."""
-        if self.norm == "rms":
-            return rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
-        if self.norm == "layer":
-            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
-        return x
+        return normalized(self.norm, x, self.scale, self.shift, self.epsilon)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         inside = inside_layer(self.roles, ndim, even=not self.converts[1])

@@ -9,8 +9,9 @@ import jax
 from flax import nnx
 
 from ..ops import save_activation
-from ._dense import Dense, LayerNormDense, Norm
+from ._dense import Dense, LayerNormDense
 from ._layer import Layer
+from ._norm import Norm
 from ._options import DenseOptions
 
 

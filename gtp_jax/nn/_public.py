@@ -37,6 +37,7 @@ from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import Split as Split
 from ._model_def import split_model as split_model
+from ._norm import NormLayer as NormLayer
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._owners import groups_of as groups_of
@@ -46,6 +47,7 @@ from ._owners import weight_owners as weight_owners
 from ._quantized import keys_of as keys_of
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
+from ._reach import Reach as Reach
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
 from ._stages import TRACED_AS as TRACED_AS

@@ -30,11 +30,12 @@ class Stack(StackedLayers):
 
     `stack(x, *shared, **named)` equals
 
-        for layer in layers:
-            x = layer(x, *shared, **named)
+        for layer, own in zip(layers, each):
+            x = layer(x, *shared, **named, **own)
 
     The further arguments are the *shared inputs*, such as positions, masks or an encoder's output. Every layer receives
-    them, in forward and again in backward, so that no layer saves its own copy.
+    them, in forward and again in backward, so that no layer saves its own copy. With `each`, every layer also receives
+    arguments of its own, which are not arrays.
 
     Variables that a layer writes, such as `nnx.BatchStat`, the counts of dropout's `nnx.RngStream`,
     `gtp_jax.nn.AuxLoss` or values captured by `nnx.capture`, are updated as in that loop: once per call, even if
@@ -57,6 +58,9 @@ class Stack(StackedLayers):
         remat: the policy for what is saved for backward; see `with_remat`.
         sequence_parallel: whether activations between layers are sharded along the sequence over tp, if a layer does
             not state this itself.
+        each: for each layer, further arguments of its call by name, which are hashable constants: for example,
+            `[{"reach": reach} for reach in reaches]` for `Attention`s with different windows. Each run of consecutive
+            layers with equal arguments is compiled once, if `schedule.unroll` is not `"full"`.
         rngs: the random streams. They are split, so that each layer draws from its own streams: in the factory, and
             also in calls if the layer keeps them.
 
@@ -82,10 +86,13 @@ class Stack(StackedLayers):
         schedule: Schedule | None = None,
         remat: Remat = "matmuls",
         sequence_parallel: bool = True,
+        each: Sequence[Mapping[str, Any]] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         if not is_size(length):
             raise ValueError(f"`length` is {length}; it must be a whole number of at least 1.")
+        if each is not None and len(each) != length:
+            raise ValueError(f"`each` has arguments for {len(each)} layers, but `length` is {length}.")
         with_remat(lambda x: x, remat)
         _check_schedule(schedule)
         super().__init__()
@@ -93,6 +100,7 @@ class Stack(StackedLayers):
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
         self.sequence_parallel = sequence_parallel
+        self.each = tuple(tuple(own.items()) for own in each or ())
 
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -131,7 +139,7 @@ class Stack(StackedLayers):
         return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
     def _link(self, remat: Remat) -> Link:
-        return Link(self.layers, remat, self.length)
+        return Link(self.layers, remat, self.length, self.each)
 
 
 def run_chain(

@@ -46,7 +46,7 @@ from ._owners import weight_owners
 from ._quantized import quantized_in_scope
 from ._set_weights import Held, held_in, refuse_set_weights, with_weights
 from ._shared import SharedInputs
-from ._weight import Weight
+from ._weight import Named, Weight
 
 # `Weights` holds the gathered weights of one layer by path, as arrays or codes. `Slots` holds, by path, the arrays that
 # receive the gradients of some of these weights.
@@ -82,11 +82,13 @@ class Link:
         module: one layer, or `length` layers whose variables are stacked.
         remat: the policy for what is saved for backward.
         length: the number of layers; `None` for a module that is not stacked.
+        each: for each layer of a stack, the arguments that only its call receives; empty if there are none.
     """
 
     module: nnx.Module
     remat: Remat
     length: int | None = None
+    each: Sequence[Named] = ()
 
 
 @forget_after()
@@ -119,8 +121,9 @@ def run_links(links: Sequence[Link], x: Any, schedule: Schedule, shared: SharedI
 
 def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     """Returns the stages of a module. A stack has one stage for each stretch of consecutive layers with the same weight
-    groups and the same wires: for example, first layers in high precision, layers whose codes have already been
-    gathered, layers whose codes are still to be gathered, and last layers in high precision.
+    groups, the same wires and the same arguments of their own (`Link.each`): for example, first layers in high
+    precision, layers whose codes have already been gathered, layers whose codes are still to be gathered, and last
+    layers in high precision.
 
     Args:
         link: the module.
@@ -152,6 +155,8 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     made += [one for owner in owners.values() for one in owner.prepared]
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
     ends |= {end for one in made for end in (one.start, one.stop)}
+    each = link.each or ((),) * length
+    ends |= {layer for layer in range(1, length) if each[layer] != each[layer - 1]}
     bounds = sorted({0, *ends, length})
     keys = _layer_keys(owners, length)
     pieces = _split((shards, (arrays.params, tops), (keys, amaxes, arrays.constants)), bounds[1:-1])
@@ -159,7 +164,7 @@ def _stages(link: Link, shared: SharedInputs, x: Any) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         wires, first = wires_of(groups, made, shards, own, start, stop)
-        stage = _stage(template, groups, own, wires, params, constants, link.remat, shared)
+        stage = _stage(template, groups, own, wires, params, constants, link.remat, shared, each[start])
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=first))
     return stages
 
@@ -182,6 +187,7 @@ def _stage(
     constants: Constants,
     remat: Remat,
     shared: SharedInputs | None = None,
+    named: Named = (),
 ) -> Stage:
     """Returns the layer as a stage. For layers of a stack, the caller sets `length`, `stacked` and `first`.
 
@@ -194,6 +200,7 @@ def _stage(
         constants: the arrays without a gradient.
         remat: the policy for what is saved for backward.
         shared: the shared inputs; `None` if the layer receives none.
+        named: further arguments of the layer that are not arrays.
     """
 
     view = current_view()
@@ -217,7 +224,7 @@ def _stage(
 
         def call(layer: Any) -> Any:
             with use_turn(turn if view == "local" else None):
-                return layer(x, *args, **kwargs)
+                return layer(x, *args, **kwargs, **dict(named))
 
         def again(arrays: list[Any]) -> Held:
             layer = with_weights(template.merged(own, values), arrays)

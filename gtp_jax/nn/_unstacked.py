@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from ..variables import Leaf, is_variable, split_nodes
 from ..weights import Gathered, Kernels, in_view
 from ._layer import Layer, partition_of
 from ._owners import weight_owners
-from ._weight import StackedLayers, Weight
+from ._weight import Named, StackedLayers, Weight
 
 
 class Unstacked(Layer):
@@ -22,17 +23,19 @@ class Unstacked(Layer):
 
     Args:
         layers: the layers, in order.
+        each: for each layer, the arguments that only its call receives; empty if there are none.
     """
 
     context_parallel = True
 
-    def __init__(self, layers: list[nnx.Module]) -> None:
+    def __init__(self, layers: list[nnx.Module], each: Sequence[Named]) -> None:
         super().__init__()
         self.layers = nnx.List(layers)
+        self.each = tuple(each) or ((),) * len(layers)
 
     def __call__(self, x: Any, *shared: Any, **named: Any) -> Any:
-        for layer in self.layers:
-            x = layer(x, *shared, **named)  # pyright: ignore[reportCallIssue]
+        for layer, own in zip(self.layers, self.each, strict=True):
+            x = layer(x, *shared, **named, **dict(own))  # pyright: ignore[reportCallIssue]
         return x
 
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
@@ -50,7 +53,7 @@ def with_gathered_weights(model: nnx.Module) -> nnx.Module:
     """
     for path, module in list(nnx.iter_modules(model)):
         if isinstance(module, StackedLayers):
-            apart = Unstacked([_layer(module, i) for i in range(module.length)])
+            apart = Unstacked([_layer(module, i) for i in range(module.length)], module.each)
             if not path:
                 model = apart
                 break

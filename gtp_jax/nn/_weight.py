@@ -44,6 +44,8 @@ from ..weights import (
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, wrap_methods
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+# Arguments of one layer's call that are not arrays, as pairs of name and value.
+Named = tuple[tuple[str, Any], ...]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
@@ -124,10 +126,12 @@ class StackedLayers(Layer):
     Attributes:
         length: the number of layers.
         schedule: how the chain of these layers is run.
+        each: for each layer, the arguments that only its call receives; empty if there are none.
     """
 
     length: int
     schedule: Schedule
+    each: tuple[Named, ...]
 
 
 @wrap_methods

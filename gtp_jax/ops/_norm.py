@@ -16,6 +16,7 @@ def rms_norm(
     scale: Float[jax.Array | np.ndarray, " features"],
     *,
     epsilon: float = 1e-6,
+    zero_centered: bool = False,
 ) -> Float[jax.Array, "*rows features"]:
     """Returns `x / sqrt(mean(x**2) + epsilon) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
 
@@ -23,13 +24,15 @@ def rms_norm(
         x: `(..., features)`.
         scale: `(features,)`.
         epsilon: the number added to the mean square.
+        zero_centered: whether to multiply by `1 + scale` instead, as in Gemma.
 
     Returns:
         An array of the same shape and dtype as `x`.
     """
     wide = _wide(x)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (normed * scale.astype(wide.dtype)).astype(x.dtype)
+    factor = scale.astype(wide.dtype)
+    return (normed * (1 + factor if zero_centered else factor)).astype(x.dtype)
 
 
 def layer_norm(

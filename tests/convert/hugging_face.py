@@ -68,6 +68,21 @@ QWEN2 = {
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
+# Windows in all layers but the third, with a rotary embedding of their own.
+GEMMA3 = {
+    **CONFIG,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "rope_theta": 100.0,
+    "rope_local_base_freq": 20.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "tie_word_embeddings": True,
+}
 # A window that is shorter than the sequences of tests.
 MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7}
 # Names of an expert's gate, up and down, below a layer.
@@ -103,8 +118,10 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         if config["model_type"] == "qwen2":
             sizes = {"q": query, "k": key, "v": key}
             found |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (size,) for x, size in sizes.items()}
-        if config["model_type"].startswith("qwen3"):
+        if config["model_type"].startswith(("qwen3", "gemma3")):
             found |= {f"model.layers.{i}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+        if config["model_type"].startswith("gemma3"):
+            found |= {f"model.layers.{i}.{x}_feedforward_layernorm.weight": (dim,) for x in ("pre", "post")}
         if count := experts_of(config):
             found = {name: shape for name, shape in found.items() if f"model.layers.{i}.mlp." not in name}
             block, names = _NAMES[config["model_type"]]

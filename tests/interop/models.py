@@ -48,6 +48,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mixtral": ("Mixtral", dict(**_EXPERTS, num_local_experts=4)),
     "Mistral with a window": ("Mistral", dict(sliding_window=9)),
+    "Gemma 3": (
+        "Gemma3Text",
+        dict(
+            **dict(num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=24),
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=4.0, **_THETA),
+                sliding_attention=dict(rope_type="default", rope_theta=20.0),
+            ),
+        ),
+    ),
     "Mistral without a window": ("Mistral", dict(sliding_window=None)),
 }
 

@@ -46,8 +46,14 @@ def test_a_saved_model_is_its_configuration_whose_family_is_llama_by_default():
 
 QWEN2 = dataclasses.replace(PRESETS["tiny"], qkv_bias=True, window=64)  # pyright: ignore[reportArgumentType]
 
+GEMMA3 = dataclasses.replace(
+    PRESETS["tiny"],
+    **dict(qk_norm=True, norm="zero_centered_rms", branch_norms=True, activation="gelu_tanh", scale_embedding=True),
+    **dict(window=64, full_every=2, window_rope_theta=1e4),
+)
 
-@pytest.mark.parametrize("config", ["tiny", "8b", "mixtral", "qwen3-30b-a3b", QWEN2])
+
+@pytest.mark.parametrize("config", ["tiny", "8b", "mixtral", "qwen3-30b-a3b", QWEN2, GEMMA3])
 def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(config):
     config = preset_of(config) if isinstance(config, str) else config
     tensors = hugging_face_of(config).tensors(config)

@@ -9,6 +9,7 @@ import pytest
 from messages import naming
 
 from gtp_jax.models import PRESETS, LlamaConfig
+from gtp_jax.models.llama._config import _PARTS
 from gtp_jax.ops import RopeScaling
 from gtp_jax.runner.flags import ExpertOptions, ModelSizes, from_settings, knobs, sizes_of
 from gtp_jax.runner.trainer import TrainConfig
@@ -26,7 +27,7 @@ def test_flags_alone_make_every_model_of_any_preset(start, name):
 
 def test_every_field_of_an_architecture_has_a_flag():
     fields = {*PRESETS["qwen3-30b-a3b"].architecture(), *PRESETS["tiny"].architecture()}
-    assert (fields | {"qkv_bias", "window"}) - {"routing", "rope_scaling"} <= NAMES
+    assert {*fields, *_PARTS} - {"routing", "rope_scaling"} <= NAMES
     scaling = {f"rope_scaling_{field.name}" for field in dataclasses.fields(RopeScaling)}
     assert scaling <= NAMES
 
@@ -53,9 +54,12 @@ def test_scaling_of_rotary_frequencies_is_changed_field_by_field_and_left_out():
     assert base(**yarn).rope_scaling == RopeScaling(kind="yarn", factor=4.0, truncate=False)
 
 
-def test_biases_and_a_window_are_given_and_taken_away():
+def test_parts_of_other_families_are_given_and_taken_away():
     given, none = base(window=64, qkv_bias=True), base(window=0, qkv_bias=False)
     assert (given.window, given.qkv_bias, none.window, none.qkv_bias) == (64, True, None, False)
+    numbers = dict.fromkeys(("full_every", "window_rope_theta", "query_pre_attn_scalar"), 6)
+    assert sizes_of(base(window=64, **numbers)).items() >= {"window": 64, **numbers}.items()
+    assert base(**dict.fromkeys(("window", *numbers), 0)) == base()
 
 
 @pytest.mark.parametrize(

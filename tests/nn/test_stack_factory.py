@@ -69,6 +69,34 @@ def test_a_stack_equals_a_loop_over_its_layers_call_after_call(kind, x64):
         assert len(draws) == LENGTH, "layers share a stream"
 
 
+class Powers(Layer):
+    def __call__(self, x, power=1):
+        return x + self.linear(x) ** power
+
+
+def test_each_layer_gets_arguments_of_its_own_also_where_layers_run_in_a_loop(x64):
+    powers = (2, 2, 3)
+    stack = gtp.Stack(
+        Powers, LENGTH, schedule=gtp.Schedule(unroll=1), each=[{"power": power} for power in powers], rngs=nnx.Rngs(0)
+    )
+    layers = nnx.List(unstacked(stack))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)))
+
+    def in_turn(layers):
+        y = x
+        for layer, power in zip(layers, powers, strict=True):
+            y = layer(y, power)
+        return jnp.sum(jnp.sin(y))
+
+    found = nnx.jit(nnx.value_and_grad(lambda stack: jnp.sum(jnp.sin(stack(x)))))(stack)
+    wanted = nnx.jit(nnx.value_and_grad(in_turn))(layers)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
+    kernels = [wanted[1][i].linear.kernel.get_value() for i in range(LENGTH)]
+    np.testing.assert_allclose(found[1].layers.linear.kernel.get_value(), kernels, rtol=1e-12)
+    with pytest.raises(ValueError, match=naming("`each` 2 `length` 3")):
+        gtp.Stack(Powers, LENGTH, each=[{}, {}], rngs=nnx.Rngs(0))
+
+
 def test_variables_made_outside_of_the_factory_are_refused_by_path():
     shared = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
 

@@ -38,6 +38,11 @@ def test_a_norm_takes_numpys_arrays_and_all_of_jaxs_transformations(norm):
     assert norm(x).shape == x.shape and hessian.shape == (3, 8, 3, 8)
 
 
+def test_a_zero_centered_scale_is_what_a_factor_exceeds_one_by():
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    np.testing.assert_array_equal(rms_norm(x, SCALE, zero_centered=True), rms_norm(x, 1 + SCALE))
+
+
 @both_norms
 def test_in_training_its_input_lies_row_major(norm):
     text = jax.jit(jax.grad(lambda x: (norm(x) ** 3).sum())).lower(jnp.ones((2, 3, 8))).as_text()

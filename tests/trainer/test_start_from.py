@@ -41,6 +41,11 @@ MODELS = {
     "yarn": dataclasses.replace(
         DENSE, rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_length=64, beta_fast=16.0, beta_slow=2.0)
     ),
+    "gemma3": dataclasses.replace(
+        DENSE,
+        **dict(qk_norm=True, norm="zero_centered_rms", branch_norms=True, activation="gelu_tanh", scale_embedding=True),
+        **dict(window=5, full_every=3, window_rope_theta=1e4, query_pre_attn_scalar=20),
+    ),
     "experts": MOE,
     "deepseek": dataclasses.replace(
         MOE, routing=Routing(score="sigmoid", normalize=False, scale=2.5, num_groups=2, top_groups=2, bias_rate=0.1)
@@ -61,7 +66,7 @@ def started(folder, extra, **settings):
     )
 
 
-@pytest.mark.parametrize("name", ["tied", "qwen2", "yarn", "deepseek", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tied", "qwen2", "gemma3", "yarn", "deepseek", "tiny-moe"])
 def test_no_preset_is_needed_for_any_model(tmp_path, name):
     model = MODELS[name]
     config = started(tmp_path, saved(model))

@@ -10,7 +10,7 @@ from ..._foreign import brief
 from ...chain import KeepGathered, Remat, Schedule
 from ...collectives import SequenceExchange, check_sequence_exchange
 from ...experts import ExpertParallel, Routing, Transport, check_chunks, check_moe, check_transport
-from ...nn import GradReduce, check_heads, reduction_of
+from ...nn import GradReduce, Reach, check_heads, reduction_of
 from ...ops import MOST, RopeScaling, check_rotary
 
 _ARCHITECTURE = (
@@ -25,6 +25,20 @@ _ARCHITECTURE = (
     "rope_theta",
     "epsilon",
 )
+# Fields of the architecture that are left out of checkpoints if they have their default.
+_PARTS = (
+    "qk_norm",
+    "qkv_bias",
+    "window",
+    "full_every",
+    "window_rope_theta",
+    "query_pre_attn_scalar",
+    "norm",
+    "branch_norms",
+    "activation",
+    "scale_embedding",
+)
+_FLAGS = ("qk_norm", "qkv_bias", "branch_norms", "scale_embedding")
 _OF_EXPERTS = ("num_experts", "top_k")
 # The fields of `Routing` that determine which experts are chosen, and with which weights. `bias_rate` is one of them
 # only because it tells whether there is a bias. The rate itself and the remaining fields matter only in training.
@@ -46,6 +60,15 @@ class LlamaConfig:
         qkv_bias: whether queries, keys and values have biases, like in Qwen2.
         window: the number of tokens that a token attends to, including itself, like in Mistral; `None` for itself and
             all before it.
+        full_every: if n, layers n, 2 n, ... have no window, like in Gemma 3; `None` if the window is that of all
+            layers.
+        window_rope_theta: the base of the rotary wavelengths of layers with a window, whose frequencies are then not
+            scaled, like in Gemma 3; `None` if they are rotated like the others.
+        query_pre_attn_scalar: the number by whose square root scores are divided; `head_dim` by default.
+        norm: the kind of all norms, `"rms"` or, like in Gemma, `"zero_centered_rms"`; see `LayerNormDense`.
+        branch_norms: whether the outputs of attention and MLP are normalized before they are added, like in Gemma.
+        activation: the function of the MLP's gate, `"silu"` or `"gelu_tanh"`.
+        scale_embedding: whether embeddings are multiplied by the square root of `hidden_size`, like in Gemma.
         intermediate_size: the hidden width of the MLP, or of each expert.
         num_experts: the number of experts that replace each MLP; 0 for an MLP.
         top_k: the number of experts per token.
@@ -94,6 +117,13 @@ class LlamaConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     window: int | None = None
+    full_every: int | None = None
+    window_rope_theta: float | None = None
+    query_pre_attn_scalar: int | None = None
+    norm: Literal["rms", "zero_centered_rms"] = "rms"
+    branch_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    scale_embedding: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -126,12 +156,19 @@ class LlamaConfig:
                 raise ValueError(
                     f"`{field}` is {brief(getattr(self, field))}; it must be a whole number of at least 1, below 2**31."
                 )
-        for field in ("qk_norm", "qkv_bias", "tie_embeddings", "sequence_parallel"):
+        for field in (*_FLAGS, "tie_embeddings", "sequence_parallel"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be True or False.")
-        for field, allowed in (("rope_theta", "above 0"), ("epsilon", "of at least 0")):
+        for field, allowed in (("norm", ("rms", "zero_centered_rms")), ("activation", ("silu", "gelu_tanh"))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be one of {', '.join(allowed)}.")
+        for field, allowed in (
+            ("rope_theta", "above 0"),
+            ("epsilon", "of at least 0"),
+            *((("window_rope_theta", "above 0"),) if self.window_rope_theta is not None else ()),
+        ):
             value = getattr(self, field)
-            if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field == "rope_theta"):
+            if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field != "epsilon"):
                 raise ValueError(f"`{field}` is {brief(value)}; it must be a number {allowed}, at most {MOST:.7g}.")
             object.__setattr__(self, field, float(value))  # JAX does not accept an int of more than 32 bits
         check_rotary(self.head_dim, None, self.rope_theta, self.rope_scaling)
@@ -140,6 +177,7 @@ class LlamaConfig:
                 f"`window` is {brief(self.window)}; it must be a number of tokens, at least 1 and below 2**31, or None "
                 "for all."
             )
+        self._check_layers()
         check_heads(self.num_heads, self.num_kv_heads, 1)
         if not _is_size(self.num_experts):
             raise ValueError(
@@ -154,6 +192,17 @@ class LlamaConfig:
         check_sequence_exchange(self.sequence_exchange)
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
+
+    def _check_layers(self) -> None:
+        for field, what in (("full_every", "layers"), ("query_pre_attn_scalar", "features")):
+            value = getattr(self, field)
+            if value is not None and not _is_size(value, least=1):
+                raise ValueError(
+                    f"`{field}` is {brief(value)}; it must be a number of {what}, at least 1 and below 2**31, or None."
+                )
+        for field in ("full_every", "window_rope_theta"):
+            if self.window is None and getattr(self, field) is not None:
+                raise ValueError(f"`{field}` is {getattr(self, field)}, but there is no `window`. Set it too.")
 
     def _check_experts(self) -> None:
         if not _is_size(self.shared_hidden):
@@ -174,6 +223,12 @@ class LlamaConfig:
             self.routing.check(self.num_experts, self.top_k)
             check_transport(self.transport)
             check_chunks(self.exchange_chunks)
+            for field in ("norm", "activation"):
+                if getattr(self, field) != getattr(type(self), field):
+                    raise ValueError(
+                        f"`{field}` is {getattr(self, field)!r}, which experts do not have. Leave it at "
+                        f"{getattr(type(self), field)!r}, or set `num_experts` to 0."
+                    )
         elif self.shared_hidden:
             raise ValueError(
                 f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0. Set `num_experts`, or leave "
@@ -184,6 +239,16 @@ class LlamaConfig:
     def schedule(self) -> Schedule:
         """The chain's schedule."""
         return Schedule(prefetch=self.prefetch, unroll=self.unroll, keep_gathered=self.keep_gathered)
+
+    @property
+    def reaches(self) -> list[Reach]:
+        """The reach of each layer's attention."""
+        full = Reach(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+        own = dataclasses.replace(full, window=self.window)
+        if self.window_rope_theta is not None:
+            own = dataclasses.replace(own, rope_theta=self.window_rope_theta, rope_scaling=None)
+        every = self.full_every
+        return [full if every and layer % every == 0 else own for layer in range(1, self.num_layers + 1)]
 
     def check_mesh(self, *, tp: int, seq: int, cp: int = 1) -> None:
         """Checks that the model and its sequences can be divided over tp and cp.
@@ -207,9 +272,7 @@ class LlamaConfig:
         """Returns the fields that determine which model the weights belong to; the others only affect how it is
         computed and trained."""
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
-        fields |= {name: True for name in ("qk_norm", "qkv_bias") if getattr(self, name)}
-        if self.window is not None:
-            fields["window"] = self.window
+        fields |= {name: getattr(self, name) for name in _PARTS if getattr(self, name) != getattr(type(self), name)}
         if self.shared_hidden:
             fields["shared_hidden"] = self.shared_hidden
         usual = Routing()
@@ -249,7 +312,8 @@ class LlamaConfig:
     def _norms(self) -> int:
         """Returns the number of parameters of norms."""
         heads = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
-        return (2 * self.num_layers + 1) * self.hidden_size + heads
+        of_layer = 4 if self.branch_norms else 2
+        return (of_layer * self.num_layers + 1) * self.hidden_size + heads
 
 
 def _is_number(value: Any) -> bool:

@@ -11,13 +11,14 @@ from ...ops import MOST, RopeScaling
 from .._origin import POSITIONS
 from ._config import LlamaConfig
 from ._hf_kinds import Kind
-from ._hf_windows import window_from, window_json
+from ._hf_windows import rotary_apart, window_from, window_json
 
 # The types of fields in JSON. Fields that are not listed are sizes, which are whole numbers.
 _NUMBER: tuple[type, ...] = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
     "epsilon": _NUMBER,
     "rope_theta": _NUMBER,
+    "window_rope_theta": _NUMBER,
     "tie_embeddings": (bool,),
     "normalize": (bool,),
 }
@@ -26,12 +27,23 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
     """Returns the fields of config.json that the model determines."""
     return {
-        **{theirs: getattr(config.routing if ours == "normalize" else config, ours) for theirs, ours in kind.fields},
+        **{theirs: _value(config, ours) for theirs, ours in kind.fields},
         "rope_scaling": _scaling_json(config.rope_scaling),
         **_positions_json(config.rope_scaling),
         **window_json(kind, config),
         **{name: value for name, (value, _) in kind.fixed.items() if value is not None},
     }
+
+
+def _value(config: LlamaConfig, ours: str) -> Any:
+    """Returns the value of a field; if it is `None`, the number that it means."""
+    if ours == "normalize":
+        return config.routing.normalize
+    if ours == "query_pre_attn_scalar":
+        return config.query_pre_attn_scalar or config.head_dim
+    if ours == "window_rope_theta":
+        return config.window_rope_theta or config.rope_theta
+    return getattr(config, ours)
 
 
 def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
@@ -48,6 +60,8 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     for name, (value, what) in kind.fixed.items():
         if content.get(name) is not None and content[name] != value:  # null means the default
             raise ValueError(f"{file} has {name} {content[name]!r}; {value!r} is expected: gtp_jax's Llama {what}.")
+    if any(ours == "window_rope_theta" for _, ours in kind.fields):
+        content = rotary_apart(content, file)
     fields = {**kind.defaults, **content, **_rotary(file, content)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
     if fields.get("num_key_value_heads") is None:
@@ -70,11 +84,15 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     count = next((theirs for theirs, ours in kind.fields if ours == "num_experts"), None)
     if count is not None and fields[count] < 1:
         raise ValueError(f"{file} has {count} {fields[count]!r}; a model of type {kind.model_type!r} has at least 1.")
-    scaling, window = _scaling(file, content), window_from(kind, fields, file)
+    scaling, (window, full_every) = _scaling(file, content), window_from(kind, fields, file)
     try:
         sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in kind.fields}
         routing = {"routing": Routing(normalize=sizes.pop("normalize"))} if "normalize" in sizes else {}
-        sizes |= {**routing, "qk_norm": kind.qk_norm, "qkv_bias": kind.qkv_bias, "window": window}
+        sizes |= {**routing, **kind.parts, "window": window, "full_every": full_every}
+        if sizes.get("query_pre_attn_scalar") == sizes["head_dim"]:
+            sizes["query_pre_attn_scalar"] = None
+        if window is None:
+            sizes.pop("window_rope_theta", None)
         return LlamaConfig(**sizes, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error

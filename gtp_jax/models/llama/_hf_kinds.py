@@ -1,7 +1,7 @@
 """The kinds of Hugging Face models that our Llama computes: the fields of config.json, and values that some must have.
 
-Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config` and
-`Qwen3MoeConfig` in transformers.
+Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config`,
+`Qwen3MoeConfig` and `Gemma3TextConfig` in transformers.
 """
 
 from __future__ import annotations
@@ -50,6 +50,19 @@ _QWEN = {**_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False, "s
 _QWEN_DENSE = {**_QWEN, "max_window_layers": 28}
 
 
+# Fields of `LlamaConfig` that have their default unless a kind says otherwise.
+OF_KIND = (
+    "qk_norm",
+    "qkv_bias",
+    "norm",
+    "branch_norms",
+    "activation",
+    "scale_embedding",
+    "query_pre_attn_scalar",
+    "window_rope_theta",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of model.
@@ -63,9 +76,10 @@ class Kind:
             `num_key_value_heads` and `head_dim`, which follow from the query heads and the hidden size.
         also: other names that some versions of transformers write for fields: the usual name, the other name.
         experts: whether the model has experts.
-        qk_norm: whether queries and keys are normalized.
-        qkv_bias: whether queries, keys and values have biases.
+        parts: the fields of `LlamaConfig` in which all models of this kind differ from the default.
         windows: the fields that determine what a token attends to; empty if the kind has no window.
+        full_every: for a kind in which only some layers have a window, the default of `LlamaConfig.full_every`; `None`
+            for a kind with a window in all layers or in none.
     """
 
     model_type: str
@@ -75,17 +89,22 @@ class Kind:
     defaults: dict[str, Any]
     also: dict[str, str] = dataclasses.field(default_factory=dict)
     experts: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool = False
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    full_every: int | None = None
 
     def fits(self, config: LlamaConfig) -> bool:
         """Returns whether a model is of this kind."""
-        if (config.num_experts > 0, config.qk_norm, config.qkv_bias) != (self.experts, self.qk_norm, self.qkv_bias):
-            return False
-        if config.window is not None and not self.windows:
-            return False
         routing, names = config.routing, {ours for _, ours in self.fields}
+        wanted = {name: getattr(LlamaConfig, name) for name in OF_KIND if name not in names} | self.parts
+        if any(getattr(config, name) != value for name, value in wanted.items()):
+            return False
+        if (config.num_experts > 0) != self.experts:
+            return False
+        if (config.window is not None and not self.windows) or (config.full_every and not self.full_every):
+            return False
+        if "window_rope_theta" in names and config.window_rope_theta is None and config.rope_scaling is not None:
+            return config.window is None  # these files scale only the frequencies of layers without a window
         usual = Routing(
             normalize=routing.normalize if "normalize" in names else True,
             aux_loss=routing.aux_loss,  # this and the next only matter in training
@@ -126,7 +145,7 @@ KINDS: tuple[Kind, ...] = (
         (*_FIELDS, *_DENSE),
         _FIXED,
         _QWEN_DENSE,
-        qkv_bias=True,
+        parts={"qkv_bias": True},
         windows=_WINDOW_OF_LAYERS,
     ),
     Kind(
@@ -135,7 +154,7 @@ KINDS: tuple[Kind, ...] = (
         (*_FIELDS, *_DENSE),
         _NO_BIAS,
         {**_QWEN_DENSE, "head_dim": 128},
-        qk_norm=True,
+        parts={"qk_norm": True},
         windows=_WINDOW_OF_LAYERS,
     ),
     Kind(
@@ -150,7 +169,35 @@ KINDS: tuple[Kind, ...] = (
         {**_QWEN, "num_key_value_heads": 4, "norm_topk_prob": False},
         {"num_experts": "num_local_experts"},
         experts=True,
-        qk_norm=True,
+        parts={"qk_norm": True},
         windows=_SWITCHED_WINDOW,
+    ),
+    Kind(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        (
+            *_FIELDS,
+            *_DENSE,
+            ("query_pre_attn_scalar", "query_pre_attn_scalar"),
+            ("rope_local_base_freq", "window_rope_theta"),
+        ),
+        {
+            "hidden_activation": ("gelu_pytorch_tanh", "computes no other activation for this kind"),
+            "attention_bias": _NO_BIAS["attention_bias"],
+            "attn_logit_softcapping": (None, "has no soft cap"),
+            "final_logit_softcapping": (None, "has no soft cap"),
+            "use_bidirectional_attention": (False, "attends only to earlier tokens"),
+        },
+        {
+            **{**_DEFAULTS, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
+            **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
+            **{"rope_local_base_freq": 10_000.0, "sliding_window": 4096},
+        },
+        parts={
+            **{"qk_norm": True, "norm": "zero_centered_rms", "branch_norms": True},
+            **{"activation": "gelu_tanh", "scale_embedding": True},
+        },
+        windows=("sliding_window", "layer_types"),
+        full_every=6,
     ),
 )

@@ -29,14 +29,18 @@ _QK_NORM = (
     ("self_attn.q_norm.weight", "attention/core/query_scale", ("head_dim",)),
     ("self_attn.k_norm.weight", "attention/core/key_scale", ("head_dim",)),
 )
+# The norm before the MLP, by whether branches have norms after them too.
+_NORM_BEFORE = {False: "post_attention_layernorm.weight", True: "pre_feedforward_layernorm.weight"}
+_BRANCH_NORMS = (
+    ("post_attention_layernorm.weight", "after_attention/scale", ("hidden_size",)),
+    ("post_feedforward_layernorm.weight", "after_mlp/scale", ("hidden_size",)),
+)
 _MLP = (
-    ("post_attention_layernorm.weight", "mlp/up/scale", ("hidden_size",)),
     ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
     ("mlp.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
     ("mlp.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
 )
 # The tensors of layers with experts. The {} in the name of an expert's tensor is replaced by the expert's number.
-_NORM = ("post_attention_layernorm.weight", "mlp/scale", ("hidden_size",))
 _EXPERTS = {
     "mixtral": (
         ("block_sparse_moe.gate.weight", "mlp/router", ("num_experts", "hidden_size")),
@@ -81,17 +85,20 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
         return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear, expert)
 
     biases, norms = _QKV_BIAS if config.qkv_bias else (), _QK_NORM if config.qk_norm else ()
-    attention = (*_ATTENTION, *biases, *norms)
+    after = _BRANCH_NORMS if config.branch_norms else ()
+    scale = "mlp/scale" if config.num_experts else "mlp/up/scale"
+    before = (_NORM_BEFORE[config.branch_norms], scale, ("hidden_size",))
+    common = (*_ATTENTION, *biases, *norms, *after, before)
     if config.num_experts:
         router, *of_expert = _EXPERTS[model_type]
-        own = [(row, None) for row in (*attention, _NORM, router)]
+        own = [(row, None) for row in (*common, router)]
         rows = [*own, *((row, expert) for expert in range(config.num_experts) for row in of_expert)]
     else:
-        rows = [(row, None) for row in (*attention, *_MLP)]
-    before = [tensor(row) for row in _BEFORE]
+        rows = [(row, None) for row in (*common, *_MLP)]
+    first = [tensor(row) for row in _BEFORE]
     layers = [tensor(row, layer, expert) for layer in range(config.num_layers) for row, expert in rows]
-    after = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
-    return [*before, *layers, *after]
+    last = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
+    return [*first, *layers, *last]
 
 
 def copies(config: LlamaConfig) -> dict[str, str]:

@@ -2,7 +2,8 @@
 2307.09288).
 
 With experts instead of the MLP, it is Mixtral (arXiv 2401.04088); with an attention window, Mistral (2310.06825); with
-biases of queries, keys and values, Qwen2 (2407.10671).
+biases of queries, keys and values, Qwen2 (2407.10671); with windows in five of six layers, norms after the branches and
+a scaled embedding, Gemma 3 (2503.19786).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ...nn import (
     Embed,
     Layer,
     LayerNormDense,
+    NormLayer,
+    Reach,
     Stack,
     TiedHead,
     cross_entropy,
@@ -30,6 +33,8 @@ from ...nn import (
 )
 from ...ops import positions_of
 from ._config import LlamaConfig
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # of which the latter approximates by tanh
 
 
 class LlamaBlock(Layer):
@@ -41,16 +46,19 @@ class LlamaBlock(Layer):
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         shared = _shared(config)
+        reach = _built_with(config)
         self.attention = Attention(
             config.hidden_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
+            rope_theta=reach.rope_theta,
+            rope_scaling=reach.rope_scaling,
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
-            window=config.window,
+            window=reach.window,
+            scale=None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5,
+            norm=config.norm,
             sequence_exchange=config.sequence_exchange,
             epsilon=config.epsilon,
             rngs=rngs,
@@ -75,13 +83,29 @@ class LlamaBlock(Layer):
                 **shared,
             )
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, epsilon=config.epsilon, rngs=rngs, **shared)
+            self.mlp = MLP(
+                config.hidden_size,
+                config.intermediate_size,
+                activation=_ACTIVATIONS[config.activation],
+                norm=config.norm,
+                epsilon=config.epsilon,
+                rngs=rngs,
+                **shared,
+            )
+        self.after_attention, self.after_mlp = (_branch_norm(config, rngs) for _ in range(2))
 
     def local(
-        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        reach: Reach | None = None,
     ) -> jax.Array:
-        x = x + self.attention(x, positions=positions, segment_ids=segment_ids)
-        return x + self.mlp(x)
+        branch = self.attention(x, positions=positions, segment_ids=segment_ids, reach=reach)
+        x = x + (branch if self.after_attention is None else self.after_attention(branch))
+        branch = self.mlp(x)
+        return x + (branch if self.after_mlp is None else self.after_mlp(branch))
 
 
 class Llama(nnx.Module):
@@ -89,20 +113,23 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
-        self.embed = Embed(config.vocab_size, config.hidden_size, rngs=rngs, **shared)
+        scale = config.hidden_size**0.5 if config.scale_embedding else None
+        self.embed = Embed(config.vocab_size, config.hidden_size, scale=scale, rngs=rngs, **shared)
         self.blocks = Stack(
             lambda rngs: LlamaBlock(config, rngs=rngs),
             config.num_layers,
             schedule=config.schedule,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
+            each=[{"reach": reach} for reach in config.reaches] if _differ(config) else None,
             rngs=rngs,
         )
         self.loss_chunk = config.loss_chunk
+        norm: dict[str, Any] = {"norm": config.norm, "epsilon": config.epsilon}
         self.head = (
-            TiedHead(self.embed, epsilon=config.epsilon, param_dtype=shared["param_dtype"], rngs=rngs)
+            TiedHead(self.embed, param_dtype=shared["param_dtype"], rngs=rngs, **norm)
             if config.tie_embeddings
-            else LayerNormDense(config.hidden_size, config.vocab_size, epsilon=config.epsilon, rngs=rngs, **shared)
+            else LayerNormDense(config.hidden_size, config.vocab_size, rngs=rngs, **norm, **shared)
         )
 
     def __call__(
@@ -167,6 +194,25 @@ def _given(positions: jax.Array | None, segment_ids: jax.Array | None) -> dict[s
         positions = positions_of(segment_ids)
     shared = {"positions": positions, "segment_ids": segment_ids}
     return {name: array for name, array in shared.items() if array is not None}
+
+
+def _differ(config: LlamaConfig) -> bool:
+    """Returns whether layers differ in what their attention reaches."""
+    return len(set(config.reaches)) > 1
+
+
+def _built_with(config: LlamaConfig) -> Reach:
+    """Returns the reach with which attention is built: that of all layers, or if they differ, that of whole
+    sequences, so that caches have room for all tokens."""
+    return Reach(rope_theta=config.rope_theta) if _differ(config) else config.reaches[0]
+
+
+def _branch_norm(config: LlamaConfig, rngs: nnx.Rngs) -> Any:
+    """Returns the norm of what a branch adds; `nnx.data(None)` if there is none."""
+    if not config.branch_norms:
+        return nnx.data(None)
+    shared = {name: value for name, value in _shared(config).items() if name in ("param_dtype", "sequence_parallel")}
+    return NormLayer(config.hidden_size, norm=config.norm, epsilon=config.epsilon, rngs=rngs, **shared)
 
 
 def _shared(config: LlamaConfig) -> dict[str, Any]:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _GROUP = "sizes"
 _SCALING = "rope_scaling_"
 _NO_SCALING = "none"
+# Fields whose `None` is a 0 on command lines.
+_NONE_AS_0 = ("window", "full_every", "window_rope_theta", "query_pre_attn_scalar")
+# Fields that an architecture leaves out if they have their default.
+_LEFT_OUT = ("num_experts", "qk_norm", "qkv_bias", "norm", "branch_norms", "activation", "scale_embedding", *_NONE_AS_0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,35 @@ class ModelSizes:
     qkv_bias: bool | None = knob(None, _GROUP, "add biases to queries, keys and values, like Qwen2", kind=bool)
     window: int | None = knob(
         None, _GROUP, "number of tokens that a token attends to, including itself; 0 for all", least=0, metavar="N"
+    )
+    full_every: int | None = knob(
+        None, _GROUP, "every n-th layer has no window, like Gemma 3; 0 if all have one", least=0, metavar="N"
+    )
+    window_rope_theta: float | None = knob(
+        None,
+        _GROUP,
+        "base of the rotary wavelengths of layers with a window, which are then not scaled; 0 for the others'",
+        kind=float,
+        metavar="BASE",
+    )
+    query_pre_attn_scalar: int | None = knob(
+        None, _GROUP, "divide scores by the square root of this number; 0 for the width of a head", least=0, metavar="N"
+    )
+    norm: Literal["rms", "zero_centered_rms"] | None = knob(
+        None,
+        _GROUP,
+        "RMSNorm that multiplies by its scale, or by 1 + scale, like Gemma",
+        kind=str,
+        choices=("rms", "zero_centered_rms"),
+    )
+    branch_norms: bool | None = knob(
+        None, _GROUP, "normalize the outputs of attention and MLP too, like Gemma", kind=bool
+    )
+    activation: Literal["silu", "gelu_tanh"] | None = knob(
+        None, _GROUP, "function of the MLP's gate", kind=str, choices=("silu", "gelu_tanh")
+    )
+    scale_embedding: bool | None = knob(
+        None, _GROUP, "multiply embeddings by the square root of the width, like Gemma", kind=bool
     )
     tie_embeddings: bool | None = knob(None, _GROUP, "share the embedding's table with the head", kind=bool)
     epsilon: float | None = knob(None, _GROUP, "epsilon that norms add to the mean square", kind=float, metavar="X")
@@ -126,8 +159,7 @@ class ModelSizes:
             if scaling:
                 assert isinstance(config, LlamaConfig)
                 given["rope_scaling"] = _scaling(config.rope_scaling, scaling)
-            if given.get("window") == 0:
-                given["window"] = None
+            given |= {name: None for name in _NONE_AS_0 if given.get(name) == 0}
             return experts.of(config, preset, **given)
         except ValueError as error:
             if not self.given or preset is None:
@@ -172,7 +204,7 @@ def sizes_of(config: ModelConfig) -> dict[str, Any]:
     fields.pop("routing", None)
     fields.pop("rope_scaling", None)
     scaling = {"kind": _NO_SCALING} if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
-    usual = {"num_experts": 0, "qk_norm": False, "qkv_bias": False, "window": 0}
+    usual = {name: 0 if name in _NONE_AS_0 else getattr(LlamaConfig, name) for name in _LEFT_OUT}
     found = {**usual, **fields, **{f"{_SCALING}{k}": v for k, v in scaling.items()}}
     if config.num_experts:
         found["shared_hidden"] = config.shared_hidden

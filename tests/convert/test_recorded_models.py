@@ -1,0 +1,127 @@
+"""Kinds of models of which transformers' results are recorded: logits, greedy tokens, training and the way back."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from messages import naming
+
+import gtp_jax as gtp
+from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.convert._config import read_config
+from gtp_jax.models import LlamaConfig, hugging_face_of, load, next_token_loss
+
+from .hugging_face import assert_same, random_tensors, read_model, write_model
+from .recorded import COUNT, EVERY, MODELS, PROMPT, file_of, tokens_of
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """A config.json, its tensors, the checkpoint that was imported, and what transformers computes."""
+    config, folder = MODELS[request.param], tmp_path_factory.mktemp(request.param)
+    tensors = random_tensors(config)
+    done = import_llama(write_model(folder / "hf", tensors, config), folder / "imported")
+    return config, tensors, folder / "imported", done.config, np.load(file_of(request.param))
+
+
+def test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers(model):
+    config, _, imported, _, recorded = model
+    mesh = gtp.make_mesh(gtp=4, tp=2)
+    with jax.set_mesh(mesh):
+        ours = load(imported, dtype="float32")
+        placed = jax.device_put(tokens_of(config), NamedSharding(mesh, P(("dp", "gtp"))))
+        found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(ours, placed))[:, ::EVERY]
+        tokens = gtp.generate(ours, [PROMPT, PROMPT[:3]], max_new_tokens=COUNT).tokens
+    largest = np.abs(recorded["logits"]).max()
+    np.testing.assert_allclose(found, recorded["logits"], rtol=0, atol=1e-5 * largest)
+    assert tokens[0].tolist() == recorded["greedy"].tolist()
+
+
+def test_a_step_on_a_mesh_is_that_without_one(model):
+    config, _, imported, _, _ = model
+    tokens = tokens_of(config)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1)}
+    after = []
+    for degrees in ({"devices": jax.devices()[:1]}, {"gtp": 2, "tp": 2, "dp": 2}):
+        with jax.set_mesh(gtp.make_mesh(**degrees)):
+            state = gtp.TrainState.create(load(imported, dtype="float32"), optimizer := optax.sgd(0.5))
+            state, metrics = gtp.train_step(next_token_loss, optimizer)(state, batch)
+            after.append((metrics["loss"], jax.tree.map(np.asarray, state.logical().params)))
+    np.testing.assert_allclose(after[0][0], after[1][0], rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=2e-5), after[0][1], after[1][1])
+
+
+def test_tensors_and_config_come_back_as_the_same_kind(model, tmp_path):
+    config, tensors, imported, ours, _ = model
+    export_llama(imported, tmp_path / "out", dtype="float32")
+    assert_same(read_model(tmp_path / "out"), tensors)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "torch_dtype": "float32"}
+    layout = hugging_face_of(ours, config["model_type"])
+    assert layout.architecture == config["architectures"][0]
+    assert layout.from_json(json.loads(json.dumps(layout.to_json(ours))), "config.json") == ours
+
+
+def config_of(folder, config, **fields) -> LlamaConfig:
+    """The configuration of a config.json; a field that is `...` is left out."""
+    content = {name: value for name, value in {**config, **fields}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(content))
+    found = read_config(folder)[0]
+    assert isinstance(found, LlamaConfig)
+    return found
+
+
+ROTARY = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}
+WITHOUT = dict(rope_theta=..., rope_local_base_freq=..., rope_scaling=...)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0 None soft cap"),
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping 30.0 None soft cap"),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention True False"),
+        (dict(hidden_activation="silu"), "hidden_activation 'silu' 'gelu_pytorch_tanh'"),
+        (dict(query_pre_attn_scalar=2.5), "query_pre_attn_scalar 2.5 whole"),
+        (dict(layer_types=["full_attention"] + ["sliding_attention"] * 3), "layer_types full_attention every n-th"),
+        (dict(layer_types=["full_attention"]), "layer_types 4 layers"),
+        (dict(layer_types="sliding_attention"), "layer_types 'sliding_attention' 4 layers"),
+        (dict(layer_types=None, sliding_window_pattern=0.5), "sliding_window_pattern 0.5 whole"),
+        (dict(sliding_window=None), "sliding_window null number"),
+        (dict(**WITHOUT, rope_parameters={"rope_theta": 1e4}), "rope_parameters sliding_attention full_attention"),
+        (
+            dict(**WITHOUT, rope_parameters={**ROTARY, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+            "'linear' rope_parameters.sliding_attention rope_theta",
+        ),
+        (
+            dict(rope_parameters=ROTARY, rope_theta=..., rope_scaling=...),
+            "rope_local_base_freq 20.0 rope_parameters.sliding_attention.rope_theta 1000.0",
+        ),
+    ],
+)
+def test_what_gemma_3_may_have_and_our_model_has_not_is_refused(fields, message, tmp_path):
+    with pytest.raises(ValueError, match=naming(message)):
+        config_of(tmp_path, MODELS["gemma3"], **fields)
+
+
+def test_what_gemma_3_leaves_out_is_that_of_transformers(tmp_path):
+    names = ("layer_types", "rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window", "head_dim")
+    names = (*names, "query_pre_attn_scalar", "tie_word_embeddings", "num_key_value_heads")
+    found = config_of(tmp_path, MODELS["gemma3"], **dict.fromkeys(names, ...), num_hidden_layers=7)
+    assert (found.window, found.full_every, found.head_dim, found.query_pre_attn_scalar) == (4096, 6, 256, None)
+    assert (found.rope_theta, found.window_rope_theta, found.rope_scaling) == (1e6, 1e4, None)
+    assert found.tie_embeddings and found.num_kv_heads == 4
+    assert [reach.window for reach in found.reaches] == [4096] * 5 + [None, 4096]
+    of_5 = config_of(tmp_path, MODELS["gemma3"], **WITHOUT, rope_parameters=ROTARY)
+    assert (of_5.rope_theta, of_5.window_rope_theta) == (1e5, 1e3)
+    without = config_of(tmp_path, MODELS["gemma3"], layer_types=["full_attention"] * 4)
+    assert (without.window, without.full_every, without.window_rope_theta) == (None, None, None)
+    whole = config_of(tmp_path, MODELS["gemma3"], layer_types=["sliding_attention"] * 4)
+    assert (whole.window, whole.full_every) == (5, None)
+    for config in (found, of_5, without, whole):
+        layout = hugging_face_of(config)
+        assert config_of(tmp_path, {"model_type": layout.model_type, **layout.to_json(config)}) == config
